@@ -1,0 +1,130 @@
+"""Published algorithms, each a row of choices; and the names such a row may choose from.
+
+A recipe is data: values of `AlgorithmConfig` fields. What is not named in a row
+keeps the default of `AlgorithmConfig`; what a config sets itself wins over the row.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+ADVANTAGES = (
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "gdpo",
+    "rloo",
+    "remax",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "cispo",
+    "reinforce",
+)
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
+REJECTIONS = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    # Schulman et al., arXiv:1707.06347; KL in the reward as in arXiv:2203.02155.
+    "ppo": dict(
+        advantage="gae",
+        samples_per_prompt=1,
+        kl_in="reward",
+        kl_estimator="k1",
+        kl_coef=0.001,
+        gae_lambda=1.0,
+    ),
+    # Shao et al., arXiv:2402.03300.
+    "grpo": dict(
+        advantage="grpo", aggregation="seq-mean-token-mean", kl_in="loss", kl_estimator="k3"
+    ),
+    # Liu et al., arXiv:2503.20783.
+    "dr_grpo": dict(advantage="grpo", group_std=False, aggregation="seq-mean-token-sum-norm"),
+    # Yu et al., arXiv:2503.14476.
+    "dapo": dict(advantage="grpo", clip_high=0.28, dual_clip=10.0, dynamic_sampling=True),
+    # Zheng et al., arXiv:2507.18071.
+    "gspo": dict(
+        advantage="grpo",
+        policy_loss="gspo",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="seq-mean-token-mean",
+    ),
+    # Ahmadian et al., arXiv:2402.14740.
+    "rloo": dict(advantage="rloo", kl_in="reward", kl_estimator="k1", kl_coef=0.01),
+    # Li et al., arXiv:2310.10505.
+    "remax": dict(
+        advantage="remax",
+        samples_per_prompt=1,
+        policy_loss="reinforce",
+        kl_in="reward",
+        kl_estimator="k1",
+        kl_coef=0.001,
+    ),
+    # Hu et al., arXiv:2501.03262.
+    "reinforce_pp": dict(
+        advantage="reinforce_plus_plus",
+        samples_per_prompt=1,
+        kl_in="reward",
+        kl_estimator="k1",
+        kl_coef=0.001,
+    ),
+    # Hao et al., arXiv:2505.23585.
+    "opo": dict(advantage="opo", policy_loss="reinforce"),
+    # MiniMax, arXiv:2506.13585.
+    "cispo": dict(advantage="grpo", policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+    # Gao et al., arXiv:2511.20347.
+    "sapo": dict(advantage="grpo", policy_loss="sapo", aggregation="seq-mean-token-mean"),
+    # Zhao et al., arXiv:2507.20673.
+    "gmpo": dict(
+        advantage="grpo",
+        policy_loss="geo_mean",
+        clip_low=0.4,
+        clip_high=0.4,
+        aggregation="seq-mean-token-mean",
+    ),
+    # Chu et al., arXiv:2504.02546.
+    "gpg": dict(advantage="gpg", policy_loss="gpg"),
+    # Dai et al., arXiv:2310.12773.
+    "safe_rlhf": dict(
+        advantage="gae",
+        samples_per_prompt=1,
+        kl_in="reward",
+        kl_estimator="k1",
+        kl_coef=0.01,
+        safe=True,
+    ),
+}

@@ -1,0 +1,115 @@
+"""What travels between the phases of a step.
+
+`PromptBatch -> Rollouts -> Rewards -> Predictions -> Estimates -> Minibatch`. Index `t` of
+every [B, T] array is about `tokens[:, t]`: its log-prob, the value just before it was
+emitted, the reward for emitting it. Letters: B sequences, T tokens, P prompts.
+No field is optional; a model that a run does not have is an identity (`values` are zero,
+`ref_log_probs` equal `old_log_probs`, `costs` are zero).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One row of a dataset, ready to be answered."""
+
+    tokens: tuple[int, ...]  # chat template applied
+    text: str  # the same as text, for dumps and reward models
+    data_source: str  # selects reward terms and groups the evaluation
+    ground_truth: Any  # handed to reward functions as it came
+    extra_info: Mapping[str, Any]
+    index: int  # row of the dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of one wave."""
+
+    prompts: tuple[Prompt, ...]  # P of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Sampled sequences, prompt-major: the samples of a prompt stand next to each other.
+
+    Host arrays, the same on every process.
+    """
+
+    tokens: Int[np.ndarray, "B T"]  # prompt, then response, right-padded with 0
+    response_mask: Bool[np.ndarray, "B T"]  # the policy chose this token
+    rollout_log_probs: Float[np.ndarray, "B T"]  # as the engine reported; 0 outside the mask
+    lengths: Int[np.ndarray, " B"]  # tokens of prompt and response
+    group_ids: Int[np.ndarray, " B"]  # position of the row's prompt in `prompts`
+    stopped: Bool[np.ndarray, " B"]  # ended by a stop token, not by the length limit
+    prompts: tuple[Prompt, ...]
+    responses: tuple[str, ...]  # text of each of the B responses
+
+    def prompt_of(self, row: int) -> Prompt:
+        """Returns the prompt that sequence `row` answers."""
+        return self.prompts[int(self.group_ids[row])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """What the responses are worth. Host arrays."""
+
+    scores: Float[np.ndarray, " B"]  # weighted sum of the terms that apply
+    terms: Mapping[str, Float[np.ndarray, " B"]]  # each reward term, unweighted; 0 where unused
+    weights: Mapping[str, Float[np.ndarray, " B"]]  # its weight on each row
+    costs: Float[np.ndarray, " B"]  # Safe-RLHF's cost; zero without one
+    baselines: Float[np.ndarray, " B"]  # score of the prompt's greedy answer (ReMax), or zero
+    details: tuple[Mapping[str, Any], ...]  # what reward functions returned beside the score
+    num_failures: int  # reward calls that raised, hung or returned no finite number
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_pytree
+class Predictions:
+    """What the models say about the sampled tokens; zero outside the response mask."""
+
+    old_log_probs: Float[Array, "B T"]  # policy when the step began
+    ref_log_probs: Float[Array, "B T"]  # frozen reference
+    entropies: Float[Array, "B T"]  # of the distribution each token was drawn from
+    sum_squared_probs: Float[Array, "B T"]  # sum over the vocabulary of p**2
+    values: Float[Array, "B T"]  # predicted return just before the token
+    cost_values: Float[Array, "B T"]  # predicted cost, Safe-RLHF
+
+
+@_pytree
+class Estimates:
+    """What the loss needs beside log-probs; zero outside `loss_mask`."""
+
+    advantages: Float[Array, "B T"]
+    returns: Float[Array, "B T"]  # target of the critic
+    cost_returns: Float[Array, "B T"]  # target of the cost critic
+    loss_mask: Bool[Array, "B T"]  # response tokens that survived rejection
+    correction_weights: Float[Array, "B T"]  # off-policy correction; 1 without one
+
+
+@_pytree
+class Minibatch:
+    """The sequences of one optimizer update; the rows of a step, chosen and ordered."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    response_mask: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+    old_log_probs: Float[Array, "B T"]
+    ref_log_probs: Float[Array, "B T"]
+    rollout_log_probs: Float[Array, "B T"]
+    advantages: Float[Array, "B T"]
+    returns: Float[Array, "B T"]
+    values: Float[Array, "B T"]
+    cost_returns: Float[Array, "B T"]
+    cost_values: Float[Array, "B T"]
+    correction_weights: Float[Array, "B T"]
