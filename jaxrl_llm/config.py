@@ -24,6 +24,11 @@ from jaxrl_llm.recipes import (
     REJECTIONS,
 )
 
+
+class ConfigError(ValueError):
+    """A run description that cannot work; the message lists every problem."""
+
+
 Problem = tuple[str, str]  # (field path below this group, what is wrong and what to do)
 
 GROUP_ADVANTAGES = (
@@ -189,19 +194,24 @@ class AlgorithmConfig:
             for message in _known(getattr(self, field), known, what):
                 yield field, message
         if self.aggregation not in AGGREGATIONS:
-            yield "aggregation", (
-                f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}"
+            yield (
+                "aggregation",
+                (f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}"),
             )
         if self.kl_estimator not in KL_ESTIMATORS:
-            yield "kl_estimator", (
-                f"unknown KL estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}"
+            yield (
+                "kl_estimator",
+                (f"unknown KL estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}"),
             )
         if self.samples_per_prompt < 1:
             yield "samples_per_prompt", f"must be at least 1, got {self.samples_per_prompt}"
         elif self.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
-            yield "samples_per_prompt", (
-                f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
-                f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+            yield (
+                "samples_per_prompt",
+                (
+                    f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
+                    f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+                ),
             )
         for name in ("gamma", "gae_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
@@ -215,13 +225,19 @@ class AlgorithmConfig:
         if self.kl_coef < 0 or math.isnan(self.kl_coef):
             yield "kl_coef", f"must not be negative, got {self.kl_coef}"
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
-            yield "kl_controller", (
-                "adaptive control needs the KL that kl_in='reward' measures,"
-                f" got kl_in={self.kl_in!r}"
+            yield (
+                "kl_controller",
+                (
+                    "adaptive control needs the KL that kl_in='reward' measures,"
+                    f" got kl_in={self.kl_in!r}"
+                ),
             )
         if self.kl_horizon < 1 or self.kl_target <= 0:
-            yield "kl_horizon", (
-                f"kl_horizon and kl_target must be positive, got {self.kl_horizon}, {self.kl_target}"
+            yield (
+                "kl_horizon",
+                (
+                    f"kl_horizon and kl_target must be positive, got {self.kl_horizon}, {self.kl_target}"
+                ),
             )
         if self.policy_loss == "dro" and not self.dro_beta > 0:
             yield "dro_beta", f"must be positive for policy_loss='dro', got {self.dro_beta}"
@@ -236,9 +252,12 @@ class AlgorithmConfig:
         if self.overlong_buffer_tokens < 0:
             yield "overlong_buffer_tokens", "must not be negative (0: off)"
         if not 0 <= self.correction_low <= self.correction_high:
-            yield "correction_low", (
-                f"needs 0 <= correction_low <= correction_high, got {self.correction_low},"
-                f" {self.correction_high}"
+            yield (
+                "correction_low",
+                (
+                    f"needs 0 <= correction_low <= correction_high, got {self.correction_low},"
+                    f" {self.correction_high}"
+                ),
             )
         for name in self.rejections:
             if name not in REJECTIONS:
@@ -247,9 +266,12 @@ class AlgorithmConfig:
             yield "rejections", f"each option at most once, got {self.rejections}"
         for name in ("rejection_lows", "rejection_highs"):
             if len(getattr(self, name)) != len(self.rejections):
-                yield name, (
-                    f"needs one number for each of the {len(self.rejections)} rejections,"
-                    f" got {len(getattr(self, name))}"
+                yield (
+                    name,
+                    (
+                        f"needs one number for each of the {len(self.rejections)} rejections,"
+                        f" got {len(getattr(self, name))}"
+                    ),
                 )
         if self.safe and self.advantage != "gae":
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
@@ -418,7 +440,10 @@ class TrainerConfig:
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
         if self.minibatch_size < 0:
-            yield "minibatch_size", f"must not be negative (0: whole step), got {self.minibatch_size}"
+            yield (
+                "minibatch_size",
+                f"must not be negative (0: whole step), got {self.minibatch_size}",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -454,9 +479,12 @@ class EvaluationConfig:
         if self.samples_per_prompt < 1:
             yield "samples_per_prompt", f"must be at least 1, got {self.samples_per_prompt}"
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            yield "samples_per_prompt", (
-                f"{self.samples_per_prompt} greedy samples are all the same;"
-                " set evaluation.temperature above 0"
+            yield (
+                "samples_per_prompt",
+                (
+                    f"{self.samples_per_prompt} greedy samples are all the same;"
+                    " set evaluation.temperature above 0"
+                ),
             )
         if not 0.0 <= self.temperature < math.inf:
             yield "temperature", f"must be finite and not negative, got {self.temperature}"
