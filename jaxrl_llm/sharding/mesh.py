@@ -109,6 +109,13 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def sharding_of(
+    shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh
+) -> NamedSharding:
+    """Returns how an activation of this shape with these dim names is split."""
+    return NamedSharding(mesh, partition_spec(shape, names, ACTIVATIONS, dict(mesh.shape), {}))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that keeps a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
