@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.config import OptimizerConfig
 
@@ -46,17 +46,6 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
             weight_decay=config.weight_decay,
             mu_dtype=config.moment_dtype,
         ),
-    )
-
-
-def num_updates_taken(opt_state: Tree) -> Int[Array, ""]:
-    """Returns how many updates an optimizer state has seen; skipped ones are not counted."""
-    return optax.tree_utils.tree_get(opt_state, "count", filtering=_is_adam_count)
-
-
-def _is_adam_count(path, _):
-    return any(getattr(entry, "name", "") == "count" for entry in path) and any(
-        "ScaleByAdamState" in str(getattr(entry, "tuple_name", "")) for entry in path
     )
 
 
