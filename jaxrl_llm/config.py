@@ -189,19 +189,24 @@ class AlgorithmConfig:
             for message in _known(getattr(self, field), known, what):
                 yield field, message
         if self.aggregation not in AGGREGATIONS:
-            yield "aggregation", (
-                f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}"
+            yield (
+                "aggregation",
+                (f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}"),
             )
         if self.kl_estimator not in KL_ESTIMATORS:
-            yield "kl_estimator", (
-                f"unknown KL estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}"
+            yield (
+                "kl_estimator",
+                (f"unknown KL estimator {self.kl_estimator!r}; known: {', '.join(KL_ESTIMATORS)}"),
             )
         if self.samples_per_prompt < 1:
             yield "samples_per_prompt", f"must be at least 1, got {self.samples_per_prompt}"
         elif self.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
-            yield "samples_per_prompt", (
-                f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
-                f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+            yield (
+                "samples_per_prompt",
+                (
+                    f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
+                    f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+                ),
             )
         for name in ("gamma", "gae_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
@@ -215,13 +220,20 @@ class AlgorithmConfig:
         if self.kl_coef < 0 or math.isnan(self.kl_coef):
             yield "kl_coef", f"must not be negative, got {self.kl_coef}"
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
-            yield "kl_controller", (
-                "adaptive control needs the KL that kl_in='reward' measures,"
-                f" got kl_in={self.kl_in!r}"
+            yield (
+                "kl_controller",
+                (
+                    "adaptive control needs the KL that kl_in='reward' measures,"
+                    f" got kl_in={self.kl_in!r}"
+                ),
             )
         if self.kl_horizon < 1 or self.kl_target <= 0:
-            yield "kl_horizon", (
-                f"kl_horizon and kl_target must be positive, got {self.kl_horizon}, {self.kl_target}"
+            yield (
+                "kl_horizon",
+                (
+                    "kl_horizon and kl_target must be positive,"
+                    f" got {self.kl_horizon}, {self.kl_target}"
+                ),
             )
         if self.policy_loss == "dro" and not self.dro_beta > 0:
             yield "dro_beta", f"must be positive for policy_loss='dro', got {self.dro_beta}"
@@ -236,9 +248,12 @@ class AlgorithmConfig:
         if self.overlong_buffer_tokens < 0:
             yield "overlong_buffer_tokens", "must not be negative (0: off)"
         if not 0 <= self.correction_low <= self.correction_high:
-            yield "correction_low", (
-                f"needs 0 <= correction_low <= correction_high, got {self.correction_low},"
-                f" {self.correction_high}"
+            yield (
+                "correction_low",
+                (
+                    f"needs 0 <= correction_low <= correction_high, got {self.correction_low},"
+                    f" {self.correction_high}"
+                ),
             )
         for name in self.rejections:
             if name not in REJECTIONS:
@@ -247,9 +262,12 @@ class AlgorithmConfig:
             yield "rejections", f"each option at most once, got {self.rejections}"
         for name in ("rejection_lows", "rejection_highs"):
             if len(getattr(self, name)) != len(self.rejections):
-                yield name, (
-                    f"needs one number for each of the {len(self.rejections)} rejections,"
-                    f" got {len(getattr(self, name))}"
+                yield (
+                    name,
+                    (
+                        f"needs one number for each of the {len(self.rejections)} rejections,"
+                        f" got {len(getattr(self, name))}"
+                    ),
                 )
         if self.safe and self.advantage != "gae":
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
@@ -418,7 +436,10 @@ class TrainerConfig:
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
         if self.minibatch_size < 0:
-            yield "minibatch_size", f"must not be negative (0: whole step), got {self.minibatch_size}"
+            yield (
+                "minibatch_size",
+                f"must not be negative (0: whole step), got {self.minibatch_size}",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -454,9 +475,12 @@ class EvaluationConfig:
         if self.samples_per_prompt < 1:
             yield "samples_per_prompt", f"must be at least 1, got {self.samples_per_prompt}"
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            yield "samples_per_prompt", (
-                f"{self.samples_per_prompt} greedy samples are all the same;"
-                " set evaluation.temperature above 0"
+            yield (
+                "samples_per_prompt",
+                (
+                    f"{self.samples_per_prompt} greedy samples are all the same;"
+                    " set evaluation.temperature above 0"
+                ),
             )
         if not 0.0 <= self.temperature < math.inf:
             yield "temperature", f"must be finite and not negative, got {self.temperature}"
@@ -551,7 +575,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             yield "seed", f"must lie in [0, 2**32), got {self.seed}"
         sequences = self.sequences_per_step
-        if sequences % self.minibatch_size:
+        if sequences > 0 < self.minibatch_size and sequences % self.minibatch_size:
             near = [n for n in range(1, sequences + 1) if sequences % n == 0]
             near = sorted(sorted(near, key=lambda n: abs(n - self.minibatch_size))[:2])
             yield (
@@ -611,8 +635,8 @@ class Config:
             yield f"config.critic.path: no effect, advantage={algorithm.advantage!r} has no critic"
         if not algorithm.needs_critic and algorithm.critic_warmup_steps:
             yield "config.algorithm.critic_warmup_steps: no effect without a critic"
-        if costs := (self.rewards.cost_functions or self.rewards.cost_models):
-            if not algorithm.safe:
-                yield f"config.rewards: costs {sorted(costs)} have no effect, algorithm.safe is off"
+        costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
+        if costs and not algorithm.safe:
+            yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
