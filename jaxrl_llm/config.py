@@ -204,8 +204,8 @@ class AlgorithmConfig:
             yield (
                 "samples_per_prompt",
                 (
-                    f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
-                    f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+                    f"advantage={self.advantage!r} compares samples of one prompt and needs at"
+                    f" least 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
                 ),
             )
         for name in ("gamma", "gae_lambda"):
