@@ -12,7 +12,7 @@ their rules.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxrl_llm.recipes import (
@@ -27,6 +27,12 @@ from jaxrl_llm.recipes import (
 
 class ConfigError(ValueError):
     """A run description that cannot work; the message lists every problem."""
+
+    def __init__(self, problems: Sequence[str]):
+        """Makes the message of `problems`, one line each, and keeps them."""
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 
 
 Problem = tuple[str, str]  # (field path below this group, what is wrong and what to do)
@@ -209,8 +215,8 @@ class AlgorithmConfig:
             yield (
                 "samples_per_prompt",
                 (
-                    f"advantage={self.advantage!r} compares samples of one prompt and needs at least"
-                    f" 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
+                    f"advantage={self.advantage!r} compares samples of one prompt and needs at"
+                    f" least 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'"
                 ),
             )
         for name in ("gamma", "gae_lambda"):
@@ -236,7 +242,8 @@ class AlgorithmConfig:
             yield (
                 "kl_horizon",
                 (
-                    f"kl_horizon and kl_target must be positive, got {self.kl_horizon}, {self.kl_target}"
+                    "kl_horizon and kl_target must be positive,"
+                    f" got {self.kl_horizon}, {self.kl_target}"
                 ),
             )
         if self.policy_loss == "dro" and not self.dro_beta > 0:
@@ -579,7 +586,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             yield "seed", f"must lie in [0, 2**32), got {self.seed}"
         sequences = self.sequences_per_step
-        if sequences % self.minibatch_size:
+        if sequences > 0 < self.minibatch_size and sequences % self.minibatch_size:
             near = [n for n in range(1, sequences + 1) if sequences % n == 0]
             near = sorted(sorted(near, key=lambda n: abs(n - self.minibatch_size))[:2])
             yield (
@@ -639,8 +646,8 @@ class Config:
             yield f"config.critic.path: no effect, advantage={algorithm.advantage!r} has no critic"
         if not algorithm.needs_critic and algorithm.critic_warmup_steps:
             yield "config.algorithm.critic_warmup_steps: no effect without a critic"
-        if costs := (self.rewards.cost_functions or self.rewards.cost_models):
-            if not algorithm.safe:
-                yield f"config.rewards: costs {sorted(costs)} have no effect, algorithm.safe is off"
+        costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
+        if costs and not algorithm.safe:
+            yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"

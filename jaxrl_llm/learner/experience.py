@@ -208,9 +208,7 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         num_sequences, width = tokens.shape
 
         def ask(microbatch: Microbatch):
-            packed = statistics(
-                roles.policy, params, tokens, microbatch, with_entropy=with_entropy
-            )
+            packed = statistics(roles.policy, params, tokens, microbatch, with_entropy=with_entropy)
             return tuple(microbatch.unpacked(p, lengths, width) for p in packed)
 
         return batches.collect(plan, ask, num_sequences, width)

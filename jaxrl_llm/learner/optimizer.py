@@ -68,7 +68,5 @@ def apply_if_finite(
     def choose(taken, kept):
         return jnp.where(finite, taken, kept)
 
-    params = jax.tree.map(
-        lambda p, u: choose(p + u.astype(p.dtype), p), params, updates
-    )
+    params = jax.tree.map(lambda p, u: choose(p + u.astype(p.dtype), p), params, updates)
     return params, jax.tree.map(choose, next_state, opt_state), norm, ~finite

@@ -195,17 +195,13 @@ def num_slots(config: Config) -> int:
 
 def train_shardings(net: Network, mesh: Mesh) -> Params:
     """Returns how the parameters of a network are split in training and scoring."""
-    return mesh_lib.shardings(
-        net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units
-    )
+    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
 
 
 def initial_policy(roles: Roles) -> Params:
     """Returns the policy's first weights, born sharded: of the folder, or random by the seed."""
     if roles.config.model.path:
-        return huggingface.load(
-            roles.config.model.path, roles.policy, roles.policy_shardings
-        )
+        return huggingface.load(roles.config.model.path, roles.policy, roles.policy_shardings)
     return _random(roles.policy, roles.policy_shardings, roles.config.seed)
 
 
@@ -213,9 +209,7 @@ def _random(net: Network, shardings: Params, seed: int) -> Params:
     return jax.jit(net.init, out_shardings=shardings)(jax.random.key(seed))
 
 
-def trainable(
-    params: Params, config: OptimizerConfig, num_updates: int
-) -> Trainable:
+def trainable(params: Params, config: OptimizerConfig, num_updates: int) -> Trainable:
     """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
     shardings = jax.tree.map(lambda a: a.sharding, params)
     transformation = optimizer.make(config, num_updates)
@@ -266,9 +260,7 @@ def scalar_from_policy(roles: Roles, policy_params: Params) -> Params:
     return jax.jit(make, out_shardings=roles.value_shardings)(body)
 
 
-def with_frozen_models(
-    roles: Roles, policy_params: Params, trained: Mapping[str, Params]
-) -> Roles:
+def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str, Params]) -> Roles:
     """Returns the roles with reference, reward and cost models in place.
 
     Args:

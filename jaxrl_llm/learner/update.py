@@ -115,9 +115,7 @@ def updater(roles: Roles, state: LearnerState):
             log_probs, entropies, _ = statistics(
                 params, batch.tokens, microbatch, with_entropy=with_entropy
             )
-            unpack = functools.partial(
-                microbatch.unpacked, lengths=batch.lengths, width=width
-            )
+            unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
             return losses.policy_objective(
                 algorithm,
                 unpack(log_probs),

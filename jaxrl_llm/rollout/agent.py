@@ -72,9 +72,7 @@ def rollout(
         group_ids=group_ids,
         stopped=np.array([c.stopped for c in completions]),
         prompts=prompts.prompts,
-        responses=tuple(
-            tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions
-        ),
+        responses=tuple(tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions),
     )
 
 

@@ -192,8 +192,8 @@ class Engine:
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:
-    return ("batch", "kv_heads", None, None)[:ndim] if ndim == 4 else ("batch",) + (None,) * (
-        ndim - 1
+    return (
+        ("batch", "kv_heads", None, None)[:ndim] if ndim == 4 else ("batch",) + (None,) * (ndim - 1)
     )
 
 

@@ -52,8 +52,10 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     wild = [axis for axis, size in sizes.items() if size == -1]
     if left or (not wild and rest != 1):
         raise ConfigError(
-            f"config.mesh: {' x '.join(f'{a} {s}' for a, s in sizes.items())} does not fill the"
-            f" {len(devices)} devices; set one axis to -1 for the rest"
+            [
+                f"config.mesh: {' x '.join(f'{a} {s}' for a, s in sizes.items())} does not fill the"
+                f" {len(devices)} devices; set one axis to -1 for the rest"
+            ]
         )
     sizes.update({axis: rest for axis in wild})
     grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
@@ -109,9 +111,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def sharding_of(
-    shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh
-) -> NamedSharding:
+def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
     """Returns how an activation of this shape with these dim names is split."""
     return NamedSharding(mesh, partition_spec(shape, names, ACTIVATIONS, dict(mesh.shape), {}))
 

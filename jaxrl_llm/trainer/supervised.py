@@ -79,9 +79,7 @@ def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[s
         hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
         last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
         at_end = hidden[microbatch.rows, last][:, None]
-        scores = heads.sequence_scores(
-            at_end, network.head_weight(params), jnp.zeros_like(last)
-        )
+        scores = heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
         by_sequence = microbatch.put(jnp.zeros(tokens.shape[0]), scores)
         return supervised_losses.bradley_terry(by_sequence[0::2], by_sequence[1::2])
 

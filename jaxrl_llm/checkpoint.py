@@ -1,0 +1,363 @@
+"""Saving and restoring: one atomic step for everything a resumed run needs.
+
+A step is a folder with two parts, committed together: the arrays of the learner state and
+a JSON part (data position, counters). `Saver` keeps the last few steps of a run; `save_tree`
+and `load_tree` write the single product of a stage (warm start, reward model).
+
+Every committed step is sealed with the SHA-256 of its files, so that damage on disk is
+found when it is restored and the step before it is used. What the state holds and when
+it is saved is decided by the caller. All processes of a run make the same calls; the
+folder must be one that all of them see.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.config import CheckpointConfig
+
+PathLike = str | os.PathLike[str]
+Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
+Json = dict[str, Any]
+
+SEAL = "sha256.json"  # within a step: {file: digest} of all the others
+_READ_BYTES = 1 << 24
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read: which path, why, what to do."""
+
+
+class Saver:
+    """Keeps the last steps of a run in one folder, written in the background.
+
+    A step is visible when it is complete, never before; a failed or killed save leaves the
+    steps before it as they were. At most one save is in flight.
+    """
+
+    def __init__(self, directory: PathLike, config: CheckpointConfig):
+        """Opens `directory`, made if missing.
+
+        What a killed save left half-written is no step, and is removed before the next save.
+
+        Raises:
+          CheckpointError: If the folder cannot be made or read.
+        """
+        self._directory = epath.Path(os.path.abspath(directory))
+        self._config = config
+        self._sealing: concurrent.futures.Future[None] | None = None
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "seal")
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._config.keep,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        )
+        try:
+            return ocp.CheckpointManager(self._directory, options=options)
+        except OSError as error:
+            raise _write_error(self._directory, error) from error
+
+    def due(self, step: int, last: int) -> bool:
+        """Returns whether a checkpoint is wanted after `step` of `last` completed steps."""
+        every = self._config.every
+        return step == last or (every > 0 and step % every == 0)
+
+    def latest_step(self) -> int:
+        """Returns the newest complete step, 0 if there is none."""
+        return self._manager.latest_step() or 0
+
+    def save(self, step: int, state: Tree, extra: Json) -> None:
+        """Saves a step; returns when `state` is copied to the host, before it is on disk.
+
+        The arrays may be donated or deleted at once.
+
+        Args:
+          step: Completed steps, at least 1.
+          state: Any pytree of arrays; its structure is not saved, names and shapes are.
+          extra: What JSON can hold.
+
+        Raises:
+          CheckpointError: If this save cannot begin, or the save before it failed; only
+            logged with `config.checkpoint.on_failure = "continue"`.
+          TypeError: If JSON cannot hold `extra`.
+        """
+        if step < 1:
+            raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
+        content = _content(state, extra)
+        self.wait()
+        try:
+            self._manager.save(step, args=content)
+        except Exception as error:
+            self._failed(step, error)
+        else:
+            self._sealing = self._executor.submit(self._commit, step)
+
+    def wait(self) -> None:
+        """Returns when the save in flight is on disk and sealed.
+
+        Raises:
+          CheckpointError: If it failed; as for `save`.
+        """
+        sealing, self._sealing = self._sealing, None
+        if sealing is None:
+            return
+        try:
+            sealing.result()
+        except _SaveFailed as failure:
+            self._failed(failure.step, failure.cause)
+
+    def _commit(self, step: int) -> None:
+        try:
+            self._manager.wait_until_finished()
+            if jax.process_index() == 0:
+                _seal(self._directory / str(step))
+        except Exception as error:
+            raise _SaveFailed(step, error) from error
+
+    def _failed(self, step: int, cause: Exception) -> None:
+        # The manager counts a failed step as saved; one opened again sees what is on disk.
+        with contextlib.suppress(Exception):  # raises `cause` again, which is reported below
+            self._manager.close()
+        self._manager = self._open()
+        error = _write_error(self._directory / str(step), cause)
+        if self._config.on_failure == "stop":
+            raise error from cause
+        logging.warning("%s; going on without this checkpoint", error)
+
+    def restore(self, abstract_state: Tree) -> tuple[Tree, Json, int]:
+        """Returns the newest undamaged step.
+
+        Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
+        names the damage, so that the run can write them again.
+
+        Args:
+          abstract_state: The state's structure as `jax.ShapeDtypeStruct`s, each with the
+            sharding that the array shall have; the mesh may be another than when saved.
+
+        Returns:
+          (state, extra, step).
+
+        Raises:
+          CheckpointError: If there is no step, none is undamaged, or the saved arrays have
+            other names, shapes or dtypes than `abstract_state`.
+        """
+        self.wait()
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        if not steps:
+            raise CheckpointError(
+                f"{self._directory}: no checkpoint to restore; look at latest_step() first"
+            )
+        for step in steps:
+            folder = self._directory / str(step)
+            if not (damage := _agreed(_damage(folder) if _is_first() else "")):
+                return *_restored(folder, abstract_state), step
+            logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
+            if _is_first():
+                folder.rename(self._directory / f"damaged.{step}")
+            _barrier(f"damaged {folder}")
+            self._manager.reload()
+        raise CheckpointError(
+            f"{self._directory}: all steps are damaged ({', '.join(map(str, steps))}), see the"
+            " warnings above; restore the folder from a backup, or start in another --workdir"
+        )
+
+    def close(self) -> None:
+        """Waits for the save in flight and lets the folder go; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            self._manager.close()
+
+
+class _SaveFailed(Exception):
+    def __init__(self, step: int, cause: Exception):
+        super().__init__(step, cause)
+        self.step = step
+        self.cause = cause
+
+
+def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
+    """Writes a stage's product; `path` exists only when it is complete.
+
+    Args:
+      path: Folder to make; its parents are made too.
+      tree: Any pytree of arrays.
+      extra: What JSON can hold.
+
+    Raises:
+      CheckpointError: If `path` exists or cannot be written.
+    """
+    folder = epath.Path(os.path.abspath(path))
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists; remove it or choose another path")
+    content = _content(tree, dict(extra))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder, args=content)
+        if _is_first():
+            _seal(folder)
+    except Exception as error:
+        raise _write_error(folder, error) from error
+    _barrier(f"sealed {folder}")
+
+
+def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
+    """Returns what `save_tree` wrote, laid out as `abstract_tree` says, and the JSON part.
+
+    Raises:
+      CheckpointError: If it is missing, damaged, or has other arrays than `abstract_tree`.
+    """
+    folder = epath.Path(os.path.abspath(path))
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder")
+    if damage := _agreed(_damage(folder) if _is_first() else ""):
+        raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
+    return _restored(folder, abstract_tree)
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    """Returns the leaves by dotted path; the same for a dict, a dataclass or a named tuple."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("two arrays of this tree have the same dotted path; rename one")
+    return named
+
+
+def _described(named: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
+        for name, leaf in named.items()
+    }
+
+
+def _content(tree: Tree, extra: Json) -> ocp.args.Composite:
+    named = _named(tree)
+    json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
+    return ocp.args.Composite(
+        arrays=ocp.args.PyTreeSave(named),
+        meta=ocp.args.JsonSave({"arrays": _described(named), "extra": extra}),
+    )
+
+
+def _restored(folder: epath.Path, abstract: Tree) -> tuple[Tree, Json]:
+    wanted = _named(abstract)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        meta = checkpointer.restore(
+            folder, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+        ).meta
+        if differing := _differences(meta["arrays"], _described(wanted)):
+            raise CheckpointError(
+                f"{folder}: holds other arrays than this config makes: {differing};"
+                " resume with the config that wrote it"
+            )
+        named = checkpointer.restore(
+            folder,
+            args=ocp.args.Composite(
+                arrays=ocp.args.PyTreeRestore(
+                    item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+                )
+            ),
+        ).arrays
+    treedef = jax.tree.structure(abstract)
+    return jax.tree.unflatten(treedef, [named[name] for name in wanted]), meta["extra"]
+
+
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    lines = [
+        f"{name} is {saved.get(name, 'absent')}, expected {wanted.get(name, 'absent')}"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "; ".join(lines[:5] + more)
+
+
+def _files(folder: epath.Path) -> list[epath.Path]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        found.extend(_files(path) if path.is_dir() else [path])
+    return found
+
+
+def _digest(path: epath.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _seal(folder: epath.Path) -> None:
+    """Writes the digests of all files of a complete step into it."""
+    digests = {os.path.relpath(path, folder): _digest(path) for path in _files(folder)}
+    partial = folder / f"{SEAL}.tmp"
+    partial.write_text(json.dumps(digests, indent=1))
+    partial.rename(folder / SEAL)
+
+
+def _damage(folder: epath.Path) -> str:
+    """Returns what is wrong with the files of a complete step; "" if nothing."""
+    try:
+        digests = json.loads((folder / SEAL).read_text())
+    except FileNotFoundError:
+        logging.warning(
+            "%s: complete, but the process ended before its checksums were written;"
+            " restored without them",
+            folder,
+        )
+        return ""
+    except ValueError as error:
+        return f"{SEAL} is not JSON ({error})"
+    for name, digest in digests.items():
+        path = folder / name
+        try:
+            if _digest(path) != digest:
+                return f"{name} differs from its checksum ({path.stat().length} bytes now)"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+    return ""
+
+
+def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: could not be saved ({type(cause).__name__}: {cause}); check free space, quota"
+        " and write permission of the folder; earlier checkpoints are untouched"
+    )
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _agreed(text: str) -> str:
+    """Returns process 0's text on every process."""
+    if jax.process_count() == 1:
+        return text
+    encoded = np.zeros(1024, np.uint8)
+    data = np.frombuffer(text.encode()[:1024], np.uint8)
+    encoded[: data.size] = data
+    return (
+        bytes(multihost_utils.broadcast_one_to_all(encoded)).rstrip(b"\0").decode(errors="replace")
+    )
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

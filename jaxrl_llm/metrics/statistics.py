@@ -1,0 +1,215 @@
+"""Numbers about a step, under verl's names where verl has one.
+
+Pure functions from host arrays to `{name: float}`; numbers that the update itself yields
+(losses, gradient norms) come from there. A statistic over nothing (no token survived the
+mask) is left out rather than made up.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
+
+HostOrDevice = np.ndarray | Array
+# Phases whose time is given per token of the response; the others, per token of the sequence.
+_RESPONSE_PHASES = ("gen",)
+
+
+def of_rollouts(
+    config: Config,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    shaped_rewards: Float[HostOrDevice, "B T"],
+    predictions: Predictions,
+    estimates: Estimates,
+) -> dict[str, float]:
+    """Returns scores, rewards, advantages, returns, values and lengths of a step.
+
+    `critic/score` is what reward functions and models gave, `critic/rewards` the sum over a
+    sequence of `shaped_rewards` (KL and length penalties taken off); advantages, returns and
+    values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
+    source, `reward/TERM/mean` is over the rows the term applies to. Values only with a
+    critic, costs only with Safe-RLHF.
+
+    Args:
+      config: For the length limits and what the algorithm uses.
+      rollouts: The sequences.
+      rewards: What they are worth.
+      shaped_rewards: Rewards per token, zero outside the response.
+      predictions: For the values; readable on the host.
+      estimates: Advantages and returns; readable on the host.
+    """
+    mask = np.asarray(estimates.loss_mask)
+    found = {
+        **_summary("critic/score", rewards.scores),
+        **_summary("critic/rewards", np.asarray(shaped_rewards).sum(1)),
+        **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
+        **_summary("critic/returns", np.asarray(estimates.returns)[mask]),
+        **_of_rewards(rollouts, rewards),
+        **_of_lengths(config, rollouts),
+    }
+    if config.algorithm.needs_critic:
+        values = np.asarray(predictions.values)[mask]
+        found |= _summary("critic/values", values)
+        found |= {
+            "critic/vf_explained_var": explained_variance(
+                values, np.asarray(estimates.returns)[mask]
+            )
+        }
+    if config.algorithm.safe:
+        found |= _summary("critic/cost", rewards.costs)
+    return found
+
+
+def explained_variance(
+    values: Float[HostOrDevice, " N"], returns: Float[HostOrDevice, " N"]
+) -> float:
+    """Returns `1 - var(returns - values) / (var(returns) + 1e-5)`, variances unbiased.
+
+    1 is a perfect critic, 0 one as good as the mean; NaN for fewer than two tokens.
+
+    >>> import numpy as np
+    >>> returns = np.array([0.0, 1.0, 2.0])
+    >>> round(explained_variance(returns, returns), 4)
+    1.0
+    >>> round(explained_variance(np.zeros(3), returns), 4)
+    0.0
+    """
+    values, returns = np.asarray(values, np.float64), np.asarray(returns, np.float64)
+    if returns.size < 2:
+        return float("nan")
+    return float(1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
+
+
+def of_mismatch(
+    old_log_probs: Float[HostOrDevice, "B T"],
+    rollout_log_probs: Float[HostOrDevice, "B T"],
+    response_mask: Bool[HostOrDevice, "B T"],
+) -> dict[str, float]:
+    """Returns how far the engine's probabilities are from the training network's.
+
+    `training/rollout_probs_diff_{mean,max,std}` of `|exp(old) - exp(rollout)|` over the
+    response tokens, and the correlation of the two (NaN where one of them is constant).
+    """
+    mask = np.asarray(response_mask)
+    actor = np.exp(np.asarray(old_log_probs, np.float64)[mask])
+    rollout = np.exp(np.asarray(rollout_log_probs, np.float64)[mask])
+    if actor.size < 2:
+        return {"training/rollout_probs_diff_valid": 0.0}
+    difference = np.abs(actor - rollout)
+    spread = actor.std() * rollout.std()
+    covariance = ((actor - actor.mean()) * (rollout - rollout.mean())).mean()
+    return {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_std": float(difference.std(ddof=1)),
+        "training/rollout_actor_probs_pearson_corr": (
+            float(covariance / spread) if spread > 0 else float("nan")
+        ),
+    }
+
+
+def of_speed(
+    rollouts: Rollouts, seconds: Mapping[str, float], num_devices: int
+) -> dict[str, float]:
+    """Returns tokens per second and milliseconds per token.
+
+    `perf/throughput` counts prompt and response tokens, per second and device;
+    `timing_per_token_ms/gen` counts response tokens, other phases all tokens.
+
+    Args:
+      rollouts: The sequences of the step.
+      seconds: `Clock.seconds()` of the step, with `timing_s/step`.
+      num_devices: Devices that shared the work.
+    """
+    total = float(rollouts.lengths.sum())
+    responses = float(_response_lengths(rollouts).sum())
+    found = {
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": seconds["timing_s/step"],
+        "perf/throughput": total / (seconds["timing_s/step"] * num_devices),
+    }
+    for name, value in seconds.items():
+        phase = name.removeprefix("timing_s/")
+        tokens = responses if phase in _RESPONSE_PHASES else total
+        if phase != "step" and tokens:
+            found[f"timing_per_token_ms/{phase}"] = 1000.0 * value / tokens
+    return found
+
+
+def of_balance(
+    lengths: Int[HostOrDevice, " B"], shards: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Returns tokens per data shard, as they came and as they were spread.
+
+    `global_seqlen/{min,max,minmax_diff}` are of equal contiguous blocks of rows,
+    `balanced_{min,max}` of the rows each shard was given.
+
+    Args:
+      lengths: Tokens of each sequence.
+      shards: Rows of each data shard.
+
+    >>> found = of_balance(np.array([4, 4, 1, 1]), [[0, 2], [1, 3]])
+    >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]
+    (6.0, 5.0)
+    """
+    lengths = np.asarray(lengths)
+    blocks = [int(block.sum()) for block in np.array_split(lengths, len(shards))]
+    balanced = [int(lengths[list(rows)].sum()) for rows in shards]
+    return {
+        "global_seqlen/min": float(min(blocks)),
+        "global_seqlen/max": float(max(blocks)),
+        "global_seqlen/minmax_diff": float(max(blocks) - min(blocks)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": float(lengths.sum() / len(shards)),
+    }
+
+
+def _of_rewards(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
+    sources = np.array([rollouts.prompt_of(row).data_source for row in range(rewards.scores.size)])
+    found = {
+        f"critic/score/{source}/mean": float(rewards.scores[sources == source].mean())
+        for source in sorted(set(sources.tolist()))
+    }
+    for name, term in rewards.terms.items():
+        if (used := rewards.weights[name] != 0).any():
+            found[f"reward/{name}/mean"] = float(term[used].mean())
+    return {**found, "reward/num_failures": float(rewards.num_failures)}
+
+
+def _of_lengths(config: Config, rollouts: Rollouts) -> dict[str, float]:
+    responses, prompts = _response_lengths(rollouts), _prompt_lengths(rollouts)
+    return {
+        **_summary("response_length", responses),
+        "response_length/clip_ratio": float(
+            (responses >= config.rollout.max_response_tokens).mean()
+        ),
+        **_summary("prompt_length", prompts),
+        "prompt_length/clip_ratio": float((prompts >= config.data.max_prompt_tokens).mean()),
+    }
+
+
+def _prompt_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
+    of_group = np.array([len(prompt.tokens) for prompt in rollouts.prompts])
+    return of_group[rollouts.group_ids]
+
+
+def _response_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
+    """Returns tokens after the prompt: what the policy chose and tool output."""
+    return rollouts.lengths - _prompt_lengths(rollouts)
+
+
+def _summary(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+    if not numbers.size:
+        return {}
+    numbers = numbers.astype(np.float64)
+    return {
+        f"{name}/mean": float(numbers.mean()),
+        f"{name}/max": float(numbers.max()),
+        f"{name}/min": float(numbers.min()),
+    }

@@ -1,0 +1,204 @@
+"""Where numbers go: a JSONL file always, console, TensorBoard and Weights & Biases by config.
+
+One process of a run writes; the others hold a `Writer` that does nothing. Which numbers
+there are is not decided here.
+"""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import tensorboardX
+from absl import logging
+from rich import console as rich_console
+from rich import progress
+
+from jaxrl_llm.config import MetricsConfig
+from jaxrl_llm.metrics import dumps
+from jaxrl_llm.types import Rewards, Rollouts
+
+Sink = Callable[[int, Mapping[str, float]], None]
+# What the progress bar shows beside the step, if a step has it.
+HEADLINE = (
+    ("reward", "critic/score/mean"),
+    ("length", "response_length/mean"),
+    ("kl", "actor/ppo_kl"),
+    ("s/step", "timing_s/step"),
+)
+
+
+class Writer:
+    """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
+
+    A number that is not finite is written as null: JSON has no NaN. Lines are flushed one
+    by one. A resumed run first drops the lines of steps it will take again, and a last line
+    cut by a crash, so that the file ends up as that of a run never interrupted.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        config: MetricsConfig,
+        first_step: int = 0,
+        total_steps: int = 0,
+    ):
+        """Opens the outputs.
+
+        Args:
+          workdir: Folder of the run, on a file system that can append.
+          config: Which outputs, and how often.
+          first_step: First step that this process writes; lines from it on are dropped.
+          total_steps: Last step, for the progress bar.
+
+        Raises:
+          ImportError: If Weights & Biases is asked for and not installed.
+        """
+        self._workdir = pathlib.Path(workdir)
+        self._config = config
+        self._sinks: list[Sink] = []
+        self._closers: list[Callable[[], Any]] = []
+        if jax.process_index() != 0:
+            return
+        self._open_jsonl(first_step)
+        if config.console:
+            self._open_console(first_step, total_steps)
+        if config.tensorboard:
+            self._open_tensorboard(first_step)
+        if config.wandb_project:
+            self._open_wandb(config.wandb_project)
+
+    def due(self, step: int) -> bool:
+        """Returns whether numbers of `step` are wanted."""
+        return step % self._config.every == 0
+
+    def write(self, step: int, *groups: Mapping[str, Any]) -> None:
+        """Writes one line of all `groups` together.
+
+        Args:
+          step: Step the numbers are about.
+          groups: Numbers by name: floats or arrays of one element; a later group wins.
+        """
+        if not self._sinks:
+            return
+        data = {name: float(value) for group in groups for name, value in group.items()}
+        for sink in self._sinks:
+            sink(step, data)
+
+    def write_rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
+        """Writes `WORKDIR/rollouts/STEP.jsonl`, on steps where the config asks for it."""
+        every = self._config.rollouts_every
+        if self._sinks and every and step % every == 0:
+            dumps.write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
+
+    def close(self) -> None:
+        """Closes the outputs; nothing may be written after."""
+        while self._closers:
+            self._closers.pop()()
+        self._sinks.clear()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _open_jsonl(self, first_step: int) -> None:
+        path = self._workdir / "metrics.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keep_lines_before(path, first_step)
+        file = path.open("a", encoding="utf-8")
+
+        def sink(step: int, data: Mapping[str, float]) -> None:
+            record = {"step": step, "data": dumps.jsonable(data)}
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+
+        self._sinks.append(sink)
+        self._closers.append(file.close)
+
+    def _open_console(self, first_step: int, total_steps: int) -> None:
+        if not sys.stdout.isatty():
+            self._sinks.append(_print_line)
+            return
+        bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[headline]}"),
+            console=rich_console.Console(),
+        )
+        task = bar.add_task("", total=total_steps or None, completed=first_step, headline="")
+
+        def sink(step: int, data: Mapping[str, float]) -> None:
+            shown = [f"{label} {data[name]:.4g}" for label, name in HEADLINE if name in data]
+            if shown:
+                bar.update(task, completed=step, headline="  ".join(shown))
+
+        bar.start()
+        self._sinks.append(sink)
+        self._closers.append(bar.stop)
+
+    def _open_tensorboard(self, first_step: int) -> None:
+        writer = tensorboardX.SummaryWriter(
+            str(self._workdir / "tensorboard"), purge_step=first_step
+        )
+
+        def sink(step: int, data: Mapping[str, float]) -> None:
+            for name, value in data.items():
+                if math.isfinite(value):
+                    writer.add_scalar(name, value, step)
+
+        self._sinks.append(sink)
+        self._closers.append(writer.close)
+
+    def _open_wandb(self, project: str) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ImportError(
+                f"config.metrics.wandb_project: {project!r} needs the package wandb;"
+                " pip install 'jaxrl_llm[wandb]', or set it to ''"
+            ) from error
+        name = self._workdir / "wandb_id"
+        if not name.exists():
+            dumps.replace_text(name, uuid.uuid4().hex)
+        run = wandb.init(
+            project=project, dir=str(self._workdir), id=name.read_text(), resume="allow"
+        )
+        self._sinks.append(lambda step, data: run.log(dict(data), step=step))
+        self._closers.append(run.finish)
+
+
+def _print_line(step: int, data: Mapping[str, float]) -> None:
+    numbers = [f"{name}:{value:.6g}" for name, value in data.items()]
+    print(" - ".join([f"step:{step}", *numbers]), flush=True)
+
+
+def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
+    """Rewrites a metrics file with only the lines of steps before `first_step`.
+
+    A line that is no JSON record (cut by a crash) goes too, with a warning. The file is
+    replaced at once, so a crash here loses nothing.
+    """
+    if not path.exists():
+        return
+    kept = []
+    before = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(before.splitlines(), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            logging.warning("%s:%d: not a metrics record, dropped: %.40r", path, number, line)
+            continue
+        if step < first_step:
+            kept.append(line + "\n")
+    if (after := "".join(kept)) != before:
+        dumps.replace_text(path, after)

@@ -1,0 +1,183 @@
+"""Numbers of a step, by hand on two short sequences."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import types
+from jaxrl_llm.config import AlgorithmConfig, Config, DataConfig, RolloutConfig
+from jaxrl_llm.metrics import statistics
+
+
+def prompt(tokens, source, index):
+    return types.Prompt(
+        tokens=tokens,
+        text="?",
+        data_source=source,
+        ground_truth="1",
+        extra_info={},
+        index=index,
+    )
+
+
+def step():
+    """Prompts of 1 and 2 tokens, responses of 3 and 2; one token of the second rejected."""
+    rollouts = types.Rollouts(
+        tokens=np.ones((2, 5), np.int32),
+        response_mask=np.array([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]], bool),
+        rollout_log_probs=np.zeros((2, 5), np.float32),
+        lengths=np.array([4, 4]),
+        group_ids=np.array([0, 1]),
+        stopped=np.array([False, True]),
+        prompts=(prompt((5,), "sums", 0), prompt((5, 6), "words", 1)),
+        responses=("abc", "de"),
+    )
+    rewards = types.Rewards(
+        scores=np.array([1.0, -3.0], np.float32),
+        terms={"answer": np.array([1.0, 0.0]), "style": np.array([0.0, -6.0])},
+        weights={"answer": np.array([1.0, 1.0]), "style": np.array([0.0, 0.5])},
+        costs=np.array([2.0, 4.0], np.float32),
+        baselines=np.zeros(2),
+        details=({}, {}),
+        num_failures=1,
+    )
+    zeros = np.zeros((2, 5), np.float32)
+    predictions = types.Predictions(
+        old_log_probs=zeros,
+        ref_log_probs=zeros,
+        entropies=zeros,
+        sum_squared_probs=zeros,
+        values=np.array([[9, 1, 2, 3, 9], [9, 9, 4, 9, 9]], np.float32),
+        cost_values=zeros,
+    )
+    estimates = types.Estimates(
+        advantages=np.array([[7, 1, 1, 1, 7], [7, 7, -5, 7, 7]], np.float32),
+        returns=np.array([[9, 2, 2, 4, 9], [9, 9, 4, 9, 9]], np.float32),
+        cost_returns=zeros,
+        loss_mask=np.array([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0]], bool),
+        correction_weights=np.ones((2, 5), np.float32),
+    )
+    shaped = np.array([[0, 0, 0, 0.5, 0], [0, 0, -1, -3, 0]], np.float32)
+    return rollouts, rewards, shaped, predictions, estimates
+
+
+def config(**algorithm):
+    return Config(
+        algorithm=AlgorithmConfig(**algorithm),
+        rollout=RolloutConfig(max_response_tokens=3),
+        data=DataConfig(max_prompt_tokens=2),
+    )
+
+
+def test_numbers_of_a_step_by_hand():
+    found = statistics.of_rollouts(config(advantage="gae", safe=True), *step())
+    expected = {
+        "critic/score": (-1.0, 1.0, -3.0),
+        "critic/rewards": (-1.75, 0.5, -4.0),
+        "critic/advantages": (-0.5, 1.0, -5.0),  # (1 + 1 + 1 - 5) / 4: only where the mask is
+        "critic/returns": (3.0, 4.0, 2.0),
+        "critic/values": (2.5, 4.0, 1.0),
+        "critic/cost": (3.0, 4.0, 2.0),
+        "response_length": (2.5, 3.0, 2.0),
+        "prompt_length": (1.5, 2.0, 1.0),
+    }
+    for name, numbers in expected.items():
+        assert tuple(found.pop(f"{name}/{kind}") for kind in ("mean", "max", "min")) == numbers
+    # Residuals 1, 0, 1, 0 have variance 1/3, returns 2, 2, 4, 4 have 4/3.
+    assert found.pop("critic/vf_explained_var") == pytest.approx(1 - (1 / 3) / (4 / 3 + 1e-5))
+    assert found == {
+        "critic/score/sums/mean": 1.0,
+        "critic/score/words/mean": -3.0,
+        "reward/answer/mean": 0.5,
+        "reward/style/mean": -6.0,  # only the row it applies to
+        "reward/num_failures": 1.0,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/clip_ratio": 0.5,
+    }
+
+
+def test_without_a_critic_there_are_no_values_and_without_tokens_no_advantages():
+    rollouts, rewards, shaped, predictions, estimates = step()
+    empty = types.Estimates(**{**vars(estimates), "loss_mask": np.zeros_like(estimates.loss_mask)})
+    found = statistics.of_rollouts(config(), rollouts, rewards, shaped, predictions, empty)
+    assert not [name for name in found if "value" in name or "advantage" in name or "vf" in name]
+    assert "critic/cost/mean" not in found
+
+
+def test_numbers_do_not_depend_on_padding_or_row_order():
+    rollouts, rewards, shaped, predictions, estimates = step()
+    found = statistics.of_rollouts(
+        config(advantage="gae"), rollouts, rewards, shaped, predictions, estimates
+    )
+
+    def pad(tree):
+        """Two more padding tokens that hold garbage, and the rows the other way round."""
+        return {
+            name: np.concatenate([array, np.full_like(array[:, :2], fill)], 1)[::-1]
+            for name, array in vars(tree).items()
+            for fill in [False if array.dtype == bool else 77]
+        }
+
+    other = statistics.of_rollouts(
+        config(advantage="gae"),
+        types.Rollouts(
+            **{
+                **vars(rollouts),
+                "group_ids": rollouts.group_ids[::-1],
+                "lengths": rollouts.lengths[::-1],
+            }
+        ),
+        types.Rewards(
+            **{
+                **vars(rewards),
+                "scores": rewards.scores[::-1],
+                "terms": {k: v[::-1] for k, v in rewards.terms.items()},
+                "weights": {k: v[::-1] for k, v in rewards.weights.items()},
+            }
+        ),
+        np.pad(shaped, ((0, 0), (0, 2)))[::-1],
+        types.Predictions(**pad(predictions)),
+        types.Estimates(**pad(estimates)),
+    )
+    assert other == pytest.approx(found)
+
+
+def test_mismatch_of_equal_log_probs_is_zero_and_by_hand():
+    mask = np.array([[True, True, False]])
+    half, quarter = math.log(0.5), math.log(0.25)
+    rollout = np.array([[half, quarter, -9.0]])
+    same = statistics.of_mismatch(np.array([[half, quarter, 0.0]]), rollout, mask)
+    assert same["training/rollout_probs_diff_max"] == 0.0
+    assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+    # |0.25 - 0.5| and |0.25 - 0.25|
+    found = statistics.of_mismatch(np.array([[quarter, quarter, 0.0]]), rollout, mask)
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
+    assert found["training/rollout_probs_diff_std"] == pytest.approx(0.25 / math.sqrt(2))
+    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
+    nothing = statistics.of_mismatch(rollout, rollout, np.zeros_like(mask))
+    assert nothing == {"training/rollout_probs_diff_valid": 0.0}
+
+
+def test_speed_by_hand():
+    seconds = {"timing_s/gen": 2.0, "timing_s/update": 1.0, "timing_s/step": 4.0}
+    assert statistics.of_speed(step()[0], seconds, num_devices=2) == {
+        "perf/total_num_tokens": 8.0,
+        "perf/time_per_step": 4.0,
+        "perf/throughput": 1.0,
+        "timing_per_token_ms/gen": 400.0,  # 2 s for 5 response tokens
+        "timing_per_token_ms/update": 125.0,
+    }
+
+
+def test_balance_keeps_the_sum_of_tokens():
+    lengths = np.array([10, 8, 3, 2, 1])
+    found = statistics.of_balance(lengths, [[0, 3], [1, 2, 4]])
+    assert found == {
+        "global_seqlen/min": 3.0,
+        "global_seqlen/max": 21.0,
+        "global_seqlen/minmax_diff": 18.0,
+        "global_seqlen/balanced_min": 12.0,
+        "global_seqlen/balanced_max": 12.0,
+        "global_seqlen/mean": 12.0,
+    }

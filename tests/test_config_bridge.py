@@ -1,0 +1,325 @@
+"""Config files and the command line arrive as a typed `Config`, or every problem is named."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm import config_bridge
+from jaxrl_llm.config import AlgorithmConfig, Config
+from jaxrl_llm.config_bridge import ConfigError, default_config_dict, from_config_dict
+from jaxrl_llm.recipes import RECIPES
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG_FILE = """
+from jaxrl_llm.config_bridge import default_config_dict
+
+def get_config():
+    config = default_config_dict()
+    config.rewards.functions.answer = dict(function="arithmetic", weight=2.0)
+    return config
+"""
+
+
+def minimal(**groups: Any) -> dict[str, Any]:
+    """The smallest description that is valid: it needs a reward."""
+    return {"rewards": {"functions": {"answer": {"function": "arithmetic"}}}, **groups}
+
+
+def problems(values: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        from_config_dict(values)
+    return list(error.value.problems)
+
+
+def parse(tmp_path: pathlib.Path, *overrides: str) -> Any:
+    """Reads a config file and overrides as `launch/` does, with flags of its own."""
+    file = tmp_path / "run.py"
+    file.write_text(CONFIG_FILE)
+    argv = ["train.py", f"--config={file}", *overrides]
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    values(argv)
+    return holder.value
+
+
+def leaves(cls: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted path, annotation) of every scalar and tuple field."""
+    for name, expected in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(expected):
+            yield from leaves(expected, f"{path}{name}.")
+        elif typing.get_origin(expected) is not Mapping:
+            yield path + name, expected
+
+
+def value_at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def other_value(expected: Any, now: Any) -> tuple[str, Any]:
+    """Returns another value of that type: as typed on a command line, and as it must arrive."""
+    if typing.get_origin(expected) is Literal:
+        choice = next(c for c in typing.get_args(expected) if c != now)
+        return choice, choice
+    if typing.get_origin(expected) is tuple:
+        items = {str: ("a.b/c", "d"), int: (7, 8), float: (0.5, 2.0)}[typing.get_args(expected)[0]]
+        return str(items), items
+    if expected is bool:
+        return str(not now).lower(), not now
+    if expected is int:
+        return str(now + 3), now + 3
+    if expected is float:
+        return ("0.625", 0.625) if now != 0.625 else ("0.375", 0.375)
+    return "other", "other"
+
+
+def test_every_key_can_be_set_on_the_command_line(tmp_path, monkeypatch):
+    """All keys at once; no key is forgotten in the file, typed wrongly or overwritten."""
+    default = from_config_dict(minimal())
+    wanted = {}
+    overrides = []
+    for path, expected in leaves(Config):
+        typed, value = other_value(expected, value_at(default, path))
+        wanted[path] = value
+        overrides.append(f"--config.{path}={typed}")
+    # Arrival is the question, not whether the values suit each other.
+    for cls in {type(value_at(default, p.rpartition(".")[0])) for p in wanted if "." in p}:
+        monkeypatch.setattr(cls, "problems", lambda self: iter(()))
+    monkeypatch.setattr(Config, "problems", lambda self: iter(()))
+    config = from_config_dict(parse(tmp_path, *overrides))
+    assert {path: value_at(config, path) for path in wanted} == wanted
+    assert config.rewards.functions["answer"].weight == 2.0
+
+
+def test_entries_of_a_named_group_on_the_command_line(tmp_path):
+    config = from_config_dict(parse(tmp_path, "--config.rewards.functions.answer.weight=3"))
+    assert config.rewards.functions["answer"].weight == 3.0
+    whole = "{'long': {'function': 'length', 'weight': 1}}"
+    config = from_config_dict(parse(tmp_path, f"--config.rewards.functions={whole}"))
+    assert config.rewards.functions["long"].function == "length"
+
+
+@pytest.mark.parametrize(
+    "typed, arrived",
+    [
+        ("('token_k1',)", ("token_k1",)),
+        ("token_k1", ("token_k1",)),
+        ("['token_k1','seq_max_k2']", ("token_k1", "seq_max_k2")),
+        ("()", ()),
+    ],
+)
+def test_tuples_on_the_command_line(tmp_path, typed, arrived):
+    assert parse(tmp_path, f"--config.algorithm.rejections={typed}").algorithm.rejections == arrived
+
+
+def test_unknown_keys_of_the_command_line_are_all_named(tmp_path):
+    """In a process of its own: the program ends before absl shows a KeyError's traceback."""
+    (tmp_path / "run.py").write_text(CONFIG_FILE)
+    launch = tmp_path / "launch.py"
+    launch.write_text(
+        "from absl import app\n"
+        "from ml_collections import config_flags\n"
+        "from jaxrl_llm import config_bridge\n"
+        "CONFIG = config_flags.DEFINE_config_file('config')\n"
+        "app.run(lambda argv: print(CONFIG.value.seed), flags_parser=config_bridge.parse_flags)\n"
+    )
+
+    def run(*overrides):
+        return subprocess.run(
+            [sys.executable, str(launch), f"--config={tmp_path / 'run.py'}", *overrides],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"},
+            check=False,
+        )
+
+    good = run("--config.seed=5")
+    assert good.stdout.strip() == "5", good.stderr
+    bad = run(
+        "--config.algorithm.clip_lwo=0.1",
+        "--config.algoritm.clip_low=0.1",
+        "--config.seed.x=1",
+        "--config.rewards.functions.answr.weight=1",
+        "--config.rewards.functions.answer.wait=1",
+    )
+    assert bad.returncode == 1 and "Traceback" not in bad.stderr
+    assert "config.algorithm.clip_lwo: unknown field; did you mean 'clip_low'?" in bad.stderr
+    assert "config.algoritm: unknown field; did you mean 'algorithm'?" in bad.stderr
+    assert "config.seed.x: config.seed is int and has no fields" in bad.stderr
+    assert (
+        "config.rewards.functions.answr: the config file has no such entry (it has: answer);"
+        " set the whole group, --config.rewards.functions=\"{'answr': {...}}\"" in bad.stderr
+    )
+    assert "config.rewards.functions.answer.wait: unknown field" in bad.stderr
+    assert "5 problems" in bad.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_order_of_precedence(recipe):
+    """Explicit value, then the recipe's row, then the dataclass default, field by field."""
+    values = default_config_dict()
+    values.rewards.functions.answer = dict(function="arithmetic")
+    values.rewards.cost_functions.cost = dict(function="length")
+    values.algorithm.recipe = recipe
+    values.algorithm.kl_coef = 0.125
+    algorithm = from_config_dict(values).algorithm
+    expected = dataclasses.asdict(AlgorithmConfig())
+    expected.update(RECIPES[recipe], recipe=recipe, kl_coef=0.125)
+    assert dataclasses.asdict(algorithm) == expected
+
+
+def test_a_missing_algorithm_group_is_the_default_recipe():
+    assert from_config_dict(minimal()).algorithm.kl_in == RECIPES["grpo"]["kl_in"] == "loss"
+
+
+def test_a_partly_given_group_keeps_the_defaults_of_its_place():
+    """The critic's learning rate differs from the default of the optimizer's class."""
+    config = from_config_dict(minimal(critic={"optimizer": {"beta1": 0.5}}))
+    assert (config.critic.optimizer.beta1, config.critic.optimizer.learning_rate) == (0.5, 1e-5)
+
+
+def test_default_config_dict_holds_every_key_and_changes_nothing():
+    values = default_config_dict()
+    for path, _ in leaves(Config):
+        holder = values
+        for name in path.split("."):
+            assert name in holder, path
+            holder = holder[name]
+    values.rewards.functions.answer = dict(function="arithmetic")
+    assert from_config_dict(values) == from_config_dict(minimal())
+
+
+def test_every_problem_is_reported_at_once():
+    found = problems(
+        {
+            "sed": 1,
+            "seed": True,
+            "algorithm": {"clip_lwo": 0.1, "clip_low": 0, "dynamic_sampling": 1},
+            "trainer": {"num_steps": 2.0, "epochs": 0, "optimizer": {"schedule": "cosin"}},
+            "data": {"train_files": ("a", 3), "num_workers": "2"},
+            "mesh": 4,
+            "rollout": {"temperature": "hot", "top_p": 1},
+            "rewards": {"functions": {"a": {"function": "math", "wieght": 1.0}, "b": "math"}},
+            "evaluation": {"samples_per_prompt": 4},
+        }
+    )
+    expected = [
+        "config.sed: unknown field; did you mean 'seed'?",
+        "config.seed: expected int, got True",
+        "config.algorithm.clip_lwo: unknown field; did you mean 'clip_low'?",
+        "config.algorithm.dynamic_sampling: expected bool, got 1",
+        "config.trainer.num_steps: expected int, got 2.0",
+        "config.trainer.optimizer.schedule: expected one of 'constant', 'cosine', 'linear',"
+        " got 'cosin'; did you mean 'cosine'?",
+        "config.data.train_files[1]: expected str, got 3",
+        "config.data.num_workers: expected int, got '2'",
+        "config.mesh: expected a group of MeshConfig fields, got 4",
+        "config.rollout.temperature: expected float, got 'hot'",
+        "config.rewards.functions.a.wieght: unknown field; did you mean 'weight'?",
+        "config.rewards.functions.b: expected a group of RewardFunctionConfig fields, got 'math'",
+        # The evaluation group could be built, so its own rules were checked too.
+        "config.evaluation.samples_per_prompt: 4 greedy samples are all the same;"
+        " set evaluation.temperature above 0",
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_rules_within_and_between_groups_are_reported_together():
+    found = problems(
+        minimal(
+            algorithm={"clip_low": 0.0, "samples_per_prompt": 6},
+            trainer={"minibatch_size": 32, "prompts_per_step": 8, "epochs": 0},
+        )
+    )
+    assert found == [
+        "config.algorithm.clip_low: must lie in (0, 1], got 0.0",
+        "config.trainer.epochs: must be at least 1, got 0",
+        "config.trainer.minibatch_size: 32 does not divide the 48 sequences of a step"
+        " (8 prompts x 6 samples); use 16 or 24",
+    ]
+
+
+def test_numbers_below_one_do_not_hide_the_report():
+    found = problems(minimal(algorithm={"samples_per_prompt": 0, "advantage": "gae"}))
+    assert found == ["config.algorithm.samples_per_prompt: must be at least 1, got 0"]
+
+
+def test_an_unknown_recipe_is_named_once():
+    found = problems(minimal(algorithm={"recipe": "gpro"}))
+    assert len(found) == 1 and found[0].startswith("config.algorithm.recipe: unknown recipe 'gpro'")
+
+
+def test_a_field_without_default_is_required():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Needy:
+        size: int
+        name: str = "x"
+
+        def problems(self):
+            return iter(())
+
+    Needy.__annotations__.update(size=int, name=str)
+    errors: list[str] = []
+    config_bridge._build(Needy, {}, "config.needy", errors, {"name": "x"})
+    assert errors == ["config.needy.size: required int, not set"]
+
+
+def test_to_dict_is_json_and_is_undone():
+    config = from_config_dict(
+        minimal(
+            algorithm={
+                "dual_clip": math.inf,
+                "rejections": ("token_k1",),
+                "rejection_lows": (0.5,),
+                "rejection_highs": (math.inf,),
+            }
+        )
+    )
+    text = json.dumps(config_bridge.to_dict(config), allow_nan=False)
+    assert from_config_dict(json.loads(text)) == config
+
+
+def test_a_workdir_belongs_to_one_run(tmp_path):
+    config = from_config_dict(minimal())
+    config_bridge.claim_workdir(config, tmp_path / "run")
+    config_bridge.claim_workdir(config, tmp_path / "run")
+    assert config_bridge.load_config(tmp_path / "run") == config
+
+    longer = from_config_dict(minimal(trainer={"num_steps": 7}, mesh={"tensor": 2}))
+    config_bridge.claim_workdir(longer, tmp_path / "run")
+    assert config_bridge.load_config(tmp_path / "run").trainer.num_steps == 7
+    assert config_bridge.fingerprint(longer) == config_bridge.fingerprint(config)
+
+    other = from_config_dict(minimal(seed=3, algorithm={"clip_low": 0.1}))
+    assert config_bridge.fingerprint(other) != config_bridge.fingerprint(config)
+    with pytest.raises(ConfigError) as error:
+        config_bridge.claim_workdir(other, tmp_path / "run")
+    assert error.value.problems[1:] == (
+        "config.algorithm.clip_low: 0.1 here, 0.2 there",
+        "config.seed: 3 here, 0 there",
+    )
+    assert config_bridge.load_config(tmp_path / "run").seed == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read .*is this a run's folder"):
+        config_bridge.load_config(tmp_path)
+
+
+def test_every_resumable_field_exists():
+    """A renamed field must not silently become one that forbids a resume."""
+    for path in config_bridge.RESUMABLE:
+        value_at(Config(), path)
