@@ -331,7 +331,7 @@ class DataConfig:
     num_workers: int = 0
     # The built-in task: sums of digits, worked step by step.
     arithmetic_terms: int = 3
-    arithmetic_train_prompts: int = 2048
+    arithmetic_train_prompts: int = 512
     arithmetic_eval_prompts: int = 128
 
     def problems(self) -> Iterator[Problem]:
@@ -344,6 +344,15 @@ class DataConfig:
         for name in ("arithmetic_train_prompts", "arithmetic_eval_prompts"):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
+        wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
+        if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} and arithmetic_eval_prompts="
+                f"{self.arithmetic_eval_prompts} are {wanted} different prompts, but"
+                f" arithmetic_terms={self.arithmetic_terms} digits make only"
+                f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
