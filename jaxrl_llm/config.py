@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -25,7 +26,7 @@ from jaxrl_llm.recipes import (
 )
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A run description that cannot work; the message lists every problem."""
 
     def __init__(self, problems: Sequence[str]):

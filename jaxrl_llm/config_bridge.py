@@ -24,7 +24,7 @@ from absl import app
 from ml_collections import config_dict as ml_config
 from ml_collections.config_flags import config_flags
 
-from jaxrl_llm.config import AlgorithmConfig, Config
+from jaxrl_llm.config import AlgorithmConfig, Config, ConfigError
 from jaxrl_llm.recipes import RECIPES
 
 # What a resumed run may change: how long it goes on, what is reported and saved, and how the

@@ -114,13 +114,13 @@ def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> lis
     return [sorted(row) for row in rows]
 
 
-def bucket(count: int, buckets: Sequence[int]) -> int:
-    """Returns the smallest of the allowed sizes that holds `count`, to compile few programs.
+def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:
+    """Returns the first of smallest, 2 * smallest, 4 * smallest, ... that holds `size`.
 
-    Raises:
-      ValueError: none is large enough.
+    Rounding sizes up to a few keeps compiled programs few. `largest` is the end of the
+    series whatever its factor; the caller sees to it that no size exceeds it.
     """
-    fitting = [size for size in buckets if size >= count]
-    if not fitting:
-        raise ValueError(f"bucket: {count} exceeds every allowed size: {sorted(buckets)}")
-    return min(fitting)
+    width = smallest
+    while width < size:
+        width *= 2
+    return min(width, largest)

@@ -88,7 +88,7 @@ def plan(
     most_rows = max_tokens // width * num_shards
     num_rows = most_rows
     if len(packed) < most_rows:  # the whole plan is one microbatch
-        num_rows = min(most_rows, packing.bucket(len(packed), granularity=num_shards))
+        num_rows = min(most_rows, packing.bucket(len(packed), smallest=num_shards))
     groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
     num_groups = packing.bucket(len(groups))
     most = packing.bucket(max(sum(map(len, group)) for group in groups))

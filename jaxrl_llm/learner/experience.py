@@ -393,14 +393,18 @@ def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates)
     )
 
 
-def minibatches(roles: Roles, rollouts: Rollouts, key: jax.Array) -> Iterator[Plan]:
-    """Yields the plans of one step's updates: every epoch, all sequences in a new order."""
+def minibatches(
+    roles: Roles, rollouts: Rollouts, key: jax.Array
+) -> Iterator[tuple[Plan, jax.Array]]:
+    """Yields plan and key of each update: every epoch, all sequences in a new order."""
     config = roles.config
     count = len(rollouts.lengths)
     for epoch in range(config.trainer.epochs):
-        order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), count))
+        epoch_key = jax.random.fold_in(key, epoch)
+        order = np.asarray(jax.random.permutation(epoch_key, count))
         for start in range(0, count, config.minibatch_size):
-            yield _plan(roles, rollouts, np.sort(order[start : start + config.minibatch_size]))
+            chosen = np.sort(order[start : start + config.minibatch_size])
+            yield _plan(roles, rollouts, chosen), jax.random.fold_in(epoch_key, start)
 
 
 def _plan(roles: Roles, rollouts: Rollouts, chosen: np.ndarray) -> Plan:

@@ -260,6 +260,11 @@ def scalar_from_policy(roles: Roles, policy_params: Params) -> Params:
     return jax.jit(make, out_shardings=roles.value_shardings)(body)
 
 
+def abstract(tree: Any) -> Any:
+    """Returns shapes, dtypes and shardings of a tree of arrays: what to restore it as."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
 def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str, Params]) -> Roles:
     """Returns the roles with reference, reward and cost models in place.
 

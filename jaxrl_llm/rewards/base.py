@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 from jaxrl_llm.types import Rewards, Rollouts
 
@@ -29,6 +30,12 @@ def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "S
       RewardError: a function cannot be found, or the models given are not those of the config.
     """
     return Scorer(config, model_scorers)
+
+
+def check(config: RewardsConfig) -> None:
+    """Raises RewardError if a function cannot be found; before anything is allocated."""
+    for term in (*config.functions.values(), *config.cost_functions.values()):
+        functions.resolve(term.function)
 
 
 class Scorer:

@@ -7,8 +7,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import RolloutConfig
+from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import Engine, bucket
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Request, SamplingParams
 from jaxrl_llm.types import PromptBatch, Rollouts
 
@@ -55,7 +56,7 @@ def rollout(
         (*requests[g].tokens, *c.tokens) for g, c in zip(group_ids, completions, strict=True)
     ]
     lengths = np.array([len(s) for s in sequences], np.int32)
-    shape = (len(sequences), bucket(int(lengths.max()), engine.max_tokens))
+    shape = (len(sequences), bucket(int(lengths.max()), smallest=32, largest=engine.max_tokens))
     tokens = np.zeros(shape, np.int32)
     response_mask = np.zeros(shape, bool)
     log_probs = np.zeros(shape, np.float32)

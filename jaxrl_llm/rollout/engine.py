@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout.sampling import SamplerState
@@ -23,14 +24,6 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 _PREFILL_TOKENS = 4096  # prompt tokens read at one time, padding included
 _SMALLEST_BUCKET = 32
 _NUM_STOPS = 8  # stop tokens of one sample
-
-
-def bucket(size: int, largest: int, smallest: int = _SMALLEST_BUCKET) -> int:
-    """Returns the smallest of smallest, 2*smallest, 4*smallest, ... that holds `size`."""
-    width = smallest
-    while width < size:
-        width *= 2
-    return min(width, largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +101,11 @@ class Engine:
         jitted = (self._empty, self._prefill, self._insert, self._generate)
         return sum(function._cache_size() for function in jitted)
 
+    def speed(self) -> tuple[int, float, float]:
+        """Returns tokens decoded, seconds taken and slot occupancy of the last call."""
+        last = self.statistics
+        return last.decode_tokens, last.decode_s, last.occupancy
+
     def generate(self, params: Params, requests: Sequence[Request]) -> list[list[Completion]]:
         """Returns the completions of every request, in the order of its samples.
 
@@ -140,7 +138,9 @@ class Engine:
                         np.int32(self._free_target(scheduler)),
                         num_steps=self.chunk_steps,
                         window=bucket(
-                            scheduler.max_active_tokens() + self.chunk_steps, self.max_tokens
+                            scheduler.max_active_tokens() + self.chunk_steps,
+                            smallest=_SMALLEST_BUCKET,
+                            largest=self.max_tokens,
                         ),
                         filtered=filtered,
                     )
@@ -202,10 +202,18 @@ class _Prefixes:
 
     def __init__(self, engine: Engine, params: Params, requests: Sequence[Request]):
         self._engine, self._params, self._requests = engine, params, requests
-        widest = bucket(max(len(r.tokens) for r in requests), engine.max_prompt_tokens)
+        widest = self._width(engine, requests)
         room = max(1, _PREFILL_TOKENS // widest)
-        self.batch_size = min(bucket(len(requests), 1 << 30, smallest=1), room)
+        self.batch_size = min(bucket(len(requests)), room)
         self._first, self._prefix = 0, None
+
+    @staticmethod
+    def _width(engine: Engine, requests: Sequence[Request]) -> int:
+        return bucket(
+            max(len(r.tokens) for r in requests),
+            smallest=_SMALLEST_BUCKET,
+            largest=engine.max_prompt_tokens,
+        )
 
     def split(self, placements: list[Placement]):
         """Yields (prefix, rows, placements) of the batches that hold these placements."""
@@ -219,7 +227,7 @@ class _Prefixes:
 
     def _read(self, requests: Sequence[Request]) -> programs.Prefix:
         engine = self._engine
-        width = bucket(max(len(r.tokens) for r in requests), engine.max_prompt_tokens)
+        width = self._width(engine, requests)
         tokens = np.zeros((self.batch_size, width), np.int32)
         lengths = np.ones(self.batch_size, np.int32)
         for row, request in enumerate(requests):

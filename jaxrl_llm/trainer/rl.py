@@ -19,12 +19,15 @@ import pathlib
 import jax
 from absl import logging
 
-from jaxrl_llm import checkpoint, metrics
+from jaxrl_llm import checkpoint
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import experience, update
 from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import statistics
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.trainer.evaluate import Evaluator
@@ -81,14 +84,14 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
     with (
         rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
-        metrics.Writer(workdir, config.metrics, first + bool(first), total) as writer,
+        Writer(workdir, config.metrics, first + bool(first), total) as writer,
     ):
         evaluator = Evaluator(roles, held_out, scorer.score)
         if first == 0 and evaluator.due(0):
             writer.write(0, evaluator.run(rollout_params, eval_key))
 
         for step in range(first + 1, total + 1):
-            clock = metrics.Clock()
+            clock = Clock()
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
@@ -113,10 +116,14 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 of_updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
                     state, of_update = learn(
-                        state, batch, plan, key, train_policy=step > config.critic_warmup_steps
+                        state,
+                        batch,
+                        plan,
+                        key,
+                        train_policy=step > config.algorithm.critic_warmup_steps,
                     )
                     of_updates.append(of_update)
-                of_updates = metrics.mean(of_updates)
+                of_updates = statistics.mean(of_updates)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
@@ -134,12 +141,12 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 seconds = clock.seconds()
                 writer.write(
                     step,
-                    metrics.of_rollouts(config, rollouts, rewards, predictions, estimates),
+                    statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
                     of_estimates,
                     of_updates,
                     of_evaluation,
-                    metrics.of_engine(roles.engine.statistics),
-                    metrics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
+                    statistics.of_engine(*roles.engine.speed()),
+                    statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)

@@ -15,7 +15,7 @@ from absl import logging
 from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import supervised_losses
 from jaxrl_llm.config import SupervisedConfig
-from jaxrl_llm.data import supervised
+from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
 from jaxrl_llm.learner import batches, optimizer, update
 from jaxrl_llm.learner import roles as roles_lib
@@ -23,7 +23,6 @@ from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import Roles, Trainable
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout.engine import bucket
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 # One optimizer update of a stage on sequences [B, T]; `mask` marks the tokens to learn.
@@ -103,12 +102,8 @@ def _stage(
     folder: pathlib.Path,
 ) -> Params:
     """Returns `params` after `config.num_steps` updates, or what `folder` holds of an earlier run."""
-    shardings = jax.tree.map(lambda a: a.sharding, params)
     if folder.exists():
-        abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params
-        )
-        return checkpoint.load_tree(folder, abstract)[0]
+        return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
 
     transformation = optimizer.make(config.optimizer, config.num_steps)
     role = roles_lib.trainable(params, config.optimizer, config.num_steps)
@@ -140,7 +135,6 @@ def _stage(
                 config.num_steps,
                 float(metrics[f"{folder.name}/loss"]),
             )
-    del shardings
     checkpoint.save_tree(folder, role.params, {"num_steps": config.num_steps})
     return role.params
 
@@ -148,7 +142,7 @@ def _stage(
 def _padded(sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns tokens [B, T], lengths [B] and the mask of the answers' tokens [B, T]."""
     lengths = np.array([len(prompt) + len(answer) for prompt, answer in sequences], np.int32)
-    shape = (len(sequences), bucket(int(lengths.max()), 1 << 30))
+    shape = (len(sequences), packing.bucket(int(lengths.max()), smallest=32))
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, (prompt, answer) in enumerate(sequences):
         tokens[row, : lengths[row]] = [*prompt, *answer]
