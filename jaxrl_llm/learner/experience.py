@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.datasets import PromptIterator
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
@@ -28,7 +30,7 @@ from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 ScoreFn = Callable[[Rollouts], Rewards]
 
 
-class SamplingError(RuntimeError):
+class SamplingError(UserError, RuntimeError):
     """Dynamic sampling did not find enough groups to learn from."""
 
 
@@ -327,14 +329,11 @@ def _estimate(algorithm, kl_coef, log_multiplier, predictions: Predictions, arra
     weights, loss_mask, metrics = corrections.correct(
         algorithm, predictions.old_log_probs, arrays["rollout_log_probs"], mask
     )
+    log_probs_of_both = predictions.old_log_probs, predictions.ref_log_probs
     shaped, current_kl = shaping.kl_shaped(
-        algorithm,
-        kl_coef,
-        arrays["scores"],
-        predictions.old_log_probs,
-        predictions.ref_log_probs,
-        mask,
+        algorithm, kl_coef, arrays["scores"], *log_probs_of_both, mask
     )
+    metrics["actor/entropy"] = masked_mean(predictions.entropies, mask)
     if algorithm.kl_in == "reward":
         metrics["actor/reward_kl_penalty"] = current_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
@@ -356,16 +355,23 @@ def _estimate(algorithm, kl_coef, log_multiplier, predictions: Predictions, arra
     advantage, returns = advantages.estimate(algorithm, **available)
     cost_returns = jnp.zeros_like(returns)
     if algorithm.safe:
-        costs = shaping.on_last_token(arrays["costs"], mask)
-        cost_advantage, cost_returns = advantages.estimate(
-            algorithm, **(available | {"rewards": costs, "values": predictions.cost_values})
+        costs = safe_rlhf.shaped_costs(
+            algorithm, kl_coef, arrays["costs"], *log_probs_of_both, mask
         )
-        log_multiplier = safe_rlhf.next_log_multiplier(
-            algorithm, log_multiplier, arrays["costs"].mean()
-        )
-        advantage = safe_rlhf.combine(advantage, cost_advantage, log_multiplier)
         metrics["safe/cost"] = arrays["costs"].mean()
+        log_multiplier = safe_rlhf.next_log_multiplier(
+            algorithm, log_multiplier, metrics["safe/cost"]
+        )
         metrics["safe/multiplier"] = jnp.exp(log_multiplier)
+        advantage, returns, cost_returns = safe_rlhf.safe_advantages(
+            algorithm,
+            log_multiplier,
+            shaped,
+            costs,
+            predictions.values,
+            predictions.cost_values,
+            loss_mask,
+        )
     estimates = Estimates(shaped, advantage, returns, cost_returns, loss_mask, weights)
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
     return estimates, next_coef, log_multiplier, metrics

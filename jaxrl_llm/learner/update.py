@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import losses, selection
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.learner import batches, optimizer
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
@@ -106,9 +107,12 @@ def updater(roles: Roles, state: LearnerState):
     )
     with_entropy = algorithm.entropy_coef != 0.0
 
-    def policy_update(role: Trainable, batch: Minibatch, plan: Plan, key, kl_coef):
+    def policy_update(role: Trainable, batch: Minibatch, plan: Plan, key):
         width = batch.tokens.shape[1]
-        denominators = losses.denominators(batch.loss_mask & plan.chosen[:, None])
+        denominators = minibatch_denominators(
+            batch.loss_mask & plan.chosen[:, None],
+            algorithm.loss_scale or float(config.rollout.max_response_tokens),
+        )
         chosen = _selection(role.params, batch, plan, key)
 
         def loss(params: Params, microbatch: Microbatch):
@@ -123,42 +127,38 @@ def updater(roles: Roles, state: LearnerState):
                 jax.tree.map(microbatch.take, batch),
                 microbatch.take(chosen),
                 denominators,
-                kl_coef=kl_coef,
-                loss_scale=algorithm.loss_scale or config.rollout.max_response_tokens,
             )
 
         return take_update(role, roles.policy_optimizer, plan, loss, "actor")
 
     def _selection(params, batch: Minibatch, plan: Plan, key):
-        """Returns what clip_cov and kl_cov choose from the whole minibatch, else ones."""
-        if algorithm.policy_loss not in selection.SELECTIONS:
-            return jnp.ones(batch.tokens.shape, jnp.float32)
+        """Returns what clip_cov and kl_cov choose from the whole minibatch."""
         num_sequences, width = batch.tokens.shape
+        if algorithm.policy_loss not in selection.SELECTIONS:
+            return jnp.zeros((num_sequences, width), bool)
 
         def log_probs(microbatch: Microbatch):
             values, _, _ = statistics(params, batch.tokens, microbatch, with_entropy=False)
             return microbatch.unpacked(values, batch.lengths, width)
 
         values = batches.collect(plan, log_probs, num_sequences, width)
-        return selection.SELECTIONS[algorithm.policy_loss](
-            values, _only(batch, plan), key, algorithm
-        )
+        return selection.select(algorithm, values, _only(batch, plan), key)
 
     def critic_update(role: Trainable, batch: Minibatch, plan: Plan, old, returns, prefix: str):
         width = batch.tokens.shape[1]
-        denominators = losses.denominators(batch.loss_mask & plan.chosen[:, None])
+        denominators = minibatch_denominators(batch.loss_mask & plan.chosen[:, None])
 
         def loss(params: Params, microbatch: Microbatch):
             values = token_values(roles.value, params, batch.tokens, microbatch)
-            value, metrics = losses.value_loss(
+            return losses.value_loss(
                 algorithm,
                 microbatch.unpacked(values, batch.lengths, width),
                 microbatch.take(old),
                 microbatch.take(returns),
                 microbatch.take(batch.loss_mask),
                 denominators,
+                prefix,
             )
-            return value, {k.replace("critic/", f"{prefix}/"): v for k, v in metrics.items()}
 
         return take_update(role, roles.critic_optimizer, plan, loss, prefix)
 
@@ -185,7 +185,7 @@ def updater(roles: Roles, state: LearnerState):
             )
             metrics |= of_costs
         if train_policy:
-            policy, of_policy = policy_update(policy, batch, plan, key, state.kl_coef)
+            policy, of_policy = policy_update(policy, batch, plan, key)
             metrics |= of_policy
         state = LearnerState(policy, critic, cost_critic, state.kl_coef, state.log_multiplier)
         return state, metrics

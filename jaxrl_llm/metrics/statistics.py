@@ -6,7 +6,9 @@ mask) is left out rather than made up.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -28,8 +30,8 @@ def of_rollouts(
     """Returns scores, rewards, advantages, returns, values and lengths of a step.
 
     `critic/score` is what reward functions and models gave, `critic/rewards` the sum over a
-    sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages, returns and
-    values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
+    sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
+    returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
     source, `reward/TERM/mean` is over the rows the term applies to. Values only with a
     critic, costs only with Safe-RLHF.
 

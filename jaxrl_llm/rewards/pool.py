@@ -22,13 +22,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
+from jaxrl_llm.errors import UserError
+
 START_TIMEOUT_S = 120.0  # to import the module of a reward function
 CLOSE_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A response could not be scored; the text says which, by what, and why."""
 
 

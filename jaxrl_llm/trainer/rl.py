@@ -142,8 +142,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 writer.write(
                     step,
                     statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
-                    of_estimates,
                     of_updates,
+                    of_estimates,
                     of_evaluation,
                     statistics.of_engine(*roles.engine.speed()),
                     statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),

@@ -14,6 +14,7 @@ from absl import logging
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import supervised_losses
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import SupervisedConfig
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
@@ -52,8 +53,8 @@ def warm_start(roles: Roles, params: Params, workdir: pathlib.Path) -> Params:
             with_entropy=False,
         )
         log_probs = microbatch.unpacked(log_probs, lengths, tokens.shape[1])
-        return supervised_losses.cross_entropy(
-            log_probs, microbatch.take(mask), jnp.maximum(mask.sum(), 1)
+        return supervised_losses.token_cross_entropy(
+            log_probs, microbatch.take(mask), minibatch_denominators(mask)
         )
 
     return _stage(roles, params, config.warm_start, rows, loss, workdir / "warm_start")
@@ -80,7 +81,10 @@ def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[s
         at_end = hidden[microbatch.rows, last][:, None]
         scores = heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
         by_sequence = microbatch.put(jnp.zeros(tokens.shape[0]), scores)
-        return supervised_losses.bradley_terry(by_sequence[0::2], by_sequence[1::2])
+        num_pairs = tokens.shape[0] // 2
+        return supervised_losses.bradley_terry(
+            by_sequence[0::2], by_sequence[1::2], jnp.ones(num_pairs, bool), num_pairs
+        )
 
     trained = _stage(
         roles,
@@ -101,7 +105,7 @@ def _stage(
     loss,
     folder: pathlib.Path,
 ) -> Params:
-    """Returns `params` after `config.num_steps` updates, or what `folder` holds of an earlier run."""
+    """Returns `params` after `config.num_steps` updates, or what an earlier run left in `folder`."""
     if folder.exists():
         return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
 
@@ -116,7 +120,7 @@ def _stage(
     )
     def step(role, tokens, lengths, mask, plan):
         def of_microbatch(params, microbatch):
-            return loss(params, microbatch, tokens, lengths, mask), {}
+            return loss(params, microbatch, tokens, lengths, mask)
 
         return update.take_update(role, transformation, plan, of_microbatch, folder.name)
 
