@@ -26,6 +26,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import CheckpointConfig
+from jaxrl_llm.errors import UserError
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
@@ -35,7 +36,7 @@ SEAL = "sha256.json"  # within a step: {file: digest} of all the others
 _READ_BYTES = 1 << 24
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or read: which path, why, what to do."""
 
 

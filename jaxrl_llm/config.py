@@ -12,9 +12,10 @@ their rules.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -23,6 +24,17 @@ from jaxrl_llm.recipes import (
     RECIPES,
     REJECTIONS,
 )
+
+
+class ConfigError(UserError, ValueError):
+    """A run description that cannot work; the message lists every problem."""
+
+    def __init__(self, problems: Sequence[str]):
+        """Makes the message of `problems`, one line each, and keeps them."""
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
+
 
 Problem = tuple[str, str]  # (field path below this group, what is wrong and what to do)
 
@@ -320,7 +332,7 @@ class DataConfig:
     num_workers: int = 0
     # The built-in task: sums of digits, worked step by step.
     arithmetic_terms: int = 3
-    arithmetic_train_prompts: int = 2048
+    arithmetic_train_prompts: int = 512
     arithmetic_eval_prompts: int = 128
 
     def problems(self) -> Iterator[Problem]:
@@ -333,6 +345,15 @@ class DataConfig:
         for name in ("arithmetic_train_prompts", "arithmetic_eval_prompts"):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
+        wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
+        if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} and arithmetic_eval_prompts="
+                f"{self.arithmetic_eval_prompts} are {wanted} different prompts, but"
+                f" arithmetic_terms={self.arithmetic_terms} digits make only"
+                f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

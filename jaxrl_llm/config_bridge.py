@@ -24,7 +24,7 @@ from absl import app
 from ml_collections import config_dict as ml_config
 from ml_collections.config_flags import config_flags
 
-from jaxrl_llm.config import AlgorithmConfig, Config
+from jaxrl_llm.config import AlgorithmConfig, Config, ConfigError
 from jaxrl_llm.recipes import RECIPES
 
 # What a resumed run may change: how long it goes on, what is reported and saved, and how the
@@ -43,16 +43,6 @@ RESUMABLE = (
     "rewards.num_workers",
     "rewards.timeout_s",
 )
-
-
-class ConfigError(ValueError):
-    """A run description that cannot work; the message lists every problem."""
-
-    def __init__(self, problems: Sequence[str]):
-        """Makes the message of `problems`, one line each, and keeps them."""
-        self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 
 
 def default_config_dict() -> ml_config.ConfigDict:

@@ -89,6 +89,7 @@ class Predictions:
 class Estimates:
     """What the loss needs beside log-probs; zero outside `loss_mask`."""
 
+    shaped_rewards: Float[Array, "B T"]  # score on the last token, KL taken off
     advantages: Float[Array, "B T"]
     returns: Float[Array, "B T"]  # target of the critic
     cost_returns: Float[Array, "B T"]  # target of the cost critic

@@ -6,9 +6,11 @@ mask) is left out rather than made up.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
@@ -22,15 +24,14 @@ def of_rollouts(
     config: Config,
     rollouts: Rollouts,
     rewards: Rewards,
-    shaped_rewards: Float[HostOrDevice, "B T"],
     predictions: Predictions,
     estimates: Estimates,
 ) -> dict[str, float]:
     """Returns scores, rewards, advantages, returns, values and lengths of a step.
 
     `critic/score` is what reward functions and models gave, `critic/rewards` the sum over a
-    sequence of `shaped_rewards` (KL and length penalties taken off); advantages, returns and
-    values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
+    sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
+    returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
     source, `reward/TERM/mean` is over the rows the term applies to. Values only with a
     critic, costs only with Safe-RLHF.
 
@@ -38,14 +39,13 @@ def of_rollouts(
       config: For the length limits and what the algorithm uses.
       rollouts: The sequences.
       rewards: What they are worth.
-      shaped_rewards: Rewards per token, zero outside the response.
       predictions: For the values; readable on the host.
       estimates: Advantages and returns; readable on the host.
     """
     mask = np.asarray(estimates.loss_mask)
     found = {
         **_summary("critic/score", rewards.scores),
-        **_summary("critic/rewards", np.asarray(shaped_rewards).sum(1)),
+        **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", np.asarray(estimates.returns)[mask]),
         **_of_rewards(rollouts, rewards),
@@ -84,32 +84,27 @@ def explained_variance(
     return float(1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
 
 
-def of_mismatch(
-    old_log_probs: Float[HostOrDevice, "B T"],
-    rollout_log_probs: Float[HostOrDevice, "B T"],
-    response_mask: Bool[HostOrDevice, "B T"],
-) -> dict[str, float]:
-    """Returns how far the engine's probabilities are from the training network's.
+def of_engine(num_tokens: int, seconds: float, occupancy: float) -> dict[str, float]:
+    """Returns what the rollout engine did in its last call.
 
-    `training/rollout_probs_diff_{mean,max,std}` of `|exp(old) - exp(rollout)|` over the
-    response tokens, and the correlation of the two (NaN where one of them is constant).
+    Args:
+      num_tokens: Tokens sampled by decode steps.
+      seconds: Spent in decode steps.
+      occupancy: Share of the slots' steps that sampled a token while others waited.
     """
-    mask = np.asarray(response_mask)
-    actor = np.exp(np.asarray(old_log_probs, np.float64)[mask])
-    rollout = np.exp(np.asarray(rollout_log_probs, np.float64)[mask])
-    if actor.size < 2:
-        return {"training/rollout_probs_diff_valid": 0.0}
-    difference = np.abs(actor - rollout)
-    spread = actor.std() * rollout.std()
-    covariance = ((actor - actor.mean()) * (rollout - rollout.mean())).mean()
     return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_std": float(difference.std(ddof=1)),
-        "training/rollout_actor_probs_pearson_corr": (
-            float(covariance / spread) if spread > 0 else float("nan")
-        ),
+        "rollout/decode_tokens_per_s": num_tokens / seconds if seconds else 0.0,
+        "rollout/slot_occupancy": occupancy,
+    }
+
+
+def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the mean of each number over the groups that have it; one read of the device."""
+    groups = jax.device_get(list(groups))
+    names = {name for group in groups for name in group}
+    return {
+        name: float(np.mean([group[name] for group in groups if name in group]))
+        for name in sorted(names)
     }
 
 

@@ -1,0 +1,249 @@
+"""The objectives of the policy and of the critic, and the table of policy losses.
+
+Every loss and metric here is a share of a minibatch: to be summed, not averaged, over
+its microbatches. A row of [B, T] is one whole sequence, also when the network saw
+several packed together.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.algorithms import ratio_losses, score_losses
+from jaxrl_llm.algorithms.aggregation import (
+    AGGREGATIONS,
+    Denominators,
+    aggregate,
+    minibatch_denominators,
+    token_mean,
+)
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
+from jaxrl_llm.algorithms.lookup import call_by_name, resolve
+from jaxrl_llm.algorithms.masked import zero_outside
+from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.types import Minibatch
+
+__all__ = [
+    "AGGREGATIONS",
+    "POLICY_LOSSES",
+    "Denominators",
+    "entropy_bonus",
+    "kl_loss",
+    "minibatch_denominators",
+    "policy_objective",
+    "value_loss",
+]
+
+LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
+
+POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
+    "vanilla": ratio_losses.vanilla,
+    "gspo": ratio_losses.gspo,
+    "sapo": ratio_losses.sapo,
+    "gpg": score_losses.gpg,
+    "clip_cov": ratio_losses.clip_cov,
+    "kl_cov": ratio_losses.kl_cov,
+    "geo_mean": ratio_losses.geo_mean,
+    "dppo_tv": score_losses.dppo_tv,
+    "dppo_kl": score_losses.dppo_kl,
+    "dro": score_losses.dro,
+    "cispo": score_losses.cispo,
+    "reinforce": score_losses.reinforce,
+}
+
+
+def entropy_bonus(
+    config: AlgorithmConfig,
+    entropies: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the aggregated entropy, before its coefficient, and `actor/entropy` per token.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[True, False]])
+      >>> bonus, _ = entropy_bonus(
+      ...     AlgorithmConfig(), jnp.array([[2.0, jnp.nan]]), mask, minibatch_denominators(mask))
+      >>> print(bonus)
+      2.0
+    """
+    (entropies,) = zero_outside(loss_mask, entropies)
+    bonus = aggregate(config, entropies, loss_mask, denominators)
+    metrics = {
+        "actor/entropy": token_mean(entropies, loss_mask, denominators),
+        "actor/entropy_loss": bonus,
+    }
+    return bonus, jax.lax.stop_gradient(metrics)
+
+
+def kl_loss(
+    config: AlgorithmConfig,
+    log_probs: Float[Array, "B T"],
+    ref_log_probs: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the aggregated KL to the reference, before its coefficient.
+
+    Args:
+      config: Reads `kl_estimator` and `aggregation`.
+      log_probs: Of the policy being trained, with gradient.
+      ref_log_probs: Of the frozen reference.
+      loss_mask: Tokens that have a loss.
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[True, False]])
+      >>> loss, _ = kl_loss(
+      ...     AlgorithmConfig(kl_estimator="k1"), jnp.array([[-1.0, jnp.nan]]),
+      ...     jnp.array([[-1.5, 0.0]]), mask, minibatch_denominators(mask))
+      >>> print(loss)
+      0.5
+    """
+    log_probs, ref_log_probs = zero_outside(loss_mask, log_probs, ref_log_probs)
+    per_token = KL_ESTIMATORS[config.kl_estimator](log_probs, ref_log_probs)
+    loss = aggregate(config, per_token, loss_mask, denominators)
+    return loss, {"actor/kl_loss": jax.lax.stop_gradient(loss)}
+
+
+def value_loss(
+    config: AlgorithmConfig,
+    values: Float[Array, "B T"],
+    old_values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    denominators: Denominators,
+    role: str = "critic",
+) -> LossAndMetrics:
+    """Returns half the squared error of the critic, the worse of clipped and unclipped.
+
+        0.5 max((values - returns)**2, (clip(values, old_values ± value_clip) - returns)**2)
+
+    Args:
+      config: Reads `value_clip` (inf: off) and `aggregation`.
+      values: Predicted now, with gradient.
+      old_values: Predicted when the step began.
+      returns: Targets.
+      loss_mask: Tokens that have a loss.
+      denominators: Of the whole minibatch.
+      role: Prefix of the metrics; `cost_critic` for that of Safe-RLHF.
+
+    Returns:
+      loss: To be summed over microbatches.
+      metrics: `ROLE/vf_loss`, `ROLE/vf_clipfrac`, `ROLE/vpred_mean`, to be summed as well.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[True, False]])
+      >>> loss, _ = value_loss(
+      ...     AlgorithmConfig(value_clip=0.5), jnp.array([[2.0, jnp.nan]]), jnp.zeros((1, 2)),
+      ...     jnp.array([[2.0, 0.0]]), mask, minibatch_denominators(mask))
+      >>> print(loss)
+      1.125
+
+    Reference:
+      arXiv:1707.06347 with the clip of its implementation; arXiv:2005.12729, section 3.
+    """
+    values, old_values, returns = zero_outside(loss_mask, values, old_values, returns)
+    clipped = jnp.clip(values, old_values - config.value_clip, old_values + config.value_clip)
+    plain_error, clipped_error = jnp.square(values - returns), jnp.square(clipped - returns)
+    worse = jnp.maximum(plain_error, clipped_error)
+    loss = 0.5 * aggregate(config, worse, loss_mask, denominators)
+    is_clipped = (clipped_error > plain_error).astype(values.dtype)
+    metrics = {
+        f"{role}/vf_loss": loss,
+        f"{role}/vf_clipfrac": token_mean(is_clipped, loss_mask, denominators),
+        f"{role}/vpred_mean": token_mean(values, loss_mask, denominators),
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def policy_objective(
+    config: AlgorithmConfig,
+    log_probs: Float[Array, "B T"],
+    entropies: Float[Array, "B T"],
+    minibatch: Minibatch,
+    selection: Bool[Array, "B T"],
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns what the policy minimizes, on one microbatch.
+
+        policy_loss - entropy_coef * entropy + kl_coef * kl       (kl only with kl_in="loss")
+
+    A user's loss (`config.policy_loss` as import path) names any of `log_probs`,
+    `entropies`, `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`,
+    `returns`, `values`, `response_mask`, `loss_mask`, `correction_weights`, `selection`,
+    `config` and `denominators`, and returns its loss and a dict of metrics, as shares of the
+    minibatch: `aggregation.policy_loss` does so from a loss per token.
+
+    Args:
+      config: Reads `policy_loss` and its fields, `aggregation`, `entropy_coef`, `kl_in`,
+        `kl_estimator`, `kl_coef`.
+      log_probs: Of the policy being trained, with gradient.
+      entropies: Of the distributions the tokens were drawn from; with gradient if
+        `entropy_coef` is not 0.
+      minibatch: The rows of the microbatch.
+      selection: What `selection.select` chose over the whole minibatch, these rows of it.
+      denominators: Of the whole minibatch's `loss_mask`.
+
+    Returns:
+      loss: To be summed over microbatches.
+      metrics: Scalars named `actor/...`, to be summed as well.
+
+    Raises:
+      ValueError, ImportError, AttributeError, TypeError: The loss cannot be found (see
+        `lookup.resolve`), names what is not available, or returns something else.
+
+    Example:
+      >>> import dataclasses, jax.numpy as jnp
+      >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+      >>> fields = {field.name: zero for field in dataclasses.fields(Minibatch)}
+      >>> minibatch = Minibatch(**(fields | {"loss_mask": mask, "advantages": zero + 1.0}))
+      >>> loss, metrics = policy_objective(
+      ...     AlgorithmConfig(entropy_coef=0.5, policy_loss="reinforce"), zero - 1.0, zero + 2.0,
+      ...     dataclasses.replace(minibatch, correction_weights=zero + 1.0), ~mask,
+      ...     minibatch_denominators(mask))
+      >>> print(loss, metrics["actor/pg_loss"], metrics["actor/entropy"])
+      0.0 1.0 2.0
+    """
+    where = f"config.algorithm.policy_loss={config.policy_loss!r}"
+    available = {
+        "log_probs": log_probs,
+        "entropies": entropies,
+        "selection": selection,
+        "config": config,
+        "denominators": denominators,
+        "old_log_probs": minibatch.old_log_probs,
+        "ref_log_probs": minibatch.ref_log_probs,
+        "rollout_log_probs": minibatch.rollout_log_probs,
+        "advantages": minibatch.advantages,
+        "returns": minibatch.returns,
+        "values": minibatch.values,
+        "response_mask": minibatch.response_mask,
+        "loss_mask": minibatch.loss_mask,
+        "correction_weights": minibatch.correction_weights,
+    }
+    result = call_by_name(
+        resolve(config.policy_loss, POLICY_LOSSES, "policy loss"), available, where
+    )
+    if not (isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()):
+        raise TypeError(
+            f"{where}: returned {type(result).__name__}; a policy loss returns"
+            " (scalar loss, dict of metrics)"
+        )
+    loss, metrics = result
+    bonus, entropy_metrics = entropy_bonus(config, entropies, minibatch.loss_mask, denominators)
+    metrics = metrics | entropy_metrics
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * bonus
+    if config.kl_in == "loss":
+        divergence, kl_metrics = kl_loss(
+            config, log_probs, minibatch.ref_log_probs, minibatch.loss_mask, denominators
+        )
+        loss = loss + config.kl_coef * divergence
+        metrics = metrics | kl_metrics
+    return loss, metrics | {"actor/loss": jax.lax.stop_gradient(loss)}

@@ -1,0 +1,357 @@
+"""Policy losses whose gradient flows through the ratio of probabilities.
+
+With ratio = exp(log_probs - old_log_probs) bounded by exp(±20), A = advantages. Each
+function returns the loss of a microbatch and its metrics, both to be summed over the
+microbatches of a minibatch: see `aggregation`. Outside `loss_mask` nothing matters and
+gradients are exactly 0. At ratio 1 the gradient of each is that of -A * log_probs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.algorithms.aggregation import Denominators, policy_loss
+from jaxrl_llm.algorithms.masked import masked_mean, zero_outside
+from jaxrl_llm.algorithms.ratios import bounded, log_ratio
+from jaxrl_llm.config import AlgorithmConfig
+
+LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
+
+
+def clipped_surrogate(
+    ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], config: AlgorithmConfig
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns `max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))` and where it clips.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> losses, clipped = clipped_surrogate(
+      ...     jnp.array([[1.5, 1.5]]), jnp.array([[1.0, -1.0]]), AlgorithmConfig())
+      >>> print(losses, clipped)
+      [[-1.2  1.5]] [[ True False]]
+    """
+    plain = -advantages * ratios
+    clipped = -advantages * jnp.clip(ratios, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    return jnp.maximum(plain, clipped), clipped > plain
+
+
+def vanilla(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns PPO's clipped loss, with the second bound of dual clip where A is negative.
+
+        max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)),  at most -A dual_clip if A < 0
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      config: Reads `clip_low`, `clip_high`, `dual_clip` and `aggregation`.
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.ones((1, 1), bool)
+      >>> loss, metrics = vanilla(
+      ...     jnp.log(jnp.array([[0.9]])), jnp.log(jnp.array([[0.1]])), jnp.array([[-1.0]]), mask,
+      ...     jnp.ones((1, 1)), AlgorithmConfig(), Denominators(1.0, 1.0))
+      >>> print(loss, metrics["actor/pg_clipfrac_lower"])
+      3.0 1.0
+
+    Reference:
+      Schulman et al., arXiv:1707.06347, Eq. 7; dual clip: Ye et al., arXiv:1912.09729, Eq. 5.
+    """
+    (advantages,) = zero_outside(loss_mask, advantages)
+    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    losses, clipped = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
+    negative = advantages < 0.0
+    ceiling = jnp.where(negative, jnp.where(negative, -advantages, 1.0) * config.dual_clip, jnp.inf)
+    return policy_loss(
+        config,
+        jnp.minimum(losses, ceiling),
+        correction_weights,
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+        pg_clipfrac=clipped,
+        pg_clipfrac_lower=losses > ceiling,
+    )
+
+
+def gspo(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the clipped loss with one ratio a sequence: the geometric mean of its tokens'.
+
+        ratio_i = exp(mean_t(log_probs - old_log_probs)), at most exp(10)
+
+    Each token carries the sequence's ratio as value and its own log-prob as gradient
+    (GSPO-token, Eq. 14), so advantages may differ within a response.
+    Deviation: verl aggregates by seq-mean-token-mean always; here `config.aggregation`
+    is heeded, and the recipe sets it so.
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      config: Reads `clip_low`, `clip_high` and `aggregation`.
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> log_probs = jnp.log(jnp.array([[0.4, 0.1]]))
+      >>> loss, _ = gspo(
+      ...     log_probs, jnp.log(jnp.array([[0.1, 0.4]])), jnp.ones((1, 2)),
+      ...     jnp.ones((1, 2), bool), jnp.ones((1, 2)), AlgorithmConfig(), Denominators(2.0, 1.0))
+      >>> print(loss)
+      -1.0
+
+    Reference:
+      Zheng et al., GSPO, arXiv:2507.18071, Eq. 5, 7 and 14.
+    """
+    log_probs, old_log_probs, advantages = zero_outside(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
+    log_ratios = log_probs - old_log_probs
+    sequence = jax.lax.stop_gradient(masked_mean(log_ratios, loss_mask, -1))[:, None]
+    carrier = log_probs - jax.lax.stop_gradient(log_probs)
+    ratios = jnp.exp(jnp.minimum(carrier + sequence, 10.0))
+    losses, clipped = clipped_surrogate(ratios, advantages, config)
+    return policy_loss(
+        config,
+        losses,
+        correction_weights,
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+        pg_clipfrac=clipped,
+    )
+
+
+def sapo(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the loss with a soft gate in place of the clip.
+
+        -A sigmoid(tau (ratio - 1)) 4 / tau,   tau = sapo_tau_pos if A > 0 else sapo_tau_neg
+
+    Deviation: verl aggregates by seq-mean-token-mean always; here `config.aggregation`
+    is heeded, and the recipe sets it so.
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      config: Reads `sapo_tau_pos`, `sapo_tau_neg` and `aggregation`.
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> one = jnp.ones((1, 1))
+      >>> loss, _ = sapo(-one, -one, one, one > 0, one, AlgorithmConfig(), Denominators(1.0, 1.0))
+      >>> print(loss)
+      -2.0
+
+    Reference:
+      Gao et al., SAPO, arXiv:2511.20347.
+    """
+    (advantages,) = zero_outside(loss_mask, advantages)
+    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    tau = jnp.where(advantages > 0.0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratios) - 1.0)) * 4.0 / tau
+    return policy_loss(
+        config,
+        -gate * advantages,
+        correction_weights,
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+    )
+
+
+def geo_mean(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the loss of GMPO: the geometric mean of the clipped ratios of a sequence.
+
+        d_t = log-ratio, clipped to at most clip_high where A > 0, at least -clip_low where A < 0
+        -mean_t(A) exp(mean_t(d)),   the same on each token of the sequence
+
+    The bounds are on the log-ratio. Correction weights enter by their geometric mean over
+    the sequence. Deviation: verl takes the mean over the rows of each microbatch, padding
+    included, so that the step grows with the number of microbatches; here the sum is
+    divided as `config.aggregation` says, by counts of the minibatch.
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      config: Reads `clip_low`, `clip_high` and `aggregation` (seq-mean-token-mean is the
+        paper's).
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss, _ = geo_mean(
+      ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.1]])),
+      ...     jnp.ones((1, 2)), jnp.ones((1, 2), bool), jnp.ones((1, 2)),
+      ...     AlgorithmConfig(clip_high=10.0), Denominators(2.0, 1.0))
+      >>> print(loss.round(4))
+      -2.0
+
+    Reference:
+      Zhao et al., GMPO, arXiv:2507.20673.
+    """
+    (advantages,) = zero_outside(loss_mask, advantages)
+    log_ratios = log_ratio(log_probs, old_log_probs, loss_mask)
+    clipped = jnp.clip(log_ratios, -config.clip_low, config.clip_high)
+    sign = jnp.sign(advantages)
+    pessimistic = sign * jnp.minimum(sign * log_ratios, sign * clipped)
+    ratios = jnp.exp(bounded(masked_mean(pessimistic, loss_mask, -1)))
+    losses = -masked_mean(advantages, loss_mask, -1) * ratios
+    weights = jnp.exp(masked_mean(jnp.log(correction_weights + 1e-10), loss_mask, -1))
+    on_tokens = jnp.ones_like(log_ratios)
+    was_clipped = log_ratios != clipped
+    return policy_loss(
+        config,
+        losses[:, None] * on_tokens,
+        weights[:, None] * on_tokens,
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+        pg_clipfrac=was_clipped & (advantages > 0.0),
+        pg_clipfrac_lower=was_clipped & (advantages < 0.0),
+    )
+
+
+def clip_cov(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    selection: Bool[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the clipped loss without the selected tokens, which have no loss.
+
+    The selection holds few tokens whose log-prob and advantage covary strongly: they are
+    the ones that take the entropy away. No dual clip.
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      selection: Tokens left out, chosen over the minibatch by `selection.clip_cov`.
+      config: Reads `clip_low`, `clip_high` and `aggregation`.
+      denominators: Of the whole minibatch; tokens left out count.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> one = jnp.ones((1, 2))
+      >>> loss, metrics = clip_cov(
+      ...     -one, -one, one, one > 0, one, jnp.array([[True, False]]), AlgorithmConfig(),
+      ...     Denominators(2.0, 1.0))
+      >>> print(loss, metrics["actor/pg_clipfrac"])
+      -0.5 0.5
+
+    Reference:
+      Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    """
+    (advantages,) = zero_outside(loss_mask, advantages)
+    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    losses, _ = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
+    return policy_loss(
+        config,
+        jnp.where(selection, 0.0, losses),
+        correction_weights,
+        loss_mask,
+        denominators,
+        ppo_kl=-log_ratios,
+        pg_clipfrac=selection,
+    )
+
+
+def kl_cov(
+    log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    correction_weights: Float[Array, "B T"],
+    selection: Bool[Array, "B T"],
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> LossAndMetrics:
+    """Returns the unclipped loss with a penalty on the selected tokens for moving away.
+
+        -A ratio + [selected] kl_cov_coef |log_probs - old_log_probs|
+
+    Args:
+      log_probs: Of the policy being trained, with gradient.
+      old_log_probs: Of the policy when the step began.
+      advantages: Of each token.
+      loss_mask: Tokens that have a loss.
+      correction_weights: Factor of each token's loss.
+      selection: Tokens penalized, chosen over the minibatch by `selection.kl_cov`.
+      config: Reads `kl_cov_coef` and `aggregation`.
+      denominators: Of the whole minibatch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> one = jnp.ones((1, 1))
+      >>> loss, metrics = kl_cov(
+      ...     -one, -2 * one, 0 * one, one > 0, one, one > 0, AlgorithmConfig(kl_cov_coef=0.5),
+      ...     Denominators(1.0, 1.0))
+      >>> print(loss, metrics["actor/ppo_kl"])
+      0.5 1.0
+
+    Reference:
+      Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    """
+    (advantages,) = zero_outside(loss_mask, advantages)
+    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    distances = jnp.abs(log_ratios)
+    penalty = jnp.where(selection, config.kl_cov_coef * distances, 0.0)
+    return policy_loss(
+        config,
+        -advantages * jnp.exp(log_ratios) + penalty,
+        correction_weights,
+        loss_mask,
+        denominators,
+        ppo_kl=distances,
+    )

@@ -1,0 +1,127 @@
+"""From a score for each response to a reward for each token."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
+from jaxrl_llm.algorithms.masked import group_max, group_size, masked_mean, zero_outside
+from jaxrl_llm.config import AlgorithmConfig
+
+
+def outcome_rewards(
+    scores: Float[Array, " B"], response_mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Returns each score on the last response token of its row, zero elsewhere.
+
+    A row without response tokens is padding; its score goes nowhere. Deviation: verl
+    places the score on the last token even where that is a tool's, and then loses it in
+    the estimators that skip such tokens.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(outcome_rewards(jnp.array([2.0]), jnp.array([[False, True, True, False]])))
+      [[0. 0. 2. 0.]]
+    """
+    later = jnp.cumsum(response_mask[:, ::-1], axis=1)[:, ::-1]
+    return jnp.where(response_mask & (later == 1), scores[:, None], 0.0)
+
+
+def kl_shaped(
+    config: AlgorithmConfig,
+    kl_coef: Float[Array, ""] | float,
+    scores: Float[Array, " B"],
+    old_log_probs: Float[Array, "B T"],
+    ref_log_probs: Float[Array, "B T"],
+    response_mask: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
+    """Returns token rewards, less the KL to the reference with `kl_in="reward"`, and the KL.
+
+        rewards = outcome_rewards(scores) - kl_coef * KL(old_log_probs, ref_log_probs)
+
+    Args:
+      config: Reads `kl_in` and `kl_estimator`.
+      kl_coef: Coefficient of this step (see `kl.next_kl_coef`).
+      scores: What each response is worth.
+      old_log_probs: Of the policy when the step began.
+      ref_log_probs: Of the frozen reference; `old_log_probs` without one.
+      response_mask: True where the policy chose the token.
+
+    Returns:
+      rewards: Zero outside `response_mask`.
+      current_kl: Mean over sequences of their mean KL per token; measured always.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> rewards, current_kl = kl_shaped(
+      ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
+      ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool))
+      >>> print(rewards, current_kl)
+      [[-0.5  1. ]] 0.5
+
+    Reference:
+      Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 2.
+    """
+    rewards = outcome_rewards(scores, response_mask)
+    old_log_probs, ref_log_probs = zero_outside(response_mask, old_log_probs, ref_log_probs)
+    divergence = KL_ESTIMATORS[config.kl_estimator](old_log_probs, ref_log_probs)
+    (divergence,) = zero_outside(response_mask, divergence)
+    rows = jnp.any(response_mask, axis=-1)
+    current_kl = masked_mean(masked_mean(divergence, response_mask, -1), rows)
+    if config.kl_in == "reward":
+        rewards = rewards - kl_coef * divergence
+    return rewards, current_kl
+
+
+def overlong_penalty(
+    config: AlgorithmConfig, max_response_tokens: int, response_lengths: Int[Array, " B"]
+) -> Float[Array, " B"]:
+    """Returns what DAPO adds to the score of a response that nears the length limit.
+
+        -overlong_penalty * clip((length - (limit - buffer)) / buffer, 0, 1)
+
+    Deviation: verl does not bound it below for responses beyond the limit.
+
+    Args:
+      config: Reads `overlong_buffer_tokens` (0: no penalty) and `overlong_penalty`.
+      max_response_tokens: The limit.
+      response_lengths: Tokens of each response, tool tokens included.
+
+    Returns:
+      Between `-overlong_penalty` and 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=1.0)
+      >>> print(abs(overlong_penalty(config, 10, jnp.array([6, 8, 10, 12]))))
+      [0.  0.5 1.  1. ]
+
+    Reference:
+      Yu et al., DAPO, arXiv:2503.14476, Eq. 13.
+    """
+    response_lengths = jnp.asarray(response_lengths)
+    if not config.overlong_buffer_tokens:
+        return jnp.zeros(response_lengths.shape, jnp.float32)
+    begins = max_response_tokens - config.overlong_buffer_tokens
+    exceeded = (response_lengths - begins) / config.overlong_buffer_tokens
+    return -config.overlong_penalty * jnp.clip(exceeded, 0.0, 1.0)
+
+
+def uniform_groups(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Returns which rows belong to a group of two or more whose scores are all equal.
+
+    Their group advantages are 0; dynamic sampling replaces them. A group of one is never
+    uniform: its advantage is its score.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(uniform_groups(jnp.array([1.0, 0.0, 1.0, 1.0, 5.0]), jnp.array([0, 1, 0, 1, 2])))
+      [ True False  True False False]
+
+    Reference:
+      Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
+    """
+    scores, group_ids = jnp.asarray(scores), jnp.asarray(group_ids)
+    members = jnp.ones(scores.shape, bool)
+    largest = group_max(scores, group_ids, members)
+    smallest = -group_max(-scores, group_ids, members)
+    return (largest == smallest) & (group_size(group_ids, members) > 1.0)

@@ -1,0 +1,181 @@
+"""Prompts in tokens, and the endless seeded stream that a run draws them from.
+
+A stream hands out single rows in an order that depends on the seed alone, so it does not matter
+how many are taken at a time; its position is a small dict for the checkpoint.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import grain
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.tasks import Split, task_rows
+from jaxrl_llm.data.tokenizer import render_prompts
+from jaxrl_llm.types import Prompt, PromptBatch
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Dataset(Sequence[Prompt]):
+    """The prompts of one split, in the order of their source.
+
+    `prompt.index` is the row of the source: it has gaps where long prompts were dropped.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], num_dropped: int = 0):
+        self.prompts = tuple(prompts)
+        self.num_dropped = num_dropped
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index):
+        return self.prompts[index]
+
+    def batches(self, num_prompts: int) -> Iterator[PromptBatch]:
+        """Yields the whole split once, in order; the last batch may be smaller."""
+        for start in range(0, len(self), num_prompts):
+            yield PromptBatch(self.prompts[start : start + num_prompts])
+
+
+def load_dataset(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> Dataset:
+    """Returns the prompts of a split, tokenized and filtered by length.
+
+    Args:
+      seed: draws the prompts of the arithmetic task; use the same one for both splits.
+
+    Raises:
+      DataError: a file, a row or the chat template cannot be used; a prompt is longer than
+        `max_prompt_tokens` and `filter_long_prompts` is off; no prompt is left.
+    """
+    rows = task_rows(config, split, seed)
+    tokens, texts = render_prompts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
+    prompts = [
+        Prompt(
+            tokens=row_tokens,
+            text=text,
+            data_source=row["data_source"],
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row["extra_info"],
+            index=index,
+        )
+        for index, (row, row_tokens, text) in enumerate(zip(rows, tokens, texts, strict=True))
+        if fits(config, split, index, len(row_tokens))
+    ]
+    num_dropped = len(rows) - len(prompts)
+    if not prompts:
+        raise DataError(
+            f"config.data.max_prompt_tokens: all {len(rows)} prompts of the {split} split are"
+            f" longer than {config.max_prompt_tokens} tokens, the shortest has"
+            f" {min(map(len, tokens))}; raise it"
+        )
+    if num_dropped:
+        logger.warning(
+            "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d",
+            split,
+            num_dropped,
+            len(rows),
+            config.max_prompt_tokens,
+        )
+    return Dataset(prompts, num_dropped)
+
+
+def fits(config: DataConfig, split: Split, index: int, num_tokens: int) -> bool:
+    """Returns whether a prompt is kept.
+
+    Raises:
+      DataError: an empty prompt, or one that is too long while `filter_long_prompts` is off.
+    """
+    if not num_tokens:
+        raise DataError(f"{split} split, row {index}: the prompt has no tokens")
+    if num_tokens <= config.max_prompt_tokens:
+        return True
+    if config.filter_long_prompts:
+        return False
+    raise DataError(
+        f"{split} split, row {index}: the prompt has {num_tokens} tokens, more than"
+        f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or set"
+        " data.filter_long_prompts=True"
+    )
+
+
+class Stream(Generic[T]):
+    """Endless passes over rows, each in an order of its own, with a position to save and restore.
+
+    Raises:
+      DataError: there are no rows.
+    """
+
+    def __init__(self, rows: Sequence[T], seed: int, shuffle: bool = True, num_workers: int = 0):
+        """Starts before the first row.
+
+        Args:
+          rows: anything with a length and an index.
+          seed: decides the order of every pass, in [0, 2**32).
+          shuffle: False walks the rows in their own order.
+          num_workers: threads that read ahead; 0 reads when asked. Without effect on the order.
+        """
+        if not len(rows):
+            raise DataError("a stream needs at least one row")
+        self._identity = {"num_rows": len(rows), "seed": seed, "shuffle": shuffle}
+        pipeline = grain.MapDataset.source(rows).seed(seed)
+        if shuffle:
+            pipeline = pipeline.shuffle()
+        read_options = grain.ReadOptions(
+            num_threads=num_workers, prefetch_buffer_size=2 * num_workers
+        )
+        self._rows = iter(pipeline.repeat().to_iter_dataset(read_options))
+
+    def take(self, count: int) -> tuple[T, ...]:
+        """Returns the next `count` rows and moves past them."""
+        return tuple(next(self._rows) for _ in range(count))
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position as a dict that JSON can hold."""
+        return {**self._identity, "position": self._rows.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position that `get_state` returned.
+
+        Raises:
+          DataError: it belongs to other rows, another seed or another order.
+        """
+        for name, mine in self._identity.items():
+            if state.get(name) != mine:
+                raise DataError(
+                    f"the saved data position has {name}={state.get(name)!r}, this run has"
+                    f" {mine!r}: the position would be another row; restore the data and the"
+                    " config of the saved run, or begin in an empty folder"
+                )
+        self._rows.set_state(dict(state["position"]))
+
+
+class PromptIterator:
+    """The training prompts: an endless stream in batches of any size."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig, seed: int):
+        self._stream = Stream(dataset, seed, config.shuffle, config.num_workers)
+
+    def take(self, num_prompts: int) -> PromptBatch:
+        """Returns the next prompts, as many as asked for; a batch may span two passes."""
+        return PromptBatch(self._stream.take(num_prompts))
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position as a dict that JSON can hold."""
+        return self._stream.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position that `get_state` returned; see `Stream.set_state`."""
+        self._stream.set_state(state)

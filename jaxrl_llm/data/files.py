@@ -1,0 +1,143 @@
+"""Rows from files: parquet and JSON lines, checked when they are read.
+
+A row has verl's schema: `data_source`, `prompt` (messages, or one plain text), `reward_model`
+with `ground_truth`, `extra_info`. This module only reads and checks; tokens come later.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from jaxrl_llm.data.errors import DataError
+
+Row = dict[str, Any]
+
+
+def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yields where each row stands and its content as it came, file after file.
+
+    Where is `FILE, row N`; N counts from 1 and is the line number of a JSON lines file, whose
+    blank lines are skipped.
+
+    Raises:
+      DataError: a missing, empty, broken or unsupported file, or a line that is no JSON object.
+    """
+    for path in paths:
+        suffix = pathlib.Path(path).suffix.lower()
+        if suffix not in READERS:
+            raise DataError(
+                f"{path}: unsupported suffix {suffix!r}; known: {', '.join(sorted(READERS))}"
+            )
+        if not pathlib.Path(path).is_file():
+            raise DataError(f"{path}: no such file")
+        empty = True
+        for number, row in READERS[suffix](path):
+            empty = False
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{path}, row {number}: must be a mapping of columns, got {type(row).__name__}"
+                )
+            yield f"{path}, row {number}", dict(row)
+        if empty:
+            raise DataError(f"{path}: no rows in this file")
+
+
+def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt") -> Row:
+    """Returns the row in verl's schema with `prompt` as a list of messages.
+
+    A prompt that is plain text becomes one message of the user. A missing `reward_model` gives
+    `ground_truth` None (reward models need none); a missing `extra_info` gives an empty mapping.
+
+    Args:
+      where: names the row in errors.
+      prompt_column: column that holds the prompt.
+
+    Raises:
+      DataError: what the row lacks.
+    """
+    data_source = row.get("data_source")
+    if not isinstance(data_source, str) or not data_source:
+        raise DataError(
+            f"{where}: data_source must be a text that names the row's origin, got {data_source!r}"
+        )
+    reward_model = _mapping(row, "reward_model", where)
+    return {
+        "data_source": data_source,
+        "prompt": _messages(row.get(prompt_column), f"{where}: {prompt_column}"),
+        "ability": row.get("ability") or "",
+        "reward_model": {"style": "rule", "ground_truth": None, **reward_model},
+        "extra_info": _mapping(row, "extra_info", where),
+    }
+
+
+def is_text(value: Any) -> bool:
+    """Returns whether `value` is a string that UTF-8 can express; JSON can hold half characters."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+    value = row.get(column)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: {column} must be a mapping, got {type(value).__name__}")
+    return dict(value)
+
+
+def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+    rule = "must be a list of {role, content} messages or one text"
+    if prompt is None:
+        raise DataError(f"{where} is missing; it {rule}")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise DataError(f"{where} {rule}, got {type(prompt).__name__}")
+    messages = []
+    for number, message in enumerate(prompt, start=1):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where} {rule}, message {number} is {type(message).__name__}")
+        for key in ("role", "content"):
+            if not is_text(message.get(key)):
+                raise DataError(
+                    f"{where} {rule}, {key} of message {number} must be a text,"
+                    f" got {message.get(key)!r:.60}"
+                )
+        messages.append({"role": message["role"], "content": message["content"]})
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{where} is empty")
+    return messages
+
+
+def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise DataError(f"{path}, row {number}: broken JSON: {error}") from error
+
+
+def _parquet(path: str) -> Iterator[tuple[int, Any]]:
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: cannot be read as parquet after row {number}: {error}; is it complete?"
+        ) from error
+
+
+READERS: Mapping[str, Callable[[str], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,126 @@
+"""Sequences into rows and shares: how a step is laid out before it goes to the devices.
+
+Host code over lengths; it moves no tokens.
+"""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+# Length at which attention costs as much as the matrix products of a token's own.
+ATTENTION_PARITY_TOKENS = 24_576
+
+
+def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
+    """Returns the relative cost of training on sequences: L + L^2 / 24576.
+
+    The first term stands for the work of every token, the second for attention.
+    """
+    lengths = np.asarray(lengths, np.float64)
+    return lengths + lengths**2 / ATTENTION_PARITY_TOKENS
+
+
+def balanced_partition(
+    costs: Sequence[float] | Float[np.ndarray, " N"], num_parts: int, equal_size: bool = False
+) -> list[list[int]]:
+    """Returns the items of each part, with sums of cost close to each other.
+
+    Karmarkar and Karp's largest differencing method: begin with one division into parts for each
+    item, and merge the two divisions with the largest differences, heaviest part on lightest,
+    until one is left. Every part gets an item when there are that many.
+
+    Args:
+      costs: of each item, finite, not negative.
+      num_parts: at least 1.
+      equal_size: True gives every part the same number of items.
+
+    Returns:
+      Item indices of each part in ascending order; parts in the order of their first item, empty
+      ones last. The same input always gives the same answer.
+
+    Raises:
+      ValueError: negative or infinite costs; `equal_size` with a number of items that
+        `num_parts` does not divide.
+    """
+    costs = np.asarray(costs, np.float64)
+    if num_parts < 1:
+        raise ValueError(f"balanced_partition: num_parts must be at least 1, got {num_parts}")
+    if not np.all(np.isfinite(costs) & (costs >= 0)):
+        raise ValueError("balanced_partition: costs must be finite and not negative")
+    if equal_size and len(costs) % num_parts:
+        raise ValueError(
+            f"balanced_partition: {len(costs)} items cannot form {num_parts} parts of equal size;"
+            " add items of no cost or set equal_size=False"
+        )
+    # Blocks of `num_parts` items, one to a part, keep the sizes equal through every merge.
+    block = num_parts if equal_size else 1
+    order = np.argsort(-costs, kind="stable").tolist()
+    ties = itertools.count()
+    heap: list[tuple[float, int, list[_Part]]] = []
+
+    def push(parts: list["_Part"]) -> None:
+        # Among parts of no cost the one with items counts as heavier, so empty parts are filled.
+        parts.sort(key=lambda part: (-part[0], -len(part[1]), part[1]))
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
+
+    for start in range(0, len(order), block):
+        items = order[start : start + block]
+        push([(float(costs[i]), [i]) for i in items] + [(0.0, [])] * (num_parts - block))
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        push([(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)])
+    parts = heap[0][2] if heap else [(0.0, [])] * num_parts
+    return sorted((sorted(items) for _, items in parts), key=lambda items: (not items, items))
+
+
+_Part = tuple[float, list[int]]  # sum of costs, items
+
+
+def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> list[list[int]]:
+    """Returns which sequences share each row of at most `row_tokens` tokens.
+
+    First fit decreasing: the longest first, each into the first row with room for it. It needs at
+    most 11/9 of the fewest possible rows, plus one.
+
+    Args:
+      lengths: tokens of each sequence, at least 1.
+      row_tokens: a hard cap.
+
+    Returns:
+      Sequence indices of each row in ascending order. The same input always gives the same rows.
+
+    Raises:
+      ValueError: a sequence is empty or longer than a row.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    wrong = np.flatnonzero((lengths < 1) | (lengths > row_tokens))
+    if len(wrong):
+        raise ValueError(
+            f"pack: sequence {wrong[0]} has {lengths[wrong[0]]} tokens, a row holds 1 to"
+            f" {row_tokens}; use longer rows or shorter sequences"
+        )
+    rows: list[list[int]] = []
+    room = np.full(len(lengths), row_tokens)  # of rows not yet opened too
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        row = int(np.argmax(room >= lengths[index]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return [sorted(row) for row in rows]
+
+
+def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:
+    """Returns the first of smallest, 2 * smallest, 4 * smallest, ... that holds `size`.
+
+    Rounding sizes up to a few keeps compiled programs few. `largest` is the end of the
+    series whatever its factor; the caller sees to it that no size exceeds it.
+    """
+    width = smallest
+    while width < size:
+        width *= 2
+    return min(width, largest)

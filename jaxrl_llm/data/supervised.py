@@ -1,0 +1,82 @@
+"""Examples with answers: for the warm start of a policy and for training a reward model."""
+
+import random
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.datasets import fits
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.files import Row
+from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
+from jaxrl_llm.data.tokenizer import render_prompts
+
+Tokens = tuple[int, ...]
+
+
+def worked_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> list[tuple[Tokens, Tokens]]:
+    """Returns prompt and worked answer of every row, as tokens; the answer ends the sequence.
+
+    Args:
+      seed: as for `load_dataset`; with another one the splits of the arithmetic task would mix.
+
+    Raises:
+      DataError: the task has no worked answers, or its data cannot be used.
+    """
+    if config.task == "files":
+        raise DataError("config.data.task: 'files' has no worked answers; use another task")
+    rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
+    answers = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
+    return list(zip(prompts, answers, strict=True))
+
+
+def preference_pairs(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> list[tuple[Tokens, Tokens, Tokens]]:
+    """Returns prompt, chosen and rejected answer of every row of the arithmetic task, as tokens.
+
+    The chosen answer is the worked one. In the rejected one a step drawn from the seed and the
+    row is wrong by 1 to 9, never below zero, and the steps after it go on from there, so that the
+    final answer is wrong.
+
+    Raises:
+      DataError: another task, or its data cannot be used.
+    """
+    if config.task != "arithmetic":
+        raise DataError(
+            f"config.data.task: {config.task!r} has no preference pairs; use 'arithmetic'"
+        )
+    rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
+    chosen = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
+    rejected = _responses(tokenizer, [_wrong_answer(row, seed) for row in rows])
+    return list(zip(prompts, chosen, rejected, strict=True))
+
+
+def _wrong_answer(row: Row, seed: int) -> str:
+    question = row["extra_info"]["question"]
+    draw = random.Random(f"wrong answer {seed} {question}")
+    digits = [int(digit) for digit in question.rstrip("=").split("+")]
+    step = draw.randrange(len(digits) - 1)
+    right = sum(digits[: step + 2])
+    errors = [error for error in range(-9, 10) if error and right + error >= 0]
+    return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
+
+
+def _rows_and_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> tuple[list[Row], list[Tokens]]:
+    rows = task_rows(config, split, seed)
+    prompts, _ = render_prompts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
+    kept = [
+        index for index, tokens in enumerate(prompts) if fits(config, split, index, len(tokens))
+    ]
+    return [rows[index] for index in kept], [prompts[index] for index in kept]
+
+
+def _responses(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [(*tokens, tokenizer.eos_token_id) for tokens in encoded]

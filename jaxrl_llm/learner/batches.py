@@ -1,0 +1,145 @@
+"""Sequences laid out for the models: packed rows, cut into microbatches.
+
+Losses see sequences as [B, T]; models see packed rows [R, W] that hold several sequences
+each. A `Plan` is the map between the two and nothing else: packing is decided once on the
+host, and no array of the step is moved or copied for it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.data import packing
+from jaxrl_llm.sharding.mesh import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Packed rows and the sequences in them. With a leading dim M: all microbatches of a plan."""
+
+    segment_ids: Int[Array, "R W"]  # 1 + number of the sequence in the step; 0 is padding
+    positions: Int[Array, "R W"]  # of each token in its own sequence
+    sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
+    rows: Int[Array, " b"]  # row of each sequence
+    starts: Int[Array, " b"]  # its first position in that row
+
+    def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
+        """Returns the packed rows of a [B, T] array; zero at padding."""
+        values = tokens[jnp.maximum(self.segment_ids - 1, 0), self.positions]
+        return constrain(jnp.where(self.segment_ids > 0, values, 0), "batch", "length")
+
+    def unpacked(
+        self, packed: Float[Array, "R W"], lengths: Int[Array, " B"], width: int
+    ) -> Float[Array, "b T"]:
+        """Returns packed values by sequence, zero past each sequence's end."""
+        inside = jnp.arange(width) < self.take(lengths)[:, None]
+        columns = jnp.where(inside, self.starts[:, None] + jnp.arange(width), 0)
+        return jnp.where(inside, packed[self.rows[:, None], columns], 0)
+
+    def take(self, values: Array) -> Array:
+        """Returns the entries of this microbatch's sequences of a [B, ...] array, else zero."""
+        return jnp.take(values, self.sequences, axis=0, mode="fill", fill_value=0)
+
+    def put(self, target: Array, values: Array) -> Array:
+        """Returns the [B, ...] `target` with this microbatch's sequences set to `values`."""
+        return target.at[self.sequences].set(values, mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How some sequences of a step are laid out."""
+
+    microbatches: Microbatch  # every field with a leading dim M
+    count: Int[Array, ""]  # microbatches that hold anything; the rest of M is padding
+    chosen: Bool[Array, " B"]  # sequences of this plan
+
+    def padding_share(self) -> float:
+        """Returns the share of packed positions that hold no token."""
+        used = self.microbatches.segment_ids[: int(self.count)]
+        return float((used == 0).mean())
+
+
+def plan(
+    lengths: Int[np.ndarray, " B"],
+    chosen: Int[np.ndarray, " b"],
+    *,
+    width: int,
+    max_tokens: int,
+    num_shards: int,
+) -> Plan:
+    """Returns the layout of the sequences `chosen`.
+
+    Shapes come from a few sizes whatever the lengths, so that steps share compiled programs.
+
+    Args:
+      lengths: Tokens of every sequence of the step.
+      chosen: Numbers of the sequences to lay out.
+      width: Tokens of a row; no sequence is longer.
+      max_tokens: Tokens that a device may hold in one microbatch, at least `width`.
+      num_shards: Devices that the rows are split over.
+    """
+    packed = packing.pack(lengths[chosen], width)
+    most_rows = max_tokens // width * num_shards
+    num_rows = most_rows
+    if len(packed) < most_rows:  # the whole plan is one microbatch
+        num_rows = min(most_rows, packing.bucket(len(packed), smallest=num_shards))
+    groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
+    num_groups = packing.bucket(len(groups))
+    most = packing.bucket(max(sum(map(len, group)) for group in groups))
+
+    segment_ids = np.zeros((num_groups, num_rows, width), np.int32)
+    positions = np.zeros_like(segment_ids)
+    sequences = np.full((num_groups, most), len(lengths), np.int32)
+    rows = np.zeros((num_groups, most), np.int32)
+    starts = np.zeros_like(rows)
+    for g, group in enumerate(groups):
+        place = 0
+        for r, members in enumerate(group):
+            start = 0
+            for member in members:
+                sequence = int(chosen[member])
+                end = start + int(lengths[sequence])
+                segment_ids[g, r, start:end] = sequence + 1
+                positions[g, r, start:end] = np.arange(end - start)
+                sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
+                start, place = end, place + 1
+    mask = np.zeros(len(lengths), bool)
+    mask[chosen] = True
+    return Plan(
+        Microbatch(segment_ids, positions, sequences, rows, starts), np.int32(len(groups)), mask
+    )
+
+
+def add_up(plan: Plan, function, like):
+    """Returns the sum of `function(microbatch)` over a plan, a tree of arrays shaped as `like`."""
+    microbatches = plan.microbatches
+    if microbatches.rows.shape[0] == 1:
+        return function(jax.tree.map(lambda a: a[0], microbatches))
+
+    def body(i, total):
+        part = function(jax.tree.map(lambda a: a[i], microbatches))
+        return jax.tree.map(jnp.add, total, part)
+
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return jax.lax.fori_loop(0, plan.count, body, zeros)
+
+
+def collect(plan: Plan, function, num_sequences: int, width: int):
+    """Returns `function(microbatch)`'s [b, T] arrays put together as [B, T], zero elsewhere."""
+    first = jax.tree.map(lambda a: a[0], plan.microbatches)
+    shapes = jax.eval_shape(function, first)
+    blank = jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), shapes)
+
+    def body(i, total):
+        microbatch = jax.tree.map(lambda a: a[i], plan.microbatches)
+        return jax.tree.map(
+            functools.partial(Microbatch.put, microbatch), total, function(microbatch)
+        )
+
+    return jax.lax.fori_loop(0, plan.count, body, blank)

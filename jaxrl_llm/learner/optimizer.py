@@ -1,0 +1,72 @@
+"""AdamW and its schedule, by optax; and the update that refuses numbers that are not finite."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.config import OptimizerConfig
+
+Tree = Any
+
+
+def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
+    """Returns the learning rate as a function of the updates taken so far.
+
+    Warm-up is linear over `warmup_steps` updates and ends at `learning_rate`; its first value is
+    one step above zero, so that no update is wasted. Then constant, or a decay that reaches
+    `min_lr_ratio * learning_rate` at `num_updates`.
+    """
+    peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    decay_steps = max(1, num_updates - config.warmup_steps)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, floor, decay_steps),
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, config.min_lr_ratio)
+        if peak
+        else optax.constant_schedule(0.0),
+    }[config.schedule]
+    warmup = optax.linear_schedule(
+        peak / (config.warmup_steps + 1), peak, max(1, config.warmup_steps)
+    )
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformation:
+    """Returns clipping by global norm, then AdamW with decoupled weight decay (arXiv:1711.05101)."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            learning_rate(config, num_updates),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mu_dtype=config.moment_dtype,
+        ),
+    )
+
+
+def apply_if_finite(
+    transformation: optax.GradientTransformation,
+    gradients: Tree,
+    opt_state: Tree,
+    params: Tree,
+) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
+    """Takes one update, or none if the gradient's norm is not finite.
+
+    Returns:
+      params and optimizer state, the global gradient norm before clipping, and whether the
+      update was skipped. A skipped update changes nothing, the schedule's count included.
+    """
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm)
+    updates, next_state = transformation.update(gradients, opt_state, params)
+
+    def choose(taken, kept):
+        return jnp.where(finite, taken, kept)
+
+    params = jax.tree.map(lambda p, u: choose(p + u.astype(p.dtype), p), params, updates)
+    return params, jax.tree.map(choose, next_state, opt_state), norm, ~finite

@@ -1,0 +1,294 @@
+"""The models of a run: what each is, where it lives, and how it begins."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.algorithms import safe_rlhf
+from jaxrl_llm.config import Config, ModelConfig, OptimizerConfig
+from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.learner import optimizer
+from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding.reshard import Resharder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """Parameters and the optimizer that moves them. A role without a model has no parameters."""
+
+    params: Params
+    opt_state: Any
+    num_updates: Int[Array, ""]  # taken; skipped ones are not counted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LearnerState:
+    """All that learning changes; what a checkpoint holds."""
+
+    policy: Trainable
+    critic: Trainable
+    cost_critic: Trainable
+    kl_coef: Float[Array, ""]
+    log_multiplier: Float[Array, ""]  # of Safe-RLHF's cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The fixed side of a run: networks, layouts, frozen weights, engine."""
+
+    config: Config
+    mesh: Mesh
+    tokenizer: PreTrainedTokenizerBase
+    eos_tokens: tuple[int, ...]
+    policy: Network
+    value: Network  # critics, reward and cost models of the policy's shape
+    policy_shardings: Params
+    value_shardings: Params
+    engine: Engine
+    resharder: Resharder
+    reference_params: Params = dataclasses.field(default_factory=dict)
+    scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of the whole run; what a schedule decays over."""
+        trainer = self.config.trainer
+        minibatches = self.config.sequences_per_step // self.config.minibatch_size
+        return trainer.num_steps * trainer.epochs * minibatches
+
+    @property
+    def policy_optimizer(self) -> optax.GradientTransformation:
+        return optimizer.make(self.config.trainer.optimizer, self.num_updates)
+
+    @property
+    def critic_optimizer(self) -> optax.GradientTransformation:
+        return optimizer.make(self.config.critic.optimizer, self.num_updates)
+
+    def rollout_params(self, state: LearnerState, old: Params | None = None) -> Params:
+        """Returns the policy's weights in the rollout layout, in the memory of `old`."""
+        old = self.resharder.empty() if old is None else old
+        with jax.set_mesh(self.mesh):
+            return self.resharder.reshard(old, state.policy.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A frozen model that gives one number a sequence: a reward or cost model."""
+
+    network: Network
+    params: Params
+
+
+def build(config: Config) -> Roles:
+    """Returns the roles of a run. Reads configuration files, allocates no weights.
+
+    Raises:
+      ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
+    """
+    mesh = mesh_lib.make_mesh(config.mesh)
+    tokenizer = load_tokenizer(config.model)
+    shape = model_shape(config.model, tokenizer)
+    policy = network(config.model, shape, "lm")
+    value = network(config.model, shape, "scalar")
+    eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    if config.model.path:
+        eos |= set(families.eos_token_ids(config.model.path))
+    abstract, axes = policy.abstract(), policy.logical_axes()
+    return Roles(
+        config=config,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        eos_tokens=tuple(sorted(eos)),
+        policy=policy,
+        value=value,
+        policy_shardings=train_shardings(policy, mesh),
+        value_shardings=train_shardings(value, mesh),
+        engine=Engine(
+            rollout_network(config, policy),
+            mesh,
+            num_slots=num_slots(config),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_tokens=config.max_sequence_tokens,
+            chunk_steps=config.rollout.chunk_steps,
+        ),
+        resharder=Resharder(
+            abstract,
+            axes,
+            policy.units,
+            mesh,
+            rollout_network(config, policy).compute_dtype,
+            config.mesh.rollout,
+        ),
+    )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Returns the run's tokenizer: of its folder, or the built-in one of characters."""
+    folder = config.tokenizer or config.path
+    if not folder:
+        return tokenizer_lib.character_tokenizer()
+    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
+
+
+def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
+    """Returns the architecture of a folder, or of the config's random model."""
+    if config.path:
+        shape = families.read_shape(config.path)
+        families.check_vocabulary(shape, tokenizer)
+        return shape
+    return Shape(
+        family=config.family,
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        mlp_size=config.mlp_size,
+        rope_theta=config.rope_theta,
+        qkv_bias=config.family == "qwen2",
+        qk_norm=config.family == "qwen3",
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def network(config: ModelConfig, shape: Shape, head: str) -> Network:
+    """Returns the network of one role."""
+    return Network(
+        shape,
+        head=head,
+        param_dtype=config.param_dtype,
+        compute_dtype=config.compute_dtype,
+        remat=config.remat,
+    )
+
+
+def rollout_network(config: Config, policy: Network) -> Network:
+    """Returns the policy as the engine runs it: same arithmetic, its own dtype."""
+    dtype = config.rollout.dtype
+    return dataclasses.replace(
+        policy, compute_dtype=policy.compute_dtype if dtype == "compute" else dtype
+    )
+
+
+def num_slots(config: Config) -> int:
+    """Returns how many sequences are decoded at one time."""
+    if config.rollout.num_slots:
+        return config.rollout.num_slots
+    most = 64 if jax.default_backend() == "cpu" else 256
+    return min(config.sequences_per_step, most)
+
+
+def train_shardings(net: Network, mesh: Mesh) -> Params:
+    """Returns how the parameters of a network are split in training and scoring."""
+    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
+
+
+def initial_policy(roles: Roles) -> Params:
+    """Returns the policy's first weights, born sharded: of the folder, or random by the seed."""
+    if roles.config.model.path:
+        return huggingface.load(roles.config.model.path, roles.policy, roles.policy_shardings)
+    return _random(roles.policy, roles.policy_shardings, roles.config.seed)
+
+
+def _random(net: Network, shardings: Params, seed: int) -> Params:
+    return jax.jit(net.init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def trainable(params: Params, config: OptimizerConfig, num_updates: int) -> Trainable:
+    """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
+    shardings = jax.tree.map(lambda a: a.sharding, params)
+    transformation = optimizer.make(config, num_updates)
+    abstract = jax.eval_shape(transformation.init, params)
+    opt_shardings = optax.tree_map_params(
+        transformation,
+        lambda _, sharding: sharding,
+        abstract,
+        shardings,
+        transform_non_params=lambda _: None,
+    )
+    opt_state = jax.jit(transformation.init, out_shardings=opt_shardings)(params)
+    return Trainable(params, opt_state, jnp.int32(0))
+
+
+def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
+    """Returns the state RL begins with; the critics begin at the policy's weights."""
+    config = roles.config
+    algorithm = config.algorithm
+
+    def critic(needed: bool) -> Trainable:
+        params = _initial_critic(roles, policy_params) if needed else {}
+        return trainable(params, config.critic.optimizer, roles.num_updates)
+
+    return LearnerState(
+        policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates),
+        critic=critic(algorithm.needs_critic),
+        cost_critic=critic(algorithm.safe),
+        kl_coef=jnp.float32(algorithm.kl_coef if algorithm.needs_reference else 0.0),
+        log_multiplier=jnp.float32(safe_rlhf.initial_log_multiplier(algorithm)),
+    )
+
+
+def _initial_critic(roles: Roles, policy_params: Params) -> Params:
+    if roles.config.critic.path:
+        return huggingface.load(roles.config.critic.path, roles.value, roles.value_shardings)
+    return scalar_from_policy(roles, policy_params)
+
+
+def scalar_from_policy(roles: Roles, policy_params: Params) -> Params:
+    """Returns a copy of the policy's body under a scalar head of zeros."""
+    body = {k: v for k, v in policy_params.items() if k != "head"}
+
+    def make(body):
+        score = jnp.zeros((1, roles.policy.shape.hidden_size), roles.value.param_dtype)
+        return {**jax.tree.map(jnp.copy, body), "score": score}
+
+    return jax.jit(make, out_shardings=roles.value_shardings)(body)
+
+
+def abstract(tree: Any) -> Any:
+    """Returns shapes, dtypes and shardings of a tree of arrays: what to restore it as."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str, Params]) -> Roles:
+    """Returns the roles with reference, reward and cost models in place.
+
+    Args:
+      roles: As built.
+      policy_params: The policy when RL begins; what the reference is, unless it has a folder.
+      trained: Parameters of the models without a folder, by name.
+    """
+    config = roles.config
+    reference: Params = {}
+    if config.algorithm.needs_reference:
+        if config.reference.path:
+            reference = huggingface.load(
+                config.reference.path, roles.policy, roles.policy_shardings
+            )
+        else:
+            copy = functools.partial(jax.tree.map, jnp.copy)
+            reference = jax.jit(copy, out_shardings=roles.policy_shardings)(policy_params)
+    scorers = {}
+    for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
+        if model.path:
+            net = network(config.model, families.read_shape(model.path), "scalar")
+            params = huggingface.load(model.path, net, train_shardings(net, roles.mesh))
+            scorers[name] = Scalar(net, params)
+        else:
+            scorers[name] = Scalar(roles.value, trained[name])
+    return dataclasses.replace(roles, reference_params=reference, scorers=scorers)

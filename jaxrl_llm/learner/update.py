@@ -1,0 +1,202 @@
+"""One optimizer update of a role: gradients over microbatches, then AdamW.
+
+The loss of a minibatch is a sum with fixed denominators, so how it is cut into
+microbatches, packed into rows and split over devices does not change the gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms import losses, selection
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.learner import batches, optimizer
+from jaxrl_llm.learner.batches import Microbatch, Plan
+from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
+from jaxrl_llm.models import heads
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.types import Minibatch
+
+Metrics = Mapping[str, Float[Array, ""]]
+# loss(params, microbatch) -> (its share of the minibatch's loss, metrics to be summed)
+Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
+
+
+def take_update(
+    role: Trainable,
+    transformation: optax.GradientTransformation,
+    plan: Plan,
+    loss: Loss,
+    prefix: str,
+) -> tuple[Trainable, Metrics]:
+    """Returns the role after one update on a plan's sequences, and the metrics of the update.
+
+    A gradient that is not finite changes nothing and is counted in `PREFIX/skipped_updates`.
+    """
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    first = jax.tree.map(lambda a: a[0], plan.microbatches)
+    like = jax.eval_shape(gradient, role.params, first)
+    (value, metrics), gradients = batches.add_up(
+        plan, functools.partial(gradient, role.params), like
+    )
+    params, opt_state, norm, skipped = optimizer.apply_if_finite(
+        transformation, gradients, role.opt_state, role.params
+    )
+    role = Trainable(params, opt_state, role.num_updates + ~skipped)
+    return role, {
+        **metrics,
+        f"{prefix}/loss": value,
+        f"{prefix}/grad_norm": norm,
+        f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
+    }
+
+
+def token_statistics(
+    network: Network,
+    params: Params,
+    tokens: Array,
+    microbatch: Microbatch,
+    *,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool,
+) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
+    """Returns log-probs, entropies and sums of squared probabilities of packed rows."""
+    packed = microbatch.packed(tokens)
+    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
+    return heads.token_statistics(
+        hidden,
+        network.head_weight(params),
+        packed,
+        microbatch.segment_ids,
+        temperature=temperature,
+        chunk=chunk,
+        with_entropy=with_entropy,
+    )
+
+
+def token_values(
+    network: Network, params: Params, tokens: Array, microbatch: Microbatch
+) -> Float[Array, "R W"]:
+    """Returns the value just before each token of packed rows."""
+    packed = microbatch.packed(tokens)
+    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
+    return heads.token_values(hidden, network.head_weight(params), microbatch.segment_ids)
+
+
+def updater(roles: Roles, state: LearnerState):
+    """Returns `update(state, batch, plan, key, train_policy) -> (state, metrics)`, compiled once.
+
+    The state is donated. `batch` holds all sequences of the step; `plan` says which of them make
+    this minibatch. With `train_policy` False only the critics learn.
+    """
+    config = roles.config
+    algorithm = config.algorithm
+    temperature = config.rollout.temperature or 1.0
+    statistics = functools.partial(
+        token_statistics,
+        roles.policy,
+        temperature=temperature,
+        chunk=config.model.vocab_chunk,
+    )
+    with_entropy = algorithm.entropy_coef != 0.0
+
+    def policy_update(role: Trainable, batch: Minibatch, plan: Plan, key):
+        width = batch.tokens.shape[1]
+        denominators = minibatch_denominators(
+            batch.loss_mask & plan.chosen[:, None],
+            algorithm.loss_scale or float(config.rollout.max_response_tokens),
+        )
+        chosen = _selection(role.params, batch, plan, key)
+
+        def loss(params: Params, microbatch: Microbatch):
+            log_probs, entropies, _ = statistics(
+                params, batch.tokens, microbatch, with_entropy=with_entropy
+            )
+            unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
+            return losses.policy_objective(
+                algorithm,
+                unpack(log_probs),
+                unpack(entropies),
+                jax.tree.map(microbatch.take, batch),
+                microbatch.take(chosen),
+                denominators,
+            )
+
+        return take_update(role, roles.policy_optimizer, plan, loss, "actor")
+
+    def _selection(params, batch: Minibatch, plan: Plan, key):
+        """Returns what clip_cov and kl_cov choose from the whole minibatch."""
+        num_sequences, width = batch.tokens.shape
+        if algorithm.policy_loss not in selection.SELECTIONS:
+            return jnp.zeros((num_sequences, width), bool)
+
+        def log_probs(microbatch: Microbatch):
+            values, _, _ = statistics(params, batch.tokens, microbatch, with_entropy=False)
+            return microbatch.unpacked(values, batch.lengths, width)
+
+        values = batches.collect(plan, log_probs, num_sequences, width)
+        return selection.select(algorithm, values, _only(batch, plan), key)
+
+    def critic_update(role: Trainable, batch: Minibatch, plan: Plan, old, returns, prefix: str):
+        width = batch.tokens.shape[1]
+        denominators = minibatch_denominators(batch.loss_mask & plan.chosen[:, None])
+
+        def loss(params: Params, microbatch: Microbatch):
+            values = token_values(roles.value, params, batch.tokens, microbatch)
+            return losses.value_loss(
+                algorithm,
+                microbatch.unpacked(values, batch.lengths, width),
+                microbatch.take(old),
+                microbatch.take(returns),
+                microbatch.take(batch.loss_mask),
+                denominators,
+                prefix,
+            )
+
+        return take_update(role, roles.critic_optimizer, plan, loss, prefix)
+
+    @functools.partial(
+        jax.jit,
+        static_argnames="train_policy",
+        donate_argnums=0,
+        out_shardings=(
+            jax.tree.map(lambda a: a.sharding, state),
+            mesh_lib.replicated(roles.mesh),
+        ),
+    )
+    def update(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
+        policy, critic, cost_critic = state.policy, state.critic, state.cost_critic
+        metrics: dict[str, Array] = {}
+        if critic.params:
+            critic, of_critic = critic_update(
+                critic, batch, plan, batch.values, batch.returns, "critic"
+            )
+            metrics |= of_critic
+        if cost_critic.params:
+            cost_critic, of_costs = critic_update(
+                cost_critic, batch, plan, batch.cost_values, batch.cost_returns, "cost_critic"
+            )
+            metrics |= of_costs
+        if train_policy:
+            policy, of_policy = policy_update(policy, batch, plan, key)
+            metrics |= of_policy
+        state = LearnerState(policy, critic, cost_critic, state.kl_coef, state.log_multiplier)
+        return state, metrics
+
+    def run(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True):
+        with jax.set_mesh(roles.mesh):
+            return update(state, batch, plan, key, train_policy=train_policy)
+
+    return run
+
+
+def _only(batch: Minibatch, plan: Plan) -> Minibatch:
+    """Returns the batch with sequences outside the plan masked out of the loss."""
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask & plan.chosen[:, None])

@@ -1,0 +1,138 @@
+"""The pieces of a decoder block as Flax modules.
+
+Modules define parameters and arithmetic; they own no state that outlives a trace
+(see `transformer.Network`). Every parameter carries the logical names of its dims in the
+metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.shape import RopeScaling, Shape
+from jaxrl_llm.sharding.mesh import constrain
+
+# attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> (mixed values [B,T,N,H], whatever it keeps)
+Attend = Callable[[Array, Array, Array], tuple[Array, object]]
+
+
+def _param(init, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> nnx.Param:
+    return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`, with the kernel stored as [in, out]."""
+
+    def __init__(self, in_size, out_size, axes, *, bias=False, rngs: nnx.Rngs, dtype):
+        self.kernel = _param(nnx.initializers.normal(0.02), rngs, (in_size, out_size), axes, dtype)
+        if bias:
+            self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalization over the last dim, computed in float32 (arXiv:1910.07467)."""
+
+    def __init__(self, size, *, eps, rngs: nnx.Rngs, dtype, axes=("norm",)):
+        self.scale = _param(nnx.initializers.ones_init(), rngs, (size,), axes, dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_table(
+    positions: Int[Array, "B T"], head_size: int, theta: float, scaling: RopeScaling
+) -> tuple[Float[Array, "B T 1 H2"], Float[Array, "B T 1 H2"]]:
+    """Returns cosine and sine of every position's rotation angles, float32.
+
+    Reference: Su et al., arXiv:2104.09864; the stretching of long wavelengths is
+    Llama 3's (arXiv:2407.21783, Sec. 3.2): wavelengths longer than
+    original/low_freq_factor are divided by `factor`, those shorter than
+    original/high_freq_factor are kept, between them the two are blended.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    if scaling.factor != 1.0:
+        wavelengths = 2 * jnp.pi / frequencies
+        turns = scaling.original_max_positions / wavelengths
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "B T N H"], rotary) -> Float[Array, "B T N H"]:
+    """Returns `x` with each pair (i, i + H/2) turned by its position's angle."""
+    cos, sin = rotary
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; where keys and values are kept is the caller's business."""
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+        d, h = shape.hidden_size, shape.head_size
+        bias = shape.qkv_bias
+        kinds = {"rngs": rngs, "dtype": dtype}
+        self.q = Linear(d, shape.num_heads * h, ("embed", "heads"), bias=bias, **kinds)
+        self.k = Linear(d, shape.num_kv_heads * h, ("embed", "kv_heads"), bias=bias, **kinds)
+        self.v = Linear(d, shape.num_kv_heads * h, ("embed", "kv_heads"), bias=bias, **kinds)
+        self.o = Linear(shape.num_heads * h, d, ("heads", "embed"), **kinds)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
+            self.k_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
+        self.head_size = h
+
+    def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
+        heads = (*x.shape[:-1], -1, self.head_size)
+        q, k, v = (f(x).reshape(heads) for f in (self.q, self.k, self.v))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = constrain(rotate(q, rotary), "batch", "length", "heads", None)
+        k = constrain(rotate(k, rotary), "batch", "length", "kv_heads", None)
+        v = constrain(v, "batch", "length", "kv_heads", None)
+        mixed, kept = attend(q, k, v)
+        return self.o(mixed.reshape(*x.shape[:-1], -1)), kept
+
+
+class MLP(nnx.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+        d, f = shape.hidden_size, shape.mlp_size
+        self.gate = Linear(d, f, ("embed", "mlp"), rngs=rngs, dtype=dtype)
+        self.up = Linear(d, f, ("embed", "mlp"), rngs=rngs, dtype=dtype)
+        self.down = Linear(f, d, ("mlp", "embed"), rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(
+            constrain(jax.nn.silu(self.gate(x)) * self.up(x), "batch", "length", "mlp")
+        )
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+        kinds = {"rngs": rngs, "dtype": dtype}
+        self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
+        self.attention = Attention(shape, **kinds)
+        self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
+        self.mlp = MLP(shape, **kinds)
+
+    def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
+        mixed, kept = self.attention(self.attention_norm(x), rotary, attend)
+        x = x + mixed
+        x = x + self.mlp(self.mlp_norm(x))
+        return constrain(x, "batch", "length", "embed"), kept

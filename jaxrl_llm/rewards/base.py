@@ -1,0 +1,165 @@
+"""What a response is worth: the weighted sum of reward functions and reward models.
+
+The functions run in processes (`pool.py`); the models run where the learner put them and come
+here as plain callables.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+from jaxrl_llm.types import Rewards, Rollouts
+
+ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
+TermConfig = RewardFunctionConfig | RewardModelConfig
+
+
+def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "Scorer":
+    """Returns the scorer of a run, its worker processes started and its functions found.
+
+    Args:
+      model_scorers: for each name in `models` and `cost_models`, the function that scores all
+        sequences by that model.
+
+    Raises:
+      RewardError: a function cannot be found, or the models given are not those of the config.
+    """
+    return Scorer(config, model_scorers)
+
+
+def check(config: RewardsConfig) -> None:
+    """Raises RewardError if a function cannot be found; before anything is allocated."""
+    for term in (*config.functions.values(), *config.cost_functions.values()):
+        functions.resolve(term.function)
+
+
+class Scorer:
+    """Scores rollouts; a context manager that ends its processes."""
+
+    def __init__(self, config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]):
+        wanted = {*config.models, *config.cost_models}
+        if wanted != set(model_scorers):
+            raise RewardError(
+                f"config.rewards names the models {sorted(wanted)}, scorers were given for"
+                f" {sorted(model_scorers)}; give one for each"
+            )
+        self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
+        self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
+        shared = sorted(set(self._reward_terms) & set(self._cost_terms))
+        if shared:
+            raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
+        self._model_scorers = dict(model_scorers)
+        functions = [*config.functions.values(), *config.cost_functions.values()]
+        self._pool = RewardPool(
+            [term.function for term in functions],
+            num_workers=config.num_workers if functions else 0,
+            timeout_s=config.timeout_s,
+            on_failure=config.on_failure,
+            failure_score=config.failure_score,
+        )
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._pool.close()
+
+    def score(self, rollouts: Rollouts) -> Rewards:
+        """Returns what each response is worth; all functions share one pass over the workers.
+
+        A term applies to the rows of its `data_source`, or to all with "*"; `scores` and `costs`
+        are the sums of weight times term over those that apply. A row that no cost applies to
+        costs 0; `baselines` are 0. `details` holds the keys that the row's functions returned
+        beside the score; a key that two of them return is kept for the later one as `term/key`.
+
+        Raises:
+          RewardError: no reward term applies to a row, a model gave no finite score for each
+            row, or a function failed and `on_failure` is "stop".
+        """
+        terms = {**self._reward_terms, **self._cost_terms}
+        sources = [rollouts.prompt_of(row).data_source for row in range(len(rollouts.responses))]
+        applies = {name: _applies(term, sources) for name, term in terms.items()}
+        self._check_every_row_has_a_reward(applies, sources)
+        details: list[dict[str, Any]] = [{} for _ in sources]
+        values = {name: np.zeros(len(sources)) for name in terms}
+        num_failures = self._call_functions(rollouts, applies, values, details)
+        for name, scorer in self._model_scorers.items():
+            if applies[name].any():
+                scores = _checked_scores(name, scorer(rollouts), len(sources))
+                values[name] = np.where(applies[name], scores, 0.0)
+        weights = {name: term.weight * applies[name] for name, term in terms.items()}
+
+        def weighted_sum(names):
+            return sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
+
+        return Rewards(
+            scores=weighted_sum(self._reward_terms).astype(np.float32),
+            terms={name: values[name].astype(np.float32) for name in self._reward_terms},
+            weights={name: weights[name].astype(np.float32) for name in self._reward_terms},
+            costs=weighted_sum(self._cost_terms).astype(np.float32),
+            baselines=np.zeros(len(sources), np.float32),
+            details=tuple(details),
+            num_failures=num_failures,
+        )
+
+    def _check_every_row_has_a_reward(self, applies, sources) -> None:
+        rewarded = np.any([applies[name] for name in self._reward_terms], axis=0)
+        for row in np.flatnonzero(~rewarded):
+            known = {name: term.data_source for name, term in self._reward_terms.items()}
+            raise RewardError(
+                f"row {row}: no reward applies to data source {sources[row]!r}; the terms of"
+                f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
+            )
+
+    def _call_functions(self, rollouts, applies, values, details) -> int:
+        """Fills the functions' part of `values` and `details`; returns the number of failures."""
+        terms = {**self._reward_terms, **self._cost_terms}
+        calls, names = [], []
+        for name, term in terms.items():
+            if not isinstance(term, RewardFunctionConfig):
+                continue
+            for row in np.flatnonzero(applies[name]).tolist():
+                prompt = rollouts.prompt_of(row)
+                names.append(name)
+                calls.append(
+                    Call(
+                        function=term.function,
+                        row=row,
+                        data_source=prompt.data_source,
+                        solution_str=rollouts.responses[row],
+                        ground_truth=prompt.ground_truth,
+                        extra_info=prompt.extra_info,
+                    )
+                )
+        outcomes = self._pool.run(calls) if calls else []
+        for name, call, outcome in zip(names, calls, outcomes, strict=True):
+            values[name][call.row] = outcome.score
+            row_details = details[call.row]
+            for key, value in outcome.details.items():
+                row_details[f"{name}/{key}" if key in row_details else key] = value
+        return sum(bool(outcome.failure) for outcome in outcomes)
+
+
+def _applies(term: TermConfig, sources: list[str]) -> np.ndarray:
+    return np.array([term.data_source in ("*", source) for source in sources], bool)
+
+
+def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:
+    scores = np.asarray(scores, np.float64)
+    if scores.shape != (num_rows,):
+        raise RewardError(
+            f"model {name!r} returned scores of shape {scores.shape}, one for each of the"
+            f" {num_rows} rows is needed"
+        )
+    for row in np.flatnonzero(~np.isfinite(scores)):
+        raise RewardError(f"model {name!r}, row {row}: returned {scores[row]}, not a finite number")
+    return scores

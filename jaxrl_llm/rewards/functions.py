@@ -1,0 +1,134 @@
+"""Reward functions: the built-in ones, and how a user's own are found.
+
+Each has the signature `f(data_source, solution_str, ground_truth, extra_info)` and returns a
+number, or a dict with `score` and whatever else should be logged. This module runs in the worker
+processes and must not import jax.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from jaxrl_llm.rewards.math import math_answer
+
+Result = float | Mapping[str, Any]
+RewardFunction = Callable[..., Result | Awaitable[Result]]
+
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+GSM8K_TAIL_CHARACTERS = 300
+DEFAULT_FORMAT = r"#### -?[0-9]"
+DEFAULT_MAX_CHARACTERS = 1024
+
+
+def arithmetic(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Returns 1.0 if all that stands behind the first `#` is the ground truth, else 0.0.
+
+    White space around it is ignored. Only the first `#` counts and nothing may follow the answer,
+    so that a policy can neither guess twice nor go on for ever.
+    """
+    _, _, answer = solution_str.partition("#")
+    return float(answer.strip() == str(ground_truth))
+
+
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Returns 1.0 if the last `#### number` of the last 300 characters is the ground truth.
+
+    Commas in it are dropped; then the texts must be equal, as in verl: `12.0` is not `12`, and
+    neither is `12.` at the end of a sentence.
+    """
+    numbers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARACTERS:])
+    return float(bool(numbers) and numbers[-1].replace(",", "") == ground_truth)
+
+
+def answer_format(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Returns 1.0 if the solution contains the form that was asked for, else 0.0.
+
+    Args:
+      extra_info: `format_regex` is the form; without it `#### number`. `.` matches newlines too.
+    """
+    pattern = extra_info.get("format_regex", DEFAULT_FORMAT)
+    return float(re.search(pattern, solution_str, re.DOTALL) is not None)
+
+
+def length_penalty(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Returns 0.0 up to a number of characters, then less and less down to -1.0.
+
+        -min(1, (characters - max_characters) / buffer_characters)
+
+    Args:
+      extra_info: `max_characters`, 1024 if missing; `buffer_characters`, positive, the same as
+        `max_characters` if missing.
+    """
+    allowed = extra_info.get("max_characters", DEFAULT_MAX_CHARACTERS)
+    excess = max(0, len(solution_str) - allowed)
+    return -min(1.0, excess / extra_info.get("buffer_characters", allowed)) if excess else 0.0
+
+
+REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+    "math": math_answer,
+    "format": answer_format,
+    "length": length_penalty,
+}
+
+
+def resolve(name: str) -> RewardFunction:
+    """Returns the function that a config names.
+
+    Args:
+      name: a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
+
+    Raises:
+      ValueError: there is no such name, module, file or function, its module fails when imported,
+        or the function cannot be called with the four arguments.
+    """
+    if name in REWARD_FUNCTIONS:
+        return REWARD_FUNCTIONS[name]
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise ValueError(
+            f"unknown reward function {name!r}; known: {', '.join(REWARD_FUNCTIONS)};"
+            " or your own as 'package.module:function' or 'path/file.py:function'"
+        )
+    try:
+        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"reward function {name!r}: {where} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"reward function {name!r}: {where} has no function {attribute!r}")
+    _check_signature(name, function)
+    return function
+
+
+def _load_file(path: str):
+    # Loading does not go by sys.path, so that two files of one name do not hide each other.
+    spec = importlib.util.spec_from_file_location("reward_" + re.sub(r"\W", "_", path), path)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_signature(name: str, function: RewardFunction) -> None:
+    arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {name!r}: must take {', '.join(arguments)} by name: {error}"
+        ) from error

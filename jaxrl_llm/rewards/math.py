@@ -1,0 +1,39 @@
+"""Mathematical answers, compared by value: 1/2, 0.5 and \\frac{1}{2} are the same."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+# The library drops an expression that takes longer than this, in seconds. It does so by a signal,
+# which works in the main thread of a process only: there the pool makes its calls.
+EXPRESSION_TIMEOUT_S = 2
+
+
+def math_answer(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Returns 1.0 if the solution's final answer has the value of the ground truth, else 0.0.
+
+    A boxed answer counts first, then LaTeX, then a plain expression near the end of the text. An
+    answer that cannot be read, or takes too long to compare, is wrong.
+
+    Args:
+      ground_truth: a number or LaTeX without delimiters.
+
+    Raises:
+      ValueError: the ground truth itself cannot be read.
+    """
+    target = parse(
+        f"\\boxed{{{ground_truth}}}",
+        [LatexExtractionConfig()],
+        parsing_timeout=EXPRESSION_TIMEOUT_S,
+    )
+    if not target:
+        raise ValueError(f"ground truth {ground_truth!r} is no mathematical expression")
+    answer = parse(
+        solution_str,
+        [LatexExtractionConfig(), ExprExtractionConfig()],
+        parsing_timeout=EXPRESSION_TIMEOUT_S,
+    )
+    return float(verify(target, answer, timeout_seconds=EXPRESSION_TIMEOUT_S))

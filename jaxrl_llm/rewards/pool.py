@@ -1,0 +1,270 @@
+"""A pool of processes that call reward functions under a real time limit.
+
+A call that hangs is ended by killing its process; a call that takes its process down costs that
+process alone. Either is replaced and the other calls go on. The workers are started as fresh
+interpreters, not by `multiprocessing`, whose children would import the main module of the run and
+with it jax.
+"""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+from jaxrl_llm.errors import UserError
+
+START_TIMEOUT_S = 120.0  # to import the module of a reward function
+CLOSE_TIMEOUT_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(UserError, RuntimeError):
+    """A response could not be scored; the text says which, by what, and why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One response to score by one function."""
+
+    function: str  # one of the names that the pool was built with
+    row: int  # names the response in errors
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call."""
+
+    score: float
+    details: Mapping[str, Any] = field(default_factory=dict)  # keys returned beside the score
+    failure: str = ""  # why there is no score of the function's own; "": there is
+
+
+class RewardPool:
+    """Calls reward functions in worker processes; a context manager."""
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        num_workers: int = 2,
+        timeout_s: float = 10.0,
+        on_failure: Literal["stop", "score"] = "stop",
+        failure_score: float = 0.0,
+    ):
+        """Starts the workers and waits until each of them has found every function.
+
+        Args:
+          functions: built-in names, import paths or file paths; see `functions.resolve`.
+          num_workers: at least 1.
+          timeout_s: limit of a single call, in seconds.
+          on_failure: "stop" raises at the first call that fails; "score" gives it
+            `failure_score` and goes on.
+          failure_score: finite.
+
+        Raises:
+          RewardError: a function cannot be found or imported.
+        """
+        self._functions = tuple(dict.fromkeys(functions))
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._failure_score = failure_score
+        self._workers: list[_Worker] = []
+        try:
+            self._workers += [_Worker(self._functions) for _ in range(num_workers)]
+            for worker in self._workers:
+                worker.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers; the pool cannot be used afterwards."""
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for worker in self._workers:
+            worker.end(max(0.0, deadline - time.monotonic()))
+        self._workers = []
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Returns the outcome of each call, in the order of the calls.
+
+        Raises:
+          RewardError: a call failed and `on_failure` is "stop".
+        """
+        if not self._workers:
+            raise RewardError("the reward pool is closed")
+        outcomes: dict[int, Outcome] = {}
+        waiting = deque(range(len(calls)))
+        try:
+            while len(outcomes) < len(calls):
+                self._hand_out(calls, waiting)
+                for worker in self._workers_with_news():
+                    if not worker.ready:  # a replacement that has finished its imports
+                        worker.wait_until_ready()
+                        continue
+                    index = worker.call
+                    outcomes[index] = self._outcome(worker)
+                    if outcomes[index].failure and self._on_failure == "stop":
+                        raise RewardError(
+                            f"{_where(calls[index])}: {outcomes[index].failure}\n"
+                            "Correct the function, or set rewards.on_failure='score' to give such"
+                            f" responses {self._failure_score:g}"
+                        )
+        finally:
+            # Whatever ended the loop early, no answer to an old call may meet the next ones.
+            for worker in [worker for worker in self._workers if worker.call >= 0]:
+                self._replace(worker)
+        failed = [index for index in range(len(calls)) if outcomes[index].failure]
+        if failed:
+            first = calls[failed[0]]
+            logger.warning(
+                "%d of %d reward calls failed and score %g; the first: %s",
+                len(failed),
+                len(calls),
+                self._failure_score,
+                f"{_where(first)}: {outcomes[failed[0]].failure}",
+            )
+        return [outcomes[index] for index in range(len(calls))]
+
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+        for worker in list(self._workers):
+            if not waiting or not worker.idle:
+                continue
+            call = calls[waiting[0]]
+            try:
+                worker.begin(waiting[0], call, self._timeout_s)
+            except OSError:  # it died between calls; the call goes to another one
+                self._replace(worker)
+                continue
+            waiting.popleft()
+
+    def _workers_with_news(self) -> list["_Worker"]:
+        """Waits; returns workers that answered, died, or are over their time."""
+        active = [worker for worker in self._workers if not worker.idle]
+        patience = max(0.0, min((w.deadline for w in active), default=0.0) - time.monotonic())
+        readable = wait([worker.connection for worker in active], patience)
+        now = time.monotonic()
+        return [w for w in active if w.connection in readable or now >= w.deadline]
+
+    def _outcome(self, worker: "_Worker") -> Outcome:
+        """Returns what became of the worker's call, and replaces the worker if it is lost."""
+        if not worker.connection.poll():
+            self._replace(worker)
+            return self._failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
+        try:
+            answer = worker.receive()
+        except (EOFError, OSError):
+            death = worker.end(CLOSE_TIMEOUT_S)
+            self._replace(worker)
+            return self._failed(f"the process that called it ended with {death}")
+        if "error" in answer:
+            return self._failed(answer["error"])
+        return Outcome(answer["score"], answer["details"])
+
+    def _failed(self, failure: str) -> Outcome:
+        return Outcome(self._failure_score, failure=failure)
+
+    def _replace(self, worker: "_Worker") -> None:
+        worker.end(0.0)
+        self._workers[self._workers.index(worker)] = _Worker(self._functions)
+
+
+def _where(call: Call) -> str:
+    return f"reward function {call.function!r}, row {call.row}, data source {call.data_source!r}"
+
+
+class _Worker:
+    """One process and the call it is busy with."""
+
+    def __init__(self, functions: tuple[str, ...]):
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno())],
+                # The same modules are found as here, and a user's function that imports jax
+                # cannot take the devices of the run.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "JAX_PLATFORMS": "cpu",
+                },
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # killed with its children; deaf to Ctrl-C
+            )
+        self._functions = functions
+        self.ready = False
+        self.call = -1  # index of the call it is busy with; -1: none
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self.connection.send(functions)
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.call < 0
+
+    def begin(self, index: int, call: Call, timeout_s: float) -> None:
+        arguments = {
+            "data_source": call.data_source,
+            "solution_str": call.solution_str,
+            "ground_truth": call.ground_truth,
+            "extra_info": dict(call.extra_info),
+        }
+        try:
+            payload = pickle.dumps((call.function, arguments))
+        except Exception as error:
+            raise RewardError(
+                f"{_where(call)}: ground_truth or extra_info cannot be sent to a process: {error}"
+            ) from error
+        self.connection.send_bytes(payload)
+        self.call = index
+        self.deadline = time.monotonic() + timeout_s
+
+    def receive(self) -> dict[str, Any]:
+        answer = json.loads(self.connection.recv_bytes())
+        self.call = -1
+        return answer
+
+    def wait_until_ready(self) -> None:
+        try:
+            answered = self.connection.poll(max(0.0, self.deadline - time.monotonic()))
+            answer = self.receive() if answered else {"error": f"no sign for {START_TIMEOUT_S:g} s"}
+        except (EOFError, OSError):
+            answer = {"error": f"its process ended with {self.end(CLOSE_TIMEOUT_S)}"}
+        if "error" in answer:
+            names = ", ".join(self._functions)
+            raise RewardError(f"cannot load the reward functions ({names}): {answer['error']}")
+        self.ready = True
+
+    def end(self, patience_s: float) -> str:
+        """Ends the process, by force after `patience_s`; returns how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it may have started, too
+        code = self._process.wait()
+        self.connection.close()
+        if self._process.stdin:
+            self._process.stdin.close()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,106 @@
+"""A process that calls reward functions, one at a time, in its main thread.
+
+Run by the pool as `python -m jaxrl_llm.rewards.worker FD`, where FD is a socket to the pool. It
+receives the names of the functions, answers whether it found them, then answers one call after the
+other until the socket closes. Answers are JSON, so that the pool never has to load objects that
+the code here made. It must not import jax: the devices belong to the process that trains.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.rewards.functions import RewardFunction, resolve
+
+
+def serve(connection: Connection) -> None:
+    """Answers the pool until it closes the connection."""
+    try:
+        functions = {name: resolve(name) for name in connection.recv()}
+    except ValueError as error:
+        cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
+        connection.send_bytes(json.dumps({"error": f"{error}\n{cause}".strip()}).encode())
+        return
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        except Exception:
+            answer = _encoded({"error": f"the row cannot be loaded:\n{traceback.format_exc()}"})
+        else:
+            answer = _answer(functions[name], arguments)
+        connection.send_bytes(answer)
+
+
+def _answer(function: RewardFunction, arguments: Mapping[str, Any]) -> bytes:
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        return _encoded(checked_result(result))
+    except BaseException as error:  # sys.exit() in a reward function must not end the worker
+        text = "".join(traceback.format_exception(error))
+        return _encoded({"error": f"{type(error).__name__}: {error}\n{text}"})
+
+
+async def _awaited(result):
+    return await result
+
+
+def checked_result(result: Any) -> dict[str, Any]:
+    """Returns `score` as a float and `details`, the other keys of a dict.
+
+    Raises:
+      TypeError: neither a number nor a dict with a number as `score`.
+      ValueError: the score is not finite.
+    """
+    rule = "a reward function returns a finite number, or a dict with one as 'score'"
+    details = dict(result) if isinstance(result, Mapping) else {}
+    if isinstance(result, Mapping) and "score" not in details:
+        raise TypeError(f"returned a dict without 'score' (keys: {list(details)}); {rule}")
+    score = details.pop("score") if isinstance(result, Mapping) else result
+    if isinstance(score, np.ndarray) and score.ndim == 0:
+        score = score[()]
+    if not isinstance(score, (bool, int, float, np.bool_, np.integer, np.floating)):
+        raise TypeError(f"returned {type(score).__name__} {score!r:.100}; {rule}")
+    if not math.isfinite(score):
+        raise ValueError(f"returned {score}; {rule}")
+    return {"score": float(score), "details": details}
+
+
+def _encoded(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(answer, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(
+        f"returned a dict with a {type(value).__name__}; beside the score it may hold what JSON"
+        " can: numbers, texts, lists and dicts"
+    )
+
+
+def _leave_with_parent() -> None:
+    """Ends this process, even in the middle of a call, when the pool's end of stdin closes."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):  # the pool has gone
+        serve(Connection(int(sys.argv[1])))

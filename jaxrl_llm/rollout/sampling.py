@@ -1,0 +1,121 @@
+"""Next tokens from logits: exact, filtered, and reproducible sample by sample.
+
+The random number of a token depends on the key of its sample and on its position, on
+nothing else: not on the slot it was decoded in, its neighbours, or how many steps the
+host lets the device run at a time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+_BLOCK = 128  # vocabulary entries summed at a time by the two-level search
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """Sampling parameters of every row, as arrays, so that no value recompiles anything."""
+
+    keys: UInt32[Array, "S 2"]  # raw key of the row's sample
+    temperature: Float[Array, " S"]  # 0: greedy
+    top_k: Int[Array, " S"]  # 0: off
+    top_p: Float[Array, " S"]  # 1: off
+    min_p: Float[Array, " S"]  # 0: off
+
+
+def sample(
+    logits: Float[Array, "S V"],
+    positions: Int[Array, " S"],
+    sampler: SamplerState,
+    *,
+    filtered: bool,
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Returns one token a row and its log-prob.
+
+    The log-prob is that of the whole vocabulary at the sampling temperature (temperature 1
+    for greedy rows): what the same network gives in training. Filters restrict what may be
+    drawn, not what is reported.
+
+    Args:
+      logits: Unscaled, float32.
+      positions: Where in its sequence each sampled token will stand.
+      sampler: Keys and parameters of the rows.
+      filtered: Whether any row uses top_k, top_p or min_p; static, False skips their cost.
+    """
+    greedy = sampler.temperature == 0.0
+    scaled = logits / jnp.where(greedy, 1.0, sampler.temperature)[:, None]
+    peak = scaled.max(-1, keepdims=True)
+    mass = jnp.exp(scaled - peak)  # unnormalized probabilities, the largest is 1
+    log_total = jnp.log(mass.sum(-1))
+
+    allowed = _filter(mass, sampler) if filtered else mass
+    tokens = _inverse_cdf(allowed, _uniforms(sampler.keys, positions))
+    tokens = jnp.where(greedy, jnp.argmax(logits, -1), tokens).astype(jnp.int32)
+
+    chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - log_total
+
+
+def _uniforms(keys, positions) -> Float[Array, " S"]:
+    def one(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+
+    return jax.vmap(one)(keys, positions)
+
+
+def _inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
+    """Returns the entry at which the running sum of `mass` passes `uniform` of its total.
+
+    One uniform a row and two short searches instead of V Gumbel numbers.
+    """
+    size = mass.shape[-1]
+    blocks = jnp.pad(mass, ((0, 0), (0, -size % _BLOCK))).reshape(mass.shape[0], -1, _BLOCK)
+    ends = jnp.cumsum(blocks.sum(-1), -1)
+    target = uniform * ends[:, -1]
+    block = jnp.minimum((ends <= target[:, None]).sum(-1), blocks.shape[1] - 1)
+    start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
+    row = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    inner = (jnp.cumsum(row, -1) + start[:, None] <= target[:, None]).sum(-1)
+    # Rounding may run past the last entry with mass; step back onto it.
+    last = _BLOCK - 1 - jnp.argmax((row > 0)[:, ::-1], axis=-1)
+    return block * _BLOCK + jnp.minimum(inner, last)
+
+
+def _pick(values: Float[Array, "S N"], index: Int[Array, " S"]) -> Float[Array, " S"]:
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+
+
+def _filter(mass: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S V"]:
+    """Returns `mass` with the entries outside top_k, then top_p, then min_p set to zero."""
+    k = jnp.where(sampler.top_k > 0, sampler.top_k, mass.shape[-1])
+    kth = _threshold(mass, lambda kept: kept.sum(-1) >= k)
+    mass = jnp.where(mass >= kth[:, None], mass, 0.0)
+
+    # A row without top_p keeps everything, however its sum rounds.
+    wanted = jnp.where(sampler.top_p < 1.0, sampler.top_p * mass.sum(-1), 0.0)
+    pth = _threshold(
+        mass, lambda kept: jnp.where(kept, mass, 0.0).sum(-1) >= wanted, start=sampler.top_p < 1.0
+    )
+    mass = jnp.where(mass >= pth[:, None], mass, 0.0)
+    return jnp.where(mass >= sampler.min_p[:, None], mass, 0.0)
+
+
+def _threshold(mass: Float[Array, "S V"], enough, start: Bool[Array, " S"] | bool = True):
+    """Returns the largest t of each row such that the entries >= t are still `enough`.
+
+    Bisection over the bit patterns of non-negative floats, which are ordered as integers are;
+    no sort. Rows where `start` is False get 0, which keeps every entry.
+    """
+
+    def bit(i, low):
+        middle = low | (1 << (30 - i))
+        at = lax.bitcast_convert_type(middle, jnp.float32)
+        return jnp.where(enough(mass >= at[:, None]), middle, low)
+
+    # Entries do not exceed 1, so the sign bit and the highest exponent bit stay zero.
+    low = lax.fori_loop(1, 31, bit, jnp.zeros(mass.shape[0], jnp.int32))
+    return jnp.where(start, lax.bitcast_convert_type(low, jnp.float32), 0.0)

@@ -1,0 +1,127 @@
+"""Which sample stands in which slot. Pure Python, no device: the same on every host."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one sample is drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt and the samples wanted of it; the prompt is read once for all of them."""
+
+    tokens: tuple[int, ...]
+    keys: np.ndarray  # [n, 2] uint32, one raw random key a sample
+    params: tuple[SamplingParams, ...]  # n of them
+
+
+@dataclasses.dataclass
+class Completion:
+    """One finished sample."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)  # stop token included
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    stopped: bool = False  # by a stop token, not by its length limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A sample that enters a slot: `sample` of request `request`."""
+
+    request: int
+    sample: int
+    slot: int
+
+
+class Scheduler:
+    """Keeps slots full: hands out free slots in order of arrival, lowest slot first."""
+
+    def __init__(self, requests: Sequence[Request], num_slots: int):
+        self.requests = requests
+        self.completions = [[Completion() for _ in r.params] for r in requests]
+        self._waiting = collections.deque(
+            (i, s) for i, request in enumerate(requests) for s in range(len(request.params))
+        )
+        self._owners: list[tuple[int, int] | None] = [None] * num_slots
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        return sum(owner is not None for owner in self._owners)
+
+    def max_active_tokens(self) -> int:
+        """Returns the most tokens that any active sequence holds by now."""
+        return max(
+            len(self.requests[r].tokens) + len(self.completions[r][s].tokens)
+            for r, s in filter(None, self._owners)
+        )
+
+    def admit(self, max_prompts: int) -> list[Placement]:
+        """Returns waiting samples and their slots, of at most `max_prompts` prompts."""
+        free = [slot for slot, owner in enumerate(self._owners) if owner is None]
+        placements: list[Placement] = []
+        prompts: set[int] = set()
+        while self._waiting and len(placements) < len(free):
+            request, sample = self._waiting[0]
+            if request not in prompts and len(prompts) == max_prompts:
+                break
+            prompts.add(request)
+            self._waiting.popleft()
+            slot = free[len(placements)]
+            self._owners[slot] = (request, sample)
+            placements.append(Placement(request, sample, slot))
+        return placements
+
+    def first_tokens(self, placements, tokens, log_probs, remaining) -> None:
+        """Takes in what `insert` sampled, arrays of [n] in the order of `placements`."""
+        for p, token, log_prob, left in zip(placements, tokens, log_probs, remaining, strict=False):
+            self._append(p.slot, int(token), float(log_prob))
+            self._release_if_done(p.slot, int(left))
+
+    def take(self, tokens, log_probs, remaining) -> int:
+        """Takes in the outputs of `generate`; returns how many tokens were sampled."""
+        taken = 0
+        for slot, owner in enumerate(self._owners):
+            if owner is None:
+                continue
+            count = int((tokens[:, slot] >= 0).sum())  # active steps come first
+            completion = self.completions[owner[0]][owner[1]]
+            completion.tokens.extend(tokens[:count, slot].tolist())
+            completion.log_probs.extend(log_probs[:count, slot].tolist())
+            taken += count
+            self._release_if_done(slot, int(remaining[slot]))
+        return taken
+
+    def _append(self, slot: int, token: int, log_prob: float) -> None:
+        request, sample = self._owners[slot]
+        self.completions[request][sample].tokens.append(token)
+        self.completions[request][sample].log_probs.append(log_prob)
+
+    def _release_if_done(self, slot: int, remaining: int) -> None:
+        if remaining > 0:
+            return
+        request, sample = self._owners[slot]
+        completion = self.completions[request][sample]
+        params = self.requests[request].params[sample]
+        completion.stopped = completion.tokens[-1] in params.stop_tokens
+        self._owners[slot] = None

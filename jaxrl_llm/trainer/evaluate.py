@@ -1,0 +1,119 @@
+"""Held-out evaluation: mean@k, pass@k and maj@k of each data source."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.datasets import Dataset
+from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import agent
+from jaxrl_llm.types import PromptBatch, Rewards, Rollouts
+
+_WAVE = 512  # sequences sampled at one time
+
+
+class Evaluator:
+    """Samples the held-out prompts and says how good the answers are."""
+
+    def __init__(self, roles: Roles, dataset: Dataset, score: Callable[[Rollouts], Rewards]):
+        self._roles = roles
+        self._score = score
+        limit = roles.config.evaluation.num_prompts or len(dataset)
+        self._prompts = dataset.prompts[:limit]
+
+    def due(self, step: int) -> bool:
+        """Returns whether to evaluate after `step` completed steps."""
+        evaluation, last = self._roles.config.evaluation, self._roles.config.trainer.num_steps
+        if step == 0:
+            return evaluation.before
+        if step == last:
+            return evaluation.after
+        return evaluation.every > 0 and step % evaluation.every == 0
+
+    def run(self, rollout_params: Params, key: jax.Array) -> dict[str, float]:
+        """Returns `val-core/SOURCE/NAME`, NAME as in `summary`, and lengths.
+
+        The key decides every sample, so two policies are compared on the same randomness.
+        """
+        config = self._roles.config.evaluation
+        n = config.samples_per_prompt
+        sampling = dataclasses.replace(
+            agent.sampling_params(self._roles.config.rollout, self._roles.eos_tokens),
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=0,
+            min_p=0.0,
+        )
+        scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
+        lengths: list[np.ndarray] = []
+        size = max(1, _WAVE // n)
+        for wave, start in enumerate(range(0, len(self._prompts), size)):
+            prompts = PromptBatch(self._prompts[start : start + size])
+            rollouts = agent.rollout(
+                self._roles.engine,
+                rollout_params,
+                self._roles.tokenizer,
+                prompts,
+                [sampling] * n,
+                jax.random.fold_in(key, wave),
+            )
+            rewards = self._score(rollouts)
+            lengths.append(rollouts.response_mask.sum(1))
+            for i, prompt in enumerate(prompts.prompts):
+                rows = slice(i * n, (i + 1) * n)
+                scores[prompt.data_source].append(rewards.scores[rows])
+                answers[prompt.data_source].append(
+                    tuple(
+                        str(detail.get("pred", response))
+                        for detail, response in zip(
+                            rewards.details[rows], rollouts.responses[rows], strict=True
+                        )
+                    )
+                )
+        found = {"val-aux/response_length/mean": float(np.concatenate(lengths).mean())}
+        for source in sorted(scores):
+            for name, value in summary(np.stack(scores[source]), answers[source]).items():
+                found[f"val-core/{source}/{name}"] = value
+        return found
+
+
+def summary(scores: np.ndarray, answers: list[tuple[str, ...]]) -> Mapping[str, float]:
+    """Returns mean@k, pass@k and maj@k of one data source.
+
+    A sample passes if its score is at least 1. For j below k, pass@j is the unbiased
+    estimate from all k samples (Chen et al., arXiv:2107.03374, Eq. 1). maj@k scores the most
+    frequent answer of a prompt; of equally frequent ones, the one sampled first.
+
+    Args:
+      scores: [P, k].
+      answers: What each sample answered, the same layout.
+    """
+    k = scores.shape[1]
+    found = {f"mean@{k}": float(scores.mean())}
+    passed = (scores >= 1.0).sum(1)
+    j = 1
+    while j <= k:
+        found[f"pass@{j}"] = float(np.mean([_pass_at(k, int(c), j) for c in passed]))
+        j *= 2
+    if k > 1:
+        found[f"pass@{k}"] = float((passed > 0).mean())
+        found[f"maj@{k}"] = float(
+            np.mean(
+                [
+                    row[given.index(collections.Counter(given).most_common(1)[0][0])]
+                    for row, given in zip(scores, answers, strict=True)
+                ]
+            )
+        )
+    return found
+
+
+def _pass_at(n: int, correct: int, k: int) -> float:
+    """Returns the chance that k of n samples, drawn without replacement, hold a correct one."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

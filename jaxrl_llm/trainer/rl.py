@@ -1,0 +1,155 @@
+"""Reinforcement learning from rewards: the synchronous loop.
+
+    repeat
+        x ~ D                                  prompts      data/datasets.py
+        y ~ pi_theta(. | x)                    rollout      rollout/agent.py
+        r = R(x, y)                            reward       rewards/base.py
+        log pi_old, log pi_ref, V  at (x, y)   predict      learner/experience.py
+        A = advantages(r, V)                   estimate     algorithms/advantages.py
+        theta <- theta - lr grad L(theta)      update       learner/update.py
+        rollout weights <- theta               reshard      sharding/reshard.py
+
+Everything the algorithms differ in is named by `config.algorithm`; this file is the same
+for PPO, GRPO, RLOO and the others.
+"""
+
+import os
+import pathlib
+
+import jax
+from absl import logging
+
+from jaxrl_llm import checkpoint
+from jaxrl_llm.config import Config
+from jaxrl_llm.config_bridge import claim_workdir
+from jaxrl_llm.data import datasets
+from jaxrl_llm.learner import experience, update
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import statistics
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.trainer import supervised
+from jaxrl_llm.trainer.evaluate import Evaluator
+
+
+def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerState:
+    """Trains a policy for `config.trainer.num_steps` steps.
+
+    Resumes from the last checkpoint in `workdir` if there is one; a resumed run takes the
+    same steps as an uninterrupted one.
+
+    Args:
+      config: The validated run.
+      workdir: Folder for checkpoints, metrics, rollouts and the config itself.
+
+    Returns:
+      The learner state after the last step.
+
+    Raises:
+      ConfigError: If the mesh does not fit the devices, or `workdir` belongs to another run.
+      DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
+    """
+    for warning in config.warnings():
+        logging.warning("%s", warning)
+    workdir = pathlib.Path(workdir)
+    total = config.trainer.num_steps
+
+    # Nothing is allocated before everything that can be checked has been.
+    roles = roles_lib.build(config)
+    training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
+    held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
+    prompts = datasets.PromptIterator(training_set, config.data, config.seed)
+    rewards_lib.check(config.rewards)
+    claim_workdir(config, workdir)
+    saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
+
+    # Policy, reference, critic, reward model: what each begins as.
+    policy = supervised.warm_start(roles, roles_lib.initial_policy(roles), workdir)
+    trained = supervised.reward_models(roles, policy, workdir)
+    roles = roles_lib.with_frozen_models(roles, policy, trained)
+    state = roles_lib.initial_state(roles, policy)
+    del policy, trained
+    first = 0
+    if saver.latest_step():
+        state, extra, first = saver.restore(roles_lib.abstract(state))
+        prompts.set_state(extra["prompts"])
+        logging.info("resumed after step %d", first)
+
+    predict = experience.predictor(roles)
+    learn = update.updater(roles, state)
+    rollout_params = roles.rollout_params(state)
+    root = jax.random.key(config.seed)
+    eval_key = jax.random.fold_in(root, 2**31)  # the same at every evaluation
+
+    with (
+        rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
+        Writer(workdir, config.metrics, first + bool(first), total) as writer,
+    ):
+        evaluator = Evaluator(roles, held_out, scorer.score)
+        if first == 0 and evaluator.due(0):
+            writer.write(0, evaluator.run(rollout_params, eval_key))
+
+        for step in range(first + 1, total + 1):
+            clock = Clock()
+            rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
+
+            # Sample and score. One wave of prompts; more when the algorithm drops groups.
+            with clock("gen"):
+                rollouts, rewards = experience.collect(
+                    roles, rollout_params, prompts, scorer.score, rollout_key
+                )  # [B, T], [B]
+
+            # What the models say about those tokens.
+            with clock("predict"):
+                predictions = predict(state, rollouts)  # each field [B, T]
+
+            # Turn rewards into advantages. No model runs here.
+            with clock("adv"):
+                estimates, state, of_estimates = experience.estimate(
+                    config, state, rollouts, rewards, predictions
+                )  # advantages, returns: [B, T]
+
+            # Learn.
+            with clock("update"):
+                batch = experience.assemble(rollouts, predictions, estimates)
+                of_updates = []
+                for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
+                    state, of_update = learn(
+                        state,
+                        batch,
+                        plan,
+                        key,
+                        train_policy=step > config.algorithm.critic_warmup_steps,
+                    )
+                    of_updates.append(of_update)
+                of_updates = statistics.mean(of_updates)
+
+            # Hand the new weights to the engine.
+            with clock("reshard"):
+                rollout_params = roles.rollout_params(state, old=rollout_params)
+
+            if evaluator.due(step):
+                with clock("testing"):
+                    of_evaluation = evaluator.run(rollout_params, eval_key)
+            else:
+                of_evaluation = {}
+            if saver.due(step, total):
+                with clock("save_checkpoint"):
+                    saver.save(step, state, {"prompts": prompts.get_state()})
+            if writer.due(step):
+                seconds = clock.seconds()
+                writer.write(
+                    step,
+                    statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
+                    of_updates,
+                    of_estimates,
+                    of_evaluation,
+                    statistics.of_engine(*roles.engine.speed()),
+                    statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
+                    seconds,
+                )
+                writer.write_rollouts(step, rollouts, rewards)
+
+    saver.close()
+    return state
