@@ -139,12 +139,14 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
 
 
 def _class_defaults(cls: Any) -> dict[str, Any]:
-    missing = dataclasses.MISSING
-    return {
-        field.name: field.default if field.default is not missing else field.default_factory()
-        for field in dataclasses.fields(cls)
-        if field.default is not missing or field.default_factory is not missing
-    }
+    """Returns the defaults of a dataclass; fields without one are left out."""
+    defaults = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
 
 
 def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
@@ -212,7 +214,7 @@ def unknown_overrides(argv: Sequence[str], name: str = "config") -> list[str]:
     """
     match = [re.match(rf"--?{name}=(.+)", argument) for argument in argv]
     file = next((found[1] for found in match if found), "")
-    errors = []
+    errors: list[str] = []
     for argument in argv:
         if found := re.match(rf"--?(?:no)?{name}\.([^=]+)", argument):
             errors.extend(_unknown_key(found[1].split("."), Config, name, file))

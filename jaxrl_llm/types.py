@@ -69,11 +69,8 @@ class Rewards:
     num_failures: int  # reward calls that raised, hung or returned no finite number
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Predictions:
     """What the models say about the sampled tokens; zero outside the response mask."""
 
@@ -85,7 +82,8 @@ class Predictions:
     cost_values: Float[Array, "B T"]  # predicted cost, Safe-RLHF
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Estimates:
     """What the loss needs beside log-probs; zero outside `loss_mask`."""
 
@@ -97,7 +95,8 @@ class Estimates:
     correction_weights: Float[Array, "B T"]  # off-policy correction; 1 without one
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Minibatch:
     """The sequences of one optimizer update; the rows of a step, chosen and ordered."""
 

@@ -31,9 +31,9 @@ def of_rollouts(
 
     `critic/score` is what reward functions and models gave, `critic/rewards` the sum over a
     sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
-    returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits by data
-    source, `reward/TERM/mean` is over the rows the term applies to. Values only with a
-    critic, costs only with Safe-RLHF.
+    returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
+    by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
+    a critic, costs only with Safe-RLHF.
 
     Args:
       config: For the length limits and what the algorithm uses.

@@ -1,7 +1,6 @@
 """Numbers of a step, by hand on two short sequences."""
 
-import math
-
+import jax
 import numpy as np
 import pytest
 
@@ -57,9 +56,9 @@ def step():
         cost_returns=zeros,
         loss_mask=np.array([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0]], bool),
         correction_weights=np.ones((2, 5), np.float32),
+        shaped_rewards=np.array([[0, 0, 0, 0.5, 0], [0, 0, -1, -3, 0]], np.float32),
     )
-    shaped = np.array([[0, 0, 0, 0.5, 0], [0, 0, -1, -3, 0]], np.float32)
-    return rollouts, rewards, shaped, predictions, estimates
+    return rollouts, rewards, predictions, estimates
 
 
 def config(**algorithm):
@@ -98,17 +97,17 @@ def test_numbers_of_a_step_by_hand():
 
 
 def test_without_a_critic_there_are_no_values_and_without_tokens_no_advantages():
-    rollouts, rewards, shaped, predictions, estimates = step()
+    rollouts, rewards, predictions, estimates = step()
     empty = types.Estimates(**{**vars(estimates), "loss_mask": np.zeros_like(estimates.loss_mask)})
-    found = statistics.of_rollouts(config(), rollouts, rewards, shaped, predictions, empty)
+    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, empty)
     assert not [name for name in found if "value" in name or "advantage" in name or "vf" in name]
     assert "critic/cost/mean" not in found
 
 
 def test_numbers_do_not_depend_on_padding_or_row_order():
-    rollouts, rewards, shaped, predictions, estimates = step()
+    rollouts, rewards, predictions, estimates = step()
     found = statistics.of_rollouts(
-        config(advantage="gae"), rollouts, rewards, shaped, predictions, estimates
+        config(advantage="gae"), rollouts, rewards, predictions, estimates
     )
 
     def pad(tree):
@@ -136,27 +135,27 @@ def test_numbers_do_not_depend_on_padding_or_row_order():
                 "weights": {k: v[::-1] for k, v in rewards.weights.items()},
             }
         ),
-        np.pad(shaped, ((0, 0), (0, 2)))[::-1],
         types.Predictions(**pad(predictions)),
-        types.Estimates(**pad(estimates)),
+        types.Estimates(
+            **{
+                **pad(estimates),
+                "shaped_rewards": np.pad(estimates.shaped_rewards, ((0, 0), (0, 2)))[::-1],
+            }
+        ),
     )
     assert other == pytest.approx(found)
 
 
-def test_mismatch_of_equal_log_probs_is_zero_and_by_hand():
-    mask = np.array([[True, True, False]])
-    half, quarter = math.log(0.5), math.log(0.25)
-    rollout = np.array([[half, quarter, -9.0]])
-    same = statistics.of_mismatch(np.array([[half, quarter, 0.0]]), rollout, mask)
-    assert same["training/rollout_probs_diff_max"] == 0.0
-    assert same["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
-    # |0.25 - 0.5| and |0.25 - 0.25|
-    found = statistics.of_mismatch(np.array([[quarter, quarter, 0.0]]), rollout, mask)
-    assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
-    assert found["training/rollout_probs_diff_std"] == pytest.approx(0.25 / math.sqrt(2))
-    assert math.isnan(found["training/rollout_actor_probs_pearson_corr"])
-    nothing = statistics.of_mismatch(rollout, rollout, np.zeros_like(mask))
-    assert nothing == {"training/rollout_probs_diff_valid": 0.0}
+def test_mean_over_updates_counts_only_those_that_have_a_number():
+    groups = [{"a": np.float32(1.0), "b": jax.numpy.float32(4.0)}, {"a": np.float32(2.0)}]
+    assert statistics.mean(groups) == {"a": 1.5, "b": 4.0}
+    assert statistics.mean([]) == {}
+
+
+def test_engine_speed_by_hand():
+    found = statistics.of_engine(num_tokens=6, seconds=2.0, occupancy=0.75)
+    assert found == {"rollout/decode_tokens_per_s": 3.0, "rollout/slot_occupancy": 0.75}
+    assert statistics.of_engine(0, 0.0, 1.0)["rollout/decode_tokens_per_s"] == 0.0
 
 
 def test_speed_by_hand():
