@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import os
 import sys
 import threading
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards.functions import RewardFunction, resolve
+
+LARGEST_SCORE = float(np.finfo(np.float32).max)  # rewards are float32 on the devices
 
 
 def serve(connection: Connection) -> None:
@@ -65,7 +66,7 @@ def checked_result(result: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: neither a number nor a dict with a number as `score`.
-      ValueError: the score is not finite.
+      ValueError: the score is not finite in float32.
     """
     rule = "a reward function returns a finite number, or a dict with one as 'score'"
     details = dict(result) if isinstance(result, Mapping) else {}
@@ -76,8 +77,8 @@ def checked_result(result: Any) -> dict[str, Any]:
         score = score[()]
     if not isinstance(score, (bool, int, float, np.bool_, np.integer, np.floating)):
         raise TypeError(f"returned {type(score).__name__} {score!r:.100}; {rule}")
-    if not math.isfinite(score):
-        raise ValueError(f"returned {score}; {rule}")
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(f"returned {score!r:.100}; {rule}")
     return {"score": float(score), "details": details}
 
 
