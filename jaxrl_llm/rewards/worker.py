@@ -73,11 +73,11 @@ def checked_result(result: Any) -> dict[str, Any]:
     if isinstance(result, Mapping) and "score" not in details:
         raise TypeError(f"returned a dict without 'score' (keys: {list(details)}); {rule}")
     score = details.pop("score") if isinstance(result, Mapping) else result
-    if isinstance(score, np.ndarray) and score.ndim == 0:
-        score = score[()]
-    if not isinstance(score, (bool, int, float, np.bool_, np.integer, np.floating)):
+    if isinstance(score, np.generic) or (isinstance(score, np.ndarray) and score.ndim == 0):
+        score = score.item()
+    if not isinstance(score, (bool, int, float)):
         raise TypeError(f"returned {type(score).__name__} {score!r:.100}; {rule}")
-    if not abs(score) <= LARGEST_SCORE:
+    if not -LARGEST_SCORE <= score <= LARGEST_SCORE:
         raise ValueError(f"returned {score!r:.100}; {rule}")
     return {"score": float(score), "details": details}
 

@@ -8,13 +8,13 @@ from jaxrl_llm.rewards.base import build
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.types import Prompt, Rollouts
 
-USER_FILE = '''
+USER_FILE = """
 def length(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), "acc": ground_truth, "row": extra_info["row"]}
 
 def broken(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1.0 / len(solution_str), "acc": "broken"}
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def rollouts(sources, responses, samples_per_prompt=1):
         group_ids=np.arange(num_rows) // samples_per_prompt,
         stopped=np.ones(num_rows, bool),
         prompts=tuple(
-            Prompt((1,), "?", source, f"truth {i}", {"row": i}, i) for i, source in enumerate(sources)
+            Prompt((1,), "?", source, f"truth {i}", {"row": i}, i)
+            for i, source in enumerate(sources)
         ),
         responses=tuple(responses),
     )
@@ -54,7 +55,10 @@ def test_weighted_terms_of_the_rows_they_apply_to(user_file):
         cost_models={"harm": RewardModelConfig(data_source="a")},
         num_workers=1,
     )
-    scorers = {"judge": lambda r: np.array([9.0, 9.0, 5.0, 6.0]), "harm": lambda r: np.full(4, 0.25)}
+    scorers = {
+        "judge": lambda r: np.array([9.0, 9.0, 5.0, 6.0]),
+        "harm": lambda r: np.full(4, 0.25),
+    }
     batch = rollouts(["a", "b"], ["xx", "xxxx", "x", "xx"], samples_per_prompt=2)
     with build(config, scorers) as scorer:
         rewards = scorer.score(batch)
@@ -126,9 +130,11 @@ def test_models_alone_need_no_processes():
 )
 def test_a_model_must_score_every_row(scores, message):
     config = RewardsConfig(models={"judge": RewardModelConfig()})
-    with build(config, {"judge": lambda r: scores}) as scorer:
-        with pytest.raises(RewardError, match=message):
-            scorer.score(rollouts(["a", "a"], ["x", "y"]))
+    with (
+        build(config, {"judge": lambda r: scores}) as scorer,
+        pytest.raises(RewardError, match=message),
+    ):
+        scorer.score(rollouts(["a", "a"], ["x", "y"]))
 
 
 def test_the_models_given_must_be_those_of_the_config():

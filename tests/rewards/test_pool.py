@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 
 # `solution_str` says what the function shall do.
-USER_FILE = '''
+USER_FILE = """
 import asyncio, ctypes, os, subprocess, sys, time
 import numpy as np
 
@@ -42,7 +44,7 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
 async def patient(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0.01)
     return {"score": 4, "truth": ground_truth, "source": data_source, **extra_info}
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_async_function_and_details(forgiving, user_file):
     "solution, cause",
     [
         ("hang", "no answer within rewards.timeout_s=1 seconds"),
-        ("raise", "KeyError: \"the user's own mistake\""),
+        ("raise", 'KeyError: "the user\'s own mistake"'),
         ("exit", "SystemExit: 3"),
         ("leave", "the process that called it ended with exit code 3"),
         ("crash", "the process that called it ended with signal SIGSEGV"),
@@ -217,3 +219,33 @@ def test_a_row_that_no_process_can_be_sent_is_named(forgiving, user_file):
     with pytest.raises(RewardError, match="row 0, data source 'here': ground_truth or extra_info"):
         forgiving.run(calls(f"{user_file}:misbehave", "x", truth=lambda: 0))
     assert forgiving.run(calls(f"{user_file}:misbehave", "x"))[0].score == 1.0
+
+
+def test_workers_leave_when_their_run_is_killed(user_file, tmp_path):
+    pids = tmp_path / "pids"
+    # A script without a main guard: workers do not import it.
+    script = tmp_path / "run.py"
+    script.write_text(
+        "from jaxrl_llm.rewards.pool import Call, RewardPool\n"
+        f"name = {user_file + ':misbehave'!r}\n"
+        f"info = {{'pids': {str(pids)!r}}}\n"
+        "pool = RewardPool([name], 1, timeout_s=100)\n"
+        "pool.run([Call(name, 0, '', 'hang with child', '', info)])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, script], env=environment)
+    try:
+        wait_until(lambda: pids.is_file() and len(pids.read_text().split()) == 2)
+    finally:
+        run.kill()
+        run.wait()
+    worker, child = pids.read_text().split()
+    os.kill(int(child), 9)
+    wait_until(lambda: not alive(worker))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
