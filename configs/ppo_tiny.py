@@ -1,4 +1,4 @@
-"""PPO on sums of digits: a random 0.4M-parameter model, from nothing, in minutes on two CPU cores.
+"""PPO on sums of digits: a random 0.4M-parameter model, in minutes on two CPU cores.
 
 The run carries everything with it: a character tokenizer, a seeded task, a supervised warm
 start on worked examples that stops too early, then RL that finishes the job.

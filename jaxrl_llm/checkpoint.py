@@ -139,7 +139,7 @@ class Saver:
             raise error from cause
         logging.warning("%s; going on without this checkpoint", error)
 
-    def restore(self, abstract_state: Tree) -> tuple[Tree, Json, int]:
+    def restore(self, abstract_state: Tree, partial: bool = False) -> tuple[Tree, Json, int]:
         """Returns the newest undamaged step.
 
         Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
@@ -148,6 +148,7 @@ class Saver:
         Args:
           abstract_state: The state's structure as `jax.ShapeDtypeStruct`s, each with the
             sharding that the array shall have; the mesh may be another than when saved.
+          partial: Whether arrays of the step that `abstract_state` lacks are left unread.
 
         Returns:
           (state, extra, step).
@@ -165,7 +166,7 @@ class Saver:
         for step in steps:
             folder = self._directory / str(step)
             if not (damage := _agreed(_damage(folder) if _is_first() else "")):
-                return *_restored(folder, abstract_state), step
+                return *_restored(folder, abstract_state, partial), step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if _is_first():
                 folder.rename(self._directory / f"damaged.{step}")
@@ -257,13 +258,14 @@ def _content(tree: Tree, extra: Json) -> ocp.args.Composite:
     )
 
 
-def _restored(folder: epath.Path, abstract: Tree) -> tuple[Tree, Json]:
+def _restored(folder: epath.Path, abstract: Tree, partial: bool = False) -> tuple[Tree, Json]:
     wanted = _named(abstract)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         meta = checkpointer.restore(
             folder, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
         ).meta
-        if differing := _differences(meta["arrays"], _described(wanted)):
+        saved = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
+        if differing := _differences(saved, _described(wanted)):
             raise CheckpointError(
                 f"{folder}: holds other arrays than this config makes: {differing};"
                 " resume with the config that wrote it"
@@ -272,7 +274,9 @@ def _restored(folder: epath.Path, abstract: Tree) -> tuple[Tree, Json]:
             folder,
             args=ocp.args.Composite(
                 arrays=ocp.args.PyTreeRestore(
-                    item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+                    item=wanted,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                    partial_restore=partial,
                 )
             ),
         ).arrays

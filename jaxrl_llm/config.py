@@ -284,8 +284,9 @@ class AlgorithmConfig:
         bounds = zip(self.rejections, self.rejection_lows, self.rejection_highs, strict=False)
         for name, low, high in bounds:
             if not 0 <= low <= high or high == 0:
-                yield "rejection_highs", (
-                    f"{name} needs 0 <= low <= high and high > 0, got {low}, {high}"
+                yield (
+                    "rejection_highs",
+                    (f"{name} needs 0 <= low <= high and high > 0, got {low}, {high}"),
                 )
         if self.safe and self.advantage != "gae":
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"

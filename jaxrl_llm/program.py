@@ -4,12 +4,13 @@ import logging as std_logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 from absl import app, logging
 
 from jaxrl_llm import config_bridge
+from jaxrl_llm.config import ConfigError, Problem
 from jaxrl_llm.errors import UserError
 
 # Libraries that report at INFO what only their own developers want to know.
@@ -29,6 +30,12 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(1)
 
     app.run(guarded, flags_parser=config_bridge.parse_flags)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises `ConfigError` if there are problems with the flags."""
+    if found := [f"--{name}: {message}" for name, message in problems]:
+        raise ConfigError(found)
 
 
 def _is_ours(record: std_logging.LogRecord) -> bool:

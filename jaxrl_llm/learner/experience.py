@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
+from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.datasets import PromptIterator
 from jaxrl_llm.errors import UserError

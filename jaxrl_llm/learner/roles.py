@@ -78,11 +78,11 @@ class Roles:
     def critic_optimizer(self) -> optax.GradientTransformation:
         return optimizer.make(self.config.critic.optimizer, self.num_updates)
 
-    def rollout_params(self, state: LearnerState, old: Params | None = None) -> Params:
-        """Returns the policy's weights in the rollout layout, in the memory of `old`."""
+    def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
+        """Returns policy weights in the rollout layout, in the memory of `old` if there is one."""
         old = self.resharder.empty() if old is None else old
         with jax.set_mesh(self.mesh):
-            return self.resharder.reshard(old, state.policy.params)
+            return self.resharder.reshard(old, params)
 
 
 @dataclasses.dataclass(frozen=True)

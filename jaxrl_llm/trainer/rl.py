@@ -78,7 +78,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
     predict = experience.predictor(roles)
     learn = update.updater(roles, state)
-    rollout_params = roles.rollout_params(state)
+    rollout_params = roles.rollout_layout(state.policy.params)
     root = jax.random.key(config.seed)
     eval_key = jax.random.fold_in(root, 2**31)  # the same at every evaluation
 
@@ -127,7 +127,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
             # Hand the new weights to the engine.
             with clock("reshard"):
-                rollout_params = roles.rollout_params(state, old=rollout_params)
+                rollout_params = roles.rollout_layout(state.policy.params, old=rollout_params)
 
             if evaluator.due(step):
                 with clock("testing"):

@@ -1,0 +1,47 @@
+"""Evaluates a run's policy on its held-out prompts: `python launch/evaluate.py --workdir=DIR`.
+
+Prints one JSON object: mean@k, pass@k and maj@k of each data source.
+"""
+
+import dataclasses
+import json
+
+import jax
+from absl import flags
+
+from jaxrl_llm import program
+from jaxrl_llm.data import datasets
+from jaxrl_llm.learner import saved
+from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.trainer.evaluate import Evaluator
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+SAMPLES = flags.DEFINE_integer("samples_per_prompt", 1, "k of mean@k, pass@k and maj@k.")
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy; needed above 0 for k > 1.")
+PROMPTS = flags.DEFINE_integer("num_prompts", 0, "How many prompts; 0: all.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
+flags.mark_flag_as_required("workdir")
+
+
+def main():
+    program.keep_compilations(WORKDIR.value)
+    roles, params, step = saved.load_policy(WORKDIR.value)
+    wanted = dataclasses.replace(
+        roles.config.evaluation,
+        samples_per_prompt=SAMPLES.value,
+        temperature=TEMPERATURE.value,
+        num_prompts=PROMPTS.value,
+    )
+    program.refuse(wanted.problems())
+    roles = dataclasses.replace(roles, config=dataclasses.replace(roles.config, evaluation=wanted))
+    config = roles.config
+    held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
+    only_functions = dataclasses.replace(config.rewards, models={}, cost_models={})
+    with rewards_lib.build(only_functions, {}) as scorer:
+        evaluator = Evaluator(roles, held_out, scorer.score)
+        found = evaluator.run(roles.rollout_layout(params), jax.random.key(SEED.value))
+    print(json.dumps({"step": step, "data": found}))
+
+
+if __name__ == "__main__":
+    program.run(main)

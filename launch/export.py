@@ -1,0 +1,36 @@
+"""Writes a run's policy as a Hugging Face folder.
+
+`python launch/export.py --workdir=DIR --out=DIR`
+"""
+
+from absl import flags, logging
+
+from jaxrl_llm import program
+from jaxrl_llm.learner import saved
+from jaxrl_llm.models import families, huggingface
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+OUT = flags.DEFINE_string("out", None, "Folder to write; absent, empty or an earlier export.")
+DTYPE = flags.DEFINE_enum(
+    "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: the run's."
+)
+flags.mark_flags_as_required(["workdir", "out"])
+
+
+def main():
+    roles, params, step = saved.load_policy(WORKDIR.value)
+    path = roles.config.model.path
+    huggingface.save(
+        OUT.value,
+        roles.policy,
+        params,
+        tokenizer=roles.tokenizer,
+        source_config=families.read_config(path) if path else None,
+        dtype=DTYPE.value or None,
+        eos_token_ids=roles.eos_tokens,
+    )
+    logging.info("the policy after step %d is in %s", step, OUT.value)
+
+
+if __name__ == "__main__":
+    program.run(main)
