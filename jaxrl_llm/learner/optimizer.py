@@ -35,7 +35,7 @@ def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then AdamW with decoupled weight decay (arXiv:1711.05101)."""
+    """Returns clipping by global norm, then AdamW (arXiv:1711.05101)."""
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(

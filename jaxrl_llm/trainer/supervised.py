@@ -105,7 +105,7 @@ def _stage(
     loss,
     folder: pathlib.Path,
 ) -> Params:
-    """Returns `params` after `config.num_steps` updates, or what an earlier run left in `folder`."""
+    """Returns `params` after `num_steps` updates; or what an earlier run left in `folder`."""
     if folder.exists():
         return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
 
