@@ -149,7 +149,7 @@ class AlgorithmConfig:
     loss_scale: float = 0.0  # divisor of seq-mean-token-sum-norm; 0 is rollout.max_response_tokens
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float = 3.0  # inf: off
+    dual_clip: float = 3.0  # inf: off; the cap of the ratio in dppo_tv and dppo_kl
     entropy_coef: float = 0.0
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
@@ -281,10 +281,18 @@ class AlgorithmConfig:
                         f" got {len(getattr(self, name))}"
                     ),
                 )
+        bounds = zip(self.rejections, self.rejection_lows, self.rejection_highs, strict=False)
+        for name, low, high in bounds:
+            if not 0 <= low <= high or high == 0:
+                yield "rejection_highs", (
+                    f"{name} needs 0 <= low <= high and high > 0, got {low}, {high}"
+                )
         if self.safe and self.advantage != "gae":
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
         if self.safe and not self.multiplier_init >= 0:
             yield "multiplier_init", f"must not be negative, got {self.multiplier_init}"
+        if self.safe and not self.multiplier_max > 0:
+            yield "multiplier_max", f"must be positive, got {self.multiplier_max}"
 
     @property
     def needs_critic(self) -> bool:

@@ -69,7 +69,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     ),
     # Shao et al., arXiv:2402.03300.
     "grpo": dict(
-        advantage="grpo", aggregation="seq-mean-token-mean", kl_in="loss", kl_estimator="k3"
+        advantage="grpo",
+        aggregation="seq-mean-token-mean",
+        kl_in="loss",
+        kl_estimator="k3",
+        kl_coef=0.04,
     ),
     # Liu et al., arXiv:2503.20783.
     "dr_grpo": dict(advantage="grpo", group_std=False, aggregation="seq-mean-token-sum-norm"),
@@ -84,7 +88,13 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         aggregation="seq-mean-token-mean",
     ),
     # Ahmadian et al., arXiv:2402.14740.
-    "rloo": dict(advantage="rloo", kl_in="reward", kl_estimator="k1", kl_coef=0.01),
+    "rloo": dict(
+        advantage="rloo",
+        policy_loss="reinforce",
+        kl_in="reward",
+        kl_estimator="k1",
+        kl_coef=0.03,
+    ),
     # Li et al., arXiv:2310.10505.
     "remax": dict(
         advantage="remax",
@@ -125,6 +135,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         kl_in="reward",
         kl_estimator="k1",
         kl_coef=0.01,
+        gae_lambda=0.95,
         safe=True,
     ),
 }

@@ -72,7 +72,8 @@ def clip_cov(
       >>> minibatch = Minibatch(**(fields | {
       ...     "loss_mask": mask, "old_log_probs": log_probs,
       ...     "advantages": jnp.array([[1.0, 1.0, 1.0, -3.0]])}))
-      >>> print(clip_cov(log_probs, minibatch, jax.random.key(0), AlgorithmConfig(clip_cov_high=9.0)))
+      >>> config = AlgorithmConfig(clip_cov_high=9.0)
+      >>> print(clip_cov(log_probs, minibatch, jax.random.key(0), config))
       [[False False False  True]]
     """
     covariances, advantages, log_ratios = _covariances(log_probs, minibatch)

@@ -75,7 +75,7 @@ def bradley_terry(
     loss = -masked_sum(jax.nn.log_sigmoid(margins), pair_mask) / num_pairs
     metrics = {
         "reward_model/loss": loss,
-        "reward_model/accuracy": masked_sum(_wins(margins), pair_mask) / num_pairs,
+        "reward_model/accuracy": masked_sum(0.5 * (jnp.sign(margins) + 1.0), pair_mask) / num_pairs,
         "reward_model/margin": masked_sum(margins, pair_mask) / num_pairs,
     }
     return loss, jax.lax.stop_gradient(metrics)
@@ -114,7 +114,7 @@ def dpo(
       >>> loss, metrics = dpo(
       ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
       ...     jnp.array([True]), 1.0, beta=0.5)
-      >>> print(loss.round(4), metrics["dpo/margin"])
+      >>> print(f"{loss:.4f}", metrics["dpo/margin"])
       0.3133 1.0
 
     Reference:
@@ -124,7 +124,3 @@ def dpo(
     rejected = beta * (rejected_log_probs - ref_rejected_log_probs)
     loss, metrics = bradley_terry(chosen, rejected, pair_mask, num_pairs)
     return loss, {key.replace("reward_model/", "dpo/"): value for key, value in metrics.items()}
-
-
-def _wins(margins: Float[Array, " P"]) -> Float[Array, " P"]:
-    return 0.5 * (jnp.sign(margins) + 1.0)

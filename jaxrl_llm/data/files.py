@@ -7,7 +7,7 @@ with `ground_truth`, `extra_info`. This module only reads and checks; tokens com
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow
 from pyarrow import parquet
@@ -74,7 +74,7 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
     }
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     """Returns whether `value` is a string that UTF-8 can express; JSON can hold half characters."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 

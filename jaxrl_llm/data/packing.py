@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 # Length at which attention costs as much as the matrix products of a token's own.
 ATTENTION_PARITY_TOKENS = 24_576
 
+_Part = tuple[float, list[int]]  # sum of costs, items
+
 
 def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
     """Returns the relative cost of training on sequences: L + L^2 / 24576.
@@ -61,7 +63,7 @@ def balanced_partition(
     ties = itertools.count()
     heap: list[tuple[float, int, list[_Part]]] = []
 
-    def push(parts: list["_Part"]) -> None:
+    def push(parts: list[_Part]) -> None:
         # Among parts of no cost the one with items counts as heavier, so empty parts are filled.
         parts.sort(key=lambda part: (-part[0], -len(part[1]), part[1]))
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
@@ -75,9 +77,6 @@ def balanced_partition(
         push([(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)])
     parts = heap[0][2] if heap else [(0.0, [])] * num_parts
     return sorted((sorted(items) for _, items in parts), key=lambda items: (not items, items))
-
-
-_Part = tuple[float, list[int]]  # sum of costs, items
 
 
 def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> list[list[int]]:

@@ -129,9 +129,10 @@ def render_prompts(
 
 def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message]) -> str:
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
         )
+        return str(text)
     except Exception as error:  # Jinja's, or what the template itself raises
         shown = str([dict(message) for message in prompt])
         raise DataError(

@@ -147,8 +147,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
     """Returns the architecture of a folder, or of the config's random model."""
     if config.path:
-        shape = families.read_shape(config.path)
-        families.check_vocabulary(shape, tokenizer)
+        shape = huggingface.read_shape(config.path)
+        huggingface.check_vocabulary(shape, tokenizer)
         return shape
     return Shape(
         family=config.family,
@@ -286,7 +286,7 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = network(config.model, families.read_shape(model.path), "scalar")
+            net = network(config.model, huggingface.read_shape(model.path), "scalar")
             params = huggingface.load(model.path, net, train_shardings(net, roles.mesh))
             scorers[name] = Scalar(net, params)
         else:

@@ -154,7 +154,7 @@ class Writer:
         def sink(step: int, data: Mapping[str, float]) -> None:
             for name, value in data.items():
                 if math.isfinite(value):
-                    writer.add_scalar(name, value, step)
+                    writer.add_scalar(name.replace("@", "_at_"), value, step)
 
         self._sinks.append(sink)
         self._closers.append(writer.close)

@@ -18,7 +18,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One decoder: grouped-query attention, RMS norm, gated MLP, rotary embedding."""
+    """One decoder-only transformer: grouped queries, RMS norm, gated MLP, rotary embedding."""
 
     family: str
     vocab_size: int

@@ -154,7 +154,7 @@ def _applies(term: TermConfig, sources: list[str]) -> np.ndarray:
 
 
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:
-    scores = np.asarray(scores, np.float64)
+    scores = np.asarray(scores, np.float32)
     if scores.shape != (num_rows,):
         raise RewardError(
             f"model {name!r} returned scores of shape {scores.shape}, one for each of the"

@@ -15,8 +15,9 @@ def math_answer(
 ) -> float:
     """Returns 1.0 if the solution's final answer has the value of the ground truth, else 0.0.
 
-    A boxed answer counts first, then LaTeX, then a plain expression near the end of the text. An
-    answer that cannot be read, or takes too long to compare, is wrong.
+    A boxed answer counts first, then LaTeX, then a plain expression near the end of the text.
+    Several different boxed answers are one set, so that a second guess is no help. An answer that
+    cannot be read, or takes too long to compare, is wrong.
 
     Args:
       ground_truth: a number or LaTeX without delimiters.

@@ -259,10 +259,11 @@ class _Worker:
 
     def end(self, patience_s: float) -> str:
         """Ends the process, by force after `patience_s`; returns how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it may have started, too
+        if self._process.returncode is None:  # once it is known, the id may be another's
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # what it may have started, too
         code = self._process.wait()
         self.connection.close()
         if self._process.stdin:

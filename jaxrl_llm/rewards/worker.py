@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import os
 import sys
 import threading
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards.functions import RewardFunction, resolve
+
+LARGEST_SCORE = float(np.finfo(np.float32).max)  # rewards are float32 on the devices
 
 
 def serve(connection: Connection) -> None:
@@ -65,19 +66,19 @@ def checked_result(result: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: neither a number nor a dict with a number as `score`.
-      ValueError: the score is not finite.
+      ValueError: the score is not finite in float32.
     """
     rule = "a reward function returns a finite number, or a dict with one as 'score'"
     details = dict(result) if isinstance(result, Mapping) else {}
     if isinstance(result, Mapping) and "score" not in details:
         raise TypeError(f"returned a dict without 'score' (keys: {list(details)}); {rule}")
     score = details.pop("score") if isinstance(result, Mapping) else result
-    if isinstance(score, np.ndarray) and score.ndim == 0:
-        score = score[()]
-    if not isinstance(score, (bool, int, float, np.bool_, np.integer, np.floating)):
+    if isinstance(score, np.generic) or (isinstance(score, np.ndarray) and score.ndim == 0):
+        score = score.item()
+    if not isinstance(score, (bool, int, float)):
         raise TypeError(f"returned {type(score).__name__} {score!r:.100}; {rule}")
-    if not math.isfinite(score):
-        raise ValueError(f"returned {score}; {rule}")
+    if not -LARGEST_SCORE <= score <= LARGEST_SCORE:
+        raise ValueError(f"returned {score!r:.100}; {rule}")
     return {"score": float(score), "details": details}
 
 

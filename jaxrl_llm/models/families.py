@@ -1,0 +1,344 @@
+"""What the supported model families are called on disk: config keys and tensor names.
+
+Weights are not read here (see `huggingface`). A family is a value of `model_type` in
+config.json; adding one is a row of `FAMILIES`, and of the tables below where its blocks differ.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.models.shape import RopeScaling, Shape
+
+
+class CheckpointFormatError(ValueError):
+    """A model folder that cannot be read or written; the message names file and remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one `model_type` differs from the others."""
+
+    model_class: str  # prefix of its class names
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int = 0  # where config.json does not say; 0 is hidden_size / num_attention_heads
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama"),
+    "qwen2": Family("Qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3", qk_norm=True, head_dim=128),
+}
+HEADS: Mapping[str, str] = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
+
+# Keys that change the arithmetic, and the only value each may have.
+_FIXED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_LLAMA3_ROPE = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+# Config.
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointFormatError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
+    """Returns the contents of a model folder's config.json.
+
+    Raises:
+      CheckpointFormatError: If there is no such folder or no readable config.json in it.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise CheckpointFormatError(
+            f"{folder}: no such folder; give a local folder with config.json and safetensors"
+            " (models are not downloaded by name)"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointFormatError(f"{folder}: has no config.json; is it a model folder?")
+    return _read_json(folder / "config.json")
+
+
+def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
+    """Returns the tokens that end a response: of generation_config.json, else config.json.
+
+    Empty if neither names one.
+
+    Raises:
+      CheckpointFormatError: If the folder or a readable config.json is missing.
+    """
+    generation = pathlib.Path(folder) / "generation_config.json"
+    configs = [read_config(folder)]
+    if generation.is_file():
+        configs.insert(0, _read_json(generation))
+    for config in configs:
+        ids = config.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def architecture(config: Mapping[str, Any], source: str = "config.json") -> tuple[str, str]:
+    """Returns (family, head) of a model: ("llama", "lm"), ("qwen3", "scalar"), ...
+
+    Args:
+      config: Contents of config.json.
+      source: What errors call it.
+
+    Raises:
+      CheckpointFormatError: If the model is of no known family, or has a head of another kind.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointFormatError(
+            f"{source}: model_type is {family!r}; known families: {', '.join(FAMILIES)}"
+        )
+    known = {FAMILIES[family].model_class + suffix: head for head, suffix in HEADS.items()}
+    names = config.get("architectures") or []
+    for name in names:
+        if name in known:
+            return family, known[name]
+    raise CheckpointFormatError(
+        f"{source}: architectures is {names}; known for {family}: {', '.join(known)}"
+    )
+
+
+def shape_from_config(config: Mapping[str, Any], source: str = "config.json") -> Shape:
+    """Returns the shape that a Hugging Face config describes.
+
+    Rotary settings are read in both spellings, `rope_theta` with `rope_scaling` and
+    `rope_parameters`.
+
+    Args:
+      config: Contents of config.json.
+      source: What errors call it.
+
+    Raises:
+      CheckpointFormatError: On an unknown family, a missing key, or an option that would
+        change the arithmetic in a way that is not implemented.
+    """
+    name, _ = architecture(config, source)
+    family = FAMILIES[name]
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        raise CheckpointFormatError(f"{source}: {', '.join(missing)} missing or no integer")
+    for key, value in _FIXED.items():
+        if config.get(key) not in (None, value):
+            raise CheckpointFormatError(
+                f"{source}: {key} is {config[key]!r}; only {value!r} is implemented for {name}"
+            )
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise CheckpointFormatError(
+            f"{source}: layer_types is {sorted(set(config['layer_types']))}; only full_attention"
+            " is implemented"
+        )
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise CheckpointFormatError(
+            f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        )
+    head_size = config.get("head_dim") or family.head_dim or hidden // heads
+    if head_size % 2:
+        raise CheckpointFormatError(
+            f"{source}: heads of {head_size}; rotary embeddings need an even size"
+        )
+    theta, scaling = _rope(config, source)
+    return Shape(
+        family=name,
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        mlp_size=config["intermediate_size"],
+        max_positions=config.get("max_position_embeddings", Shape.max_positions),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling]:
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(key) or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" and not any(isinstance(value, Mapping) for value in rope.values()):
+        return theta, RopeScaling()
+    if kind != "llama3":
+        raise CheckpointFormatError(
+            f"{source}: {key} is {dict(rope)}; rope_type must be 'default' or 'llama3', the same"
+            " for all layers"
+        )
+    missing = [name for name in _LLAMA3_ROPE if name not in rope]
+    if missing:
+        raise CheckpointFormatError(f"{source}: {key} of type llama3 lacks {', '.join(missing)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointFormatError(f"{source}: {key}.partial_rotary_factor must be 1")
+    factor, low, high, original = (rope[name] for name in _LLAMA3_ROPE)
+    return theta, RopeScaling(float(factor), float(low), float(high), int(original))
+
+
+def to_hf_config(
+    shape: Shape,
+    head: str = "lm",
+    dtype: str = "float32",
+    source_config: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the contents of a config.json; the inverse of `shape_from_config`.
+
+    Args:
+      shape: Of the network.
+      head: "lm" or "scalar"; the latter becomes a sequence classifier with one label.
+      dtype: Of the tensors beside it.
+      source_config: Contents of another config.json, whose other keys are kept (token ids,
+        dropout). What depends on shape, head and dtype is replaced.
+
+    Raises:
+      CheckpointFormatError: If the family is unknown or the shape is not one it can have.
+    """
+    if shape.family not in FAMILIES:
+        raise CheckpointFormatError(
+            f"shape.family is {shape.family!r}; known families: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[shape.family]
+    for switch in ("qkv_bias", "qk_norm"):
+        if getattr(shape, switch) != getattr(family, switch):
+            raise CheckpointFormatError(
+                f"shape.{switch} is {getattr(shape, switch)}, but {shape.family} models have"
+                f" {switch}={getattr(family, switch)}; another reader would compute otherwise"
+            )
+    replaced = ("rope_parameters", "torch_dtype", "id2label", "label2id", "num_labels")
+    config = {k: v for k, v in (source_config or {}).items() if k not in replaced}
+    scaling = shape.rope_scaling
+    config.update(
+        model_type=shape.family,
+        architectures=[family.model_class + HEADS[head]],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.mlp_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        hidden_act="silu",
+        max_position_embeddings=shape.max_positions,
+        rms_norm_eps=shape.norm_eps,
+        tie_word_embeddings=shape.tie_embeddings,
+        # The older of the two spellings, as every reader knows it.
+        rope_theta=shape.rope_theta,
+        rope_scaling=None
+        if scaling.factor == 1.0
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        },
+        torch_dtype=dtype,
+    )
+    config.pop("dtype", None)
+    if head == "scalar":
+        config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    return config
+
+
+# Tensors.
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorName:
+    """One parameter of the network and what it is called in a file."""
+
+    path: tuple[str, ...]  # keys into the parameter tree
+    name: str  # "{}" stands for the layer where the parameter is stacked
+    transposed: bool = False  # stored as [out, in], ours is [in, out]
+
+    @property
+    def stacked(self) -> bool:
+        return self.path[0] == "layers"
+
+    def file_names(self, num_layers: int) -> list[str]:
+        """Returns the names in a file: one for each layer, or a single one."""
+        return [self.name.format(i) for i in range(num_layers)] if self.stacked else [self.name]
+
+
+def _projection(path: str, module: str, bias: bool) -> Iterator[TensorName]:
+    keys = ("layers", *path.split("."))
+    yield TensorName((*keys, "kernel"), f"model.layers.{{}}.{module}.weight", transposed=True)
+    if bias:
+        yield TensorName((*keys, "bias"), f"model.layers.{{}}.{module}.bias")
+
+
+def _norm(path: str, module: str) -> TensorName:
+    return TensorName(("layers", *path.split("."), "scale"), f"model.layers.{{}}.{module}.weight")
+
+
+def tensor_names(shape: Shape, head: str = "lm") -> tuple[TensorName, ...]:
+    """Returns every parameter of a network with its name in a Hugging Face file."""
+
+    def names() -> Iterator[TensorName]:
+        yield TensorName(("embed",), "model.embed_tokens.weight")
+        yield _norm("attention_norm", "input_layernorm")
+        for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
+            yield from _projection(f"attention.{ours}", f"self_attn.{theirs}", shape.qkv_bias)
+        yield from _projection("attention.o", "self_attn.o_proj", False)
+        if shape.qk_norm:
+            yield _norm("attention.q_norm", "self_attn.q_norm")
+            yield _norm("attention.k_norm", "self_attn.k_norm")
+        yield _norm("mlp_norm", "post_attention_layernorm")
+        for ours in ("gate", "up", "down"):
+            yield from _projection(f"mlp.{ours}", f"mlp.{ours}_proj", False)
+        yield TensorName(("norm", "scale"), "model.norm.weight")
+        if head == "scalar":
+            yield TensorName(("score",), "score.weight")
+        elif not shape.tie_embeddings:
+            yield TensorName(("head",), "lm_head.weight")
+
+    return tuple(names())
+
+
+def may_be_unused(name: str, shape: Shape, head: str) -> bool:
+    """Returns whether a stored tensor is rightly left unread by this network.
+
+    A tied or scalar head has no use for a stored output projection; rotary frequencies, which
+    old writers stored, follow from the config.
+    """
+    if name == "lm_head.weight":
+        return head == "scalar" or shape.tie_embeddings
+    return name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,373 @@
+"""Model folders in the Hugging Face layout: read into shards, written from shards.
+
+A folder holds config.json, safetensors and, beside them, tokenizer files. Reading checks
+every header before the first byte goes to a device, then reads for each shard only its own
+part. Writing streams one tensor at a time. Neither holds a whole model on the host.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.models import families, safetensors_file
+from jaxrl_llm.models.families import CheckpointFormatError, TensorName
+from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network, Params
+
+Block = tuple[slice, ...]  # of one array, with start and stop
+
+_WRITER = {"format": "pt", "writer": "jaxrl_llm"}
+_MAX_LISTED = 8
+
+
+def read_shape(folder: str | pathlib.Path) -> Shape:
+    """Returns the shape that a model folder's config.json describes.
+
+    Raises:
+      CheckpointFormatError: If the folder is missing or the model is not supported.
+    """
+    config = families.read_config(folder)
+    return families.shape_from_config(config, str(pathlib.Path(folder) / "config.json"))
+
+
+def check_vocabulary(shape: Shape, tokenizer: Any) -> None:
+    """Checks that every token of `tokenizer` has a row in the embedding.
+
+    Raises:
+      CheckpointFormatError: If the tokenizer has more tokens than the model.
+    """
+    if len(tokenizer) > shape.vocab_size:
+        raise CheckpointFormatError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
+            f" {shape.vocab_size}; use the tokenizer that the model was trained with"
+        )
+
+
+# Reading.
+
+
+def load(
+    folder: str | pathlib.Path,
+    network: Network,
+    shardings: Any = None,
+    dtype: Any = None,
+) -> Params:
+    """Returns the parameters stored in a model folder, each shard read on its own.
+
+    A scalar network takes its body from any folder of its family: the head is the folder's
+    one-label classifier, or zero if the folder is a causal language model.
+
+    Args:
+      folder: With config.json and `model.safetensors`, or shards and their index.
+      network: Built with `read_shape(folder)`.
+      shardings: Tree of shardings like the parameters; None is the first local device.
+      dtype: Of the parameters; None is `network.param_dtype`.
+
+    Raises:
+      CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
+        Everything is checked before device memory is used.
+    """
+    folder = pathlib.Path(folder)
+    config = families.read_config(folder)
+    _check_shape(folder, config, network)
+    stored = safetensors_file.open_folder(folder)
+    leaves = traverse_util.flatten_dict(network.abstract())
+    names = families.tensor_names(network.shape, network.head)
+    _, head = families.architecture(config, str(folder / "config.json"))
+    absent = {"score.weight"} if head == "lm" and "score.weight" not in stored else set()
+    _check_tensors(folder, network, leaves, [n for n in names if n.name not in absent], stored)
+
+    if shardings is None:
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = dict.fromkeys(leaves, one)
+    else:
+        places = traverse_util.flatten_dict(shardings)
+    dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
+    arrays = {}
+    for name in names:
+        if name.name in absent:
+            read = functools.partial(_zeros, dtype=dtype)
+        else:
+            tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
+            read = functools.partial(_read_block, name, tensors, dtype)
+        arrays[name.path] = _assemble(leaves[name.path].shape, places[name.path], read)
+    return traverse_util.unflatten_dict(arrays)
+
+
+def _check_shape(folder: pathlib.Path, config: Mapping[str, Any], network: Network) -> None:
+    path = folder / "config.json"
+    found = families.shape_from_config(config, str(path))
+    indifferent = {"max_positions"} | ({"tie_embeddings"} if network.head == "scalar" else set())
+    theirs, ours = dataclasses.asdict(found), dataclasses.asdict(network.shape)
+    differing = [
+        f"{field} is {theirs[field]} there and {ours[field]} in the network"
+        for field in theirs
+        if field not in indifferent and theirs[field] != ours[field]
+    ]
+    if differing:
+        raise CheckpointFormatError(
+            f"{path}: {'; '.join(differing)}; build the network with read_shape(folder)"
+        )
+
+
+def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> None:
+    """Raises with every tensor that is missing or does not fit; warns of those without use."""
+    problems, used = [], set()
+    for name in names:
+        expected = leaves[name.path].shape[1 if name.stacked else 0 :]
+        expected = expected[::-1] if name.transposed else expected
+        for file_name in name.file_names(network.shape.num_layers):
+            used.add(file_name)
+            tensor = stored.get(file_name)
+            if tensor is None:
+                problems.append(f"{file_name} is missing, expected {list(expected)}")
+            elif tensor.shape != expected:
+                hint = "; a scalar head has one label" if file_name == "score.weight" else ""
+                problems.append(
+                    f"{file_name} in {tensor.file.name} is {list(tensor.shape)},"
+                    f" expected {list(expected)}{hint}"
+                )
+            elif not tensor.readable:
+                problems.append(
+                    f"{file_name} in {tensor.file.name} is stored as {tensor.code}; only"
+                    " F32, BF16, F16 and F64 are read"
+                )
+    if problems:
+        raise CheckpointFormatError(f"{folder}: {_listed(problems)}")
+    unused = sorted(
+        name
+        for name in stored.keys() - used
+        if not families.may_be_unused(name, network.shape, network.head)
+    )
+    if unused:
+        warnings.warn(
+            f"{folder}: not used by this {network.head} network: {_listed(unused)}", stacklevel=3
+        )
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = f"; and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
+    return "; ".join(items[:_MAX_LISTED]) + more
+
+
+def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
+    return np.zeros([part.stop - part.start for part in block], dtype)
+
+
+def _read_block(
+    name: TensorName, tensors: list[StoredTensor], dtype: np.dtype, block: Block
+) -> np.ndarray:
+    """Returns one block of a parameter; of a stacked one, the layers in it are read in turn."""
+    layers = range(block[0].start, block[0].stop) if name.stacked else (0,)
+    part = block[1:] if name.stacked else block
+    out = np.empty([len(layers), *(p.stop - p.start for p in part)], dtype)
+    for slot, layer in enumerate(layers):
+        view = tensors[layer].view()
+        out[slot] = view[part[::-1]].T if name.transposed else view[part]
+    return out if name.stacked else out[0]
+
+
+def _assemble(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Block], np.ndarray]
+) -> jax.Array:
+    """Returns a sharded array of blocks that are each read once, for all devices that hold it."""
+    holders = collections.defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        holders[tuple(spans)].append(device)
+    arrays = []
+    for spans, devices in holders.items():
+        block = read(tuple(slice(*span) for span in spans))
+        copies = [
+            jax.device_put(
+                block, jax.sharding.SingleDeviceSharding(d, memory_kind=sharding.memory_kind)
+            )
+            for d in devices
+        ]
+        arrays += jax.block_until_ready(copies)  # else all blocks would wait on the host at once
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+# Writing.
+
+
+def save(
+    folder: str | pathlib.Path,
+    network: Network,
+    params: Params,
+    tokenizer: Any = None,
+    source_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: Any = None,
+    eos_token_ids: Sequence[int] = (),
+) -> None:
+    """Writes a folder that transformers loads: weights, configs and tokenizer files.
+
+    The folder appears whole or not at all. An earlier export at the same place is replaced;
+    files that others put beside it are kept. A scalar head becomes a sequence classifier
+    with one label. On several hosts every process must call this; the first one writes.
+
+    Args:
+      folder: To be made; empty, absent, or an earlier export.
+      network: What `params` belong to.
+      params: Stacked parameters, sharded in any way.
+      tokenizer: With `save_pretrained`; None writes no tokenizer files.
+      source_config: config.json the model came from, whose other keys are kept.
+      max_shard_bytes: Weights beyond this are split into several files.
+      dtype: Of the stored tensors; None is the dtype of the parameters.
+      eos_token_ids: Tokens that end a response; empty takes `source_config`'s, else the
+        tokenizer's.
+
+    Raises:
+      CheckpointFormatError: If the folder holds something else, or the tokenizer has more
+        tokens than the model.
+    """
+    folder = pathlib.Path(folder)
+    _check_replaceable(folder)
+    if tokenizer is not None:
+        check_vocabulary(network.shape, tokenizer)
+    dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
+    config = families.to_hf_config(network.shape, network.head, dtype.name, source_config)
+    _set_token_ids(config, tokenizer, eos_token_ids)
+    files = _split(list(_tensors_to_write(network, params, dtype)), max_shard_bytes)
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    if jax.process_index() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            _write_weights(partial, files)
+            _write_json(partial / "config.json", config)
+            if network.head == "lm":
+                ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
+                _write_json(partial / "generation_config.json", ids)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial))
+            _replace(folder, partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    else:
+        for tensors in files.values():
+            for tensor in tensors:
+                tensor.contents()  # takes part in gathering it
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"export to {folder}")
+
+
+def _check_replaceable(folder: pathlib.Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            if safetensors_file.read_header(path)[1] == _WRITER:
+                return
+        except CheckpointFormatError:
+            continue
+    raise CheckpointFormatError(
+        f"{folder}: exists and was not written by an earlier export; choose another folder or"
+        " remove it first"
+    )
+
+
+def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if config.get(key) is None:
+            # Written even when unknown: readers would fill in a default of their own.
+            config[key] = getattr(tokenizer, key, None)
+    if eos_token_ids:
+        several = len(eos_token_ids) > 1
+        config["eos_token_id"] = list(eos_token_ids) if several else eos_token_ids[0]
+
+
+def _tensors_to_write(network: Network, params: Params, dtype) -> Iterator[TensorToWrite]:
+    """Yields every tensor, those of a layer together, so that a file holds whole layers."""
+    leaves = traverse_util.flatten_dict(params)
+    names = families.tensor_names(network.shape, network.head)
+
+    def entry(name: TensorName, layer: int) -> TensorToWrite:
+        leaf = leaves[name.path]
+        shape = leaf.shape[1:] if name.stacked else leaf.shape
+        contents = functools.partial(_fetch, leaf, name, layer, dtype)
+        shape = shape[::-1] if name.transposed else shape
+        return TensorToWrite(name.name.format(layer), dtype, tuple(shape), contents)
+
+    yield from (entry(name, 0) for name in names if not name.stacked)
+    for layer in range(network.shape.num_layers):
+        yield from (entry(name, layer) for name in names if name.stacked)
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "transposed", "dtype"))
+def _as_stored(leaf, layer, *, stacked: bool, transposed: bool, dtype: str):
+    tensor = leaf[layer] if stacked else leaf
+    return (tensor.T if transposed else tensor).astype(dtype)
+
+
+def _fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.ndarray:
+    tensor = _as_stored(
+        leaf, layer, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
+    )
+    if tensor.is_fully_addressable:
+        return np.asarray(tensor)
+    return multihost_utils.process_allgather(tensor, tiled=True)
+
+
+def _split(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
+    """Returns the tensors of each file, in order, no file larger than it must be."""
+    groups: list[list[TensorToWrite]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if groups[-1] and tensor.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    if len(groups) == 1:
+        return {safetensors_file.SINGLE: groups[0]}
+    return {
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
+
+
+def _write_weights(folder: pathlib.Path, files: dict[str, list[TensorToWrite]]) -> None:
+    for name, tensors in files.items():
+        safetensors_file.write_file(folder / name, tensors, _WRITER)
+    if len(files) > 1:
+        total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+        weight_map = {t.name: name for name, tensors in files.items() for t in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / safetensors_file.INDEX, index)
+
+
+def _write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+
+
+def _replace(folder: pathlib.Path, partial: pathlib.Path) -> None:
+    """Puts `partial` in the place of `folder`, keeping files that no export writes."""
+    if not folder.exists():
+        os.rename(partial, folder)
+        return
+    earlier = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(earlier, ignore_errors=True)
+    os.rename(folder, earlier)
+    os.rename(partial, folder)
+    for path in earlier.iterdir():
+        weights = path.name.startswith("model") and ".safetensors" in path.name
+        if not weights and not (folder / path.name).exists():
+            os.rename(path, folder / path.name)
+    shutil.rmtree(earlier)

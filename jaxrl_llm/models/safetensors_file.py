@@ -1,0 +1,187 @@
+"""The safetensors file format: a JSON header, then the bytes of the tensors.
+
+Read and written here rather than through the library so that a shard of a tensor is read
+without the rest, a file is written without holding it, and every fault is named.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.families import CheckpointFormatError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F64": np.dtype(np.float64),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies; nothing of it is read before `view` is sliced."""
+
+    file: pathlib.Path
+    name: str
+    code: str  # dtype as the file calls it
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def readable(self) -> bool:
+        return self.code in _DTYPES
+
+    def view(self) -> np.ndarray:
+        """Returns the tensor mapped into memory; pages are read where it is touched."""
+        return np.memmap(self.file, _DTYPES[self.code], "r", self.offset, self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorToWrite:
+    """A tensor whose contents are asked for only when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    contents: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns the tensors of one file by name, and the file's metadata.
+
+    Raises:
+      CheckpointFormatError: If the file is missing, cut short or inconsistent.
+    """
+    if not path.is_file():
+        raise CheckpointFormatError(f"{path}: no such file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise CheckpointFormatError(
+                f"{path}: is a Git LFS pointer, not the weights; run 'git lfs pull' in its folder"
+            )
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or 8 + length > size:
+            raise CheckpointFormatError(
+                f"{path}: not a complete safetensors file ({size} bytes); copy it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", None) or {}
+            tensors = {
+                name: StoredTensor(
+                    path,
+                    name,
+                    entry["dtype"],
+                    tuple(entry["shape"]),
+                    8 + length + entry["data_offsets"][0],
+                )
+                for name, entry in header.items()
+            }
+            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointFormatError(
+                f"{path}: the header is not valid: {type(error).__name__} {error}"
+            ) from error
+    for name, tensor in tensors.items():
+        if ends[name] > size:
+            raise CheckpointFormatError(
+                f"{path}: cut short: {name} ends at byte {ends[name]}, the file has {size};"
+                " copy it again"
+            )
+        if tensor.readable:
+            expected = math.prod(tensor.shape) * _DTYPES[tensor.code].itemsize
+            if ends[name] - tensor.offset != expected or tensor.offset < 8 + length:
+                raise CheckpointFormatError(
+                    f"{path}: {name} {tensor.code}{list(tensor.shape)} needs {expected} bytes,"
+                    f" the header gives it {ends[name] - tensor.offset}"
+                )
+    return tensors, metadata
+
+
+def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
+    """Returns every tensor of a model folder by name; only headers are read.
+
+    Raises:
+      CheckpointFormatError: If there are no safetensors, or a file that the index names is
+        missing, cut short, or lacks a tensor.
+    """
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)[0]
+    index = folder / INDEX
+    if not index.exists():
+        pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.pt*")
+        )
+        raise CheckpointFormatError(
+            f"{folder}: has neither {SINGLE} nor {INDEX}"
+            + (
+                f", only {', '.join(pickles[:3])}; pickled weights can run code and are never"
+                " read, convert them with transformers' save_pretrained"
+                if pickles
+                else ""
+            )
+        )
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointFormatError(f"{index}: not a valid index: {error!r}") from error
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointFormatError(
+            f"{index}: {len(missing)} of {len(files)} files are missing: {', '.join(missing[:5])}"
+        )
+    headers = {name: read_header(folder / name)[0] for name in files}
+    tensors = {}
+    for tensor, name in weight_map.items():
+        if tensor not in headers[name]:
+            raise CheckpointFormatError(f"{index}: {tensor} is not in {name} as the index says")
+        tensors[tensor] = headers[name][tensor]
+    return tensors
+
+
+def _bytes(tensor: TensorToWrite) -> memoryview:
+    contents = np.ascontiguousarray(tensor.contents())
+    assert (contents.dtype, contents.shape) == (tensor.dtype, tensor.shape), tensor.name
+    return contents.view(np.uint8).data
+
+
+def write_file(
+    path: pathlib.Path, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]
+) -> None:
+    """Writes one file, holding one tensor at a time, and waits until it is on disk."""
+    tensors = list(tensors)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,144 @@
+"""Files and rows, good and hostile."""
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.files import checked_row, read_rows
+
+GOOD = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train"},
+}
+
+
+def write_jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path, *rows, **options):
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, **options)
+    return str(path)
+
+
+def test_parquet_and_jsonl_give_the_same_rows_in_order(tmp_path):
+    rows = [{**GOOD, "extra_info": {"index": i, "split": "train"}} for i in range(5)]
+    files = [
+        write_parquet(tmp_path / "a.parquet", *rows[:3], row_group_size=2),
+        write_jsonl(tmp_path / "b.JSONL", *rows[3:]),
+    ]
+    read = list(read_rows(files))
+    assert [checked_row(row, where) for where, row in read] == rows
+    assert [where.removeprefix(str(tmp_path)) for where, _ in read] == [
+        "/a.parquet, row 1", "/a.parquet, row 2", "/a.parquet, row 3",
+        "/b.JSONL, row 1", "/b.JSONL, row 2",
+    ]  # fmt: skip
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"\n{json.dumps(GOOD)}\n  \n{json.dumps(GOOD)}\n\n")
+    assert [where.rsplit(" ", 1)[1] for where, _ in read_rows([str(path)])] == ["2", "4"]
+
+
+def test_prompts_in_either_form_and_under_any_name():
+    text = {**GOOD, "question": "1+1="}
+    assert checked_row(text, "row", "question") == GOOD
+    talk = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
+    assert checked_row({**GOOD, "prompt": talk}, "row")["prompt"] == talk
+
+
+def test_what_may_be_missing():
+    row = checked_row({"data_source": "s", "prompt": "hi", "extra_info": None}, "row")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": None}
+    assert (row["extra_info"], row["ability"]) == ({}, "")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"prompt": None}, "row 7: prompt is missing"),
+        ({"prompt": ""}, "row 7: prompt is empty"),
+        ({"prompt": " \n"}, "row 7: prompt is empty"),
+        ({"prompt": []}, "row 7: prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "row 7: prompt is empty"),
+        ({"prompt": 5}, "list of {role, content} messages or one text, got int"),
+        ({"prompt": {"role": "user", "content": "x"}}, "or one text, got dict"),
+        ({"prompt": ["hi"]}, "message 1 is str"),
+        ({"prompt": [{"content": "x"}]}, "role of message 1 must be a text, got None"),
+        ({"prompt": [{"role": "user"}]}, "content of message 1 must be a text, got None"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of message 1"),
+        ({"prompt": "half a character \ud83d"}, "content of message 1 must be a text"),
+        ({"data_source": None}, "row 7: data_source must be a text"),
+        ({"data_source": ""}, "row 7: data_source must be a text"),
+        ({"data_source": 3}, "data_source must be a text that names the row's origin, got 3"),
+        ({"reward_model": "2"}, "row 7: reward_model must be a mapping, got str"),
+        ({"extra_info": [1]}, "row 7: extra_info must be a mapping, got list"),
+    ],
+)
+def test_hostile_rows_are_named(change, message):
+    with pytest.raises(DataError) as error:
+        checked_row({**GOOD, **change}, "f.jsonl, row 7")
+    assert str(error.value).startswith("f.jsonl, row 7: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["prompt", "data_source"])
+def test_a_missing_column_is_named(key):
+    row = {name: value for name, value in GOOD.items() if name != key}
+    with pytest.raises(DataError, match=f"row 7: {key}"):
+        checked_row(row, "row 7")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.csv", b"x", "unsupported suffix '.csv'; known: .jsonl, .parquet"),
+        ("a.jsonl", None, "a.jsonl: no such file"),
+        ("a.parquet", None, "a.parquet: no such file"),
+        ("a.jsonl", b"", "a.jsonl: no rows in this file"),
+        ("a.jsonl", b"\n \n", "a.jsonl: no rows in this file"),
+        ("a.parquet", b"", "a.parquet: cannot be read as parquet"),
+        ("a.parquet", b"not parquet at all", "a.parquet: cannot be read as parquet"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, row 2: broken JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 2', "a.jsonl, row 2: broken JSON"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, row 1: broken JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, row 1: broken JSON"),
+        ("a.jsonl", b"{}\n[1, 2]\n", "a.jsonl, row 2: must be a mapping of columns, got list"),
+        ("a.jsonl", b"null\n", "a.jsonl, row 1: must be a mapping of columns, got NoneType"),
+    ],
+)
+def test_hostile_files_are_named(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        list(read_rows([str(tmp_path / name)]))
+    assert message in str(error.value)
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, *[GOOD] * 100)
+    whole = path.read_bytes()
+    for size in (len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+            list(read_rows([str(path)]))
+    # The foot is whole and a page in the middle is not.
+    middle = len(whole) // 8
+    path.write_bytes(whole[:middle] + b"\xff" * 64 + whole[middle + 64 :])
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+        list(read_rows([str(path)]))
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([GOOD]).slice(0, 0), path)
+    with pytest.raises(DataError, match="no rows in this file"):
+        list(read_rows([str(path)]))

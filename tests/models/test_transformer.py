@@ -1,0 +1,93 @@
+"""Parity with transformers: logits and scores of every family, in float32."""
+
+import hf_checkpoints
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jaxrl_llm.models import heads, huggingface
+from jaxrl_llm.models.transformer import Network
+
+LENGTHS = (64, 40, 1, 17)
+# float32 rounding of three layers on logits of size about 10, two orders of summation.
+RELATIVE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def rows():
+    tokens = np.random.default_rng(0).integers(4, 96, (len(LENGTHS), 64)).astype(np.int32)
+    mask = np.arange(64) < np.array(LENGTHS)[:, None]
+    return np.where(mask, tokens, 0), mask
+
+
+def our_hidden(network, params, tokens, mask):
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return jax.jit(network.hidden)(params, tokens, positions, mask.astype(np.int32))
+
+
+def assert_close(got, want):
+    assert np.abs(want).max() > 1.0, "the checkpoint is too small to tell anything"
+    assert np.abs(got - want).max() <= RELATIVE * np.abs(want).max()
+
+
+@pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
+def test_logits_equal_transformers(family, rows, tmp_path):
+    tokens, mask = rows
+    theirs = hf_checkpoints.make(tmp_path, family)
+    network = Network(huggingface.read_shape(tmp_path))
+    params = huggingface.load(tmp_path, network)
+    with torch.no_grad():
+        want = theirs(
+            torch.tensor(tokens, dtype=torch.long), attention_mask=torch.tensor(mask)
+        ).logits.numpy()
+    got = np.asarray(network.logits(params, our_hidden(network, params, tokens, mask)))
+    assert_close(got[mask], want[mask])
+
+
+def test_stretched_rotary_matters_here(rows, tmp_path):
+    # Without this, the Llama parity above would hold with no scaling at all.
+    tokens, mask = rows
+    hf_checkpoints.make(tmp_path / "scaled", "llama")
+    hf_checkpoints.make(tmp_path / "plain", "llama", rope_parameters={"rope_theta": 500.0})
+    logits = []
+    for name in ("scaled", "plain"):
+        network = Network(huggingface.read_shape(tmp_path / name))
+        params = huggingface.load(tmp_path / name, network)
+        logits.append(network.logits(params, our_hidden(network, params, tokens, mask)))
+    scaled, plain = (np.asarray(x)[mask] for x in logits)
+    assert np.abs(scaled - plain).max() > 0.01 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
+def test_classifier_scores_equal_transformers(family, rows, tmp_path):
+    tokens, mask = rows
+    theirs = hf_checkpoints.make(tmp_path, family, head="scalar")
+    network = Network(huggingface.read_shape(tmp_path), head="scalar")
+    params = huggingface.load(tmp_path, network)
+    with torch.no_grad():
+        want = theirs(
+            torch.tensor(tokens, dtype=torch.long), attention_mask=torch.tensor(mask)
+        ).logits.numpy()
+    got = heads.sequence_scores(
+        our_hidden(network, params, tokens, mask),
+        network.head_weight(params),
+        np.array(LENGTHS, np.int32) - 1,
+    )
+    assert_close(np.asarray(got), want[:, 0])
+
+
+def test_packed_rows_equal_rows_of_their_own(rows, tmp_path):
+    tokens, _ = rows
+    hf_checkpoints.make(tmp_path, "qwen2")
+    network = Network(huggingface.read_shape(tmp_path))
+    params = huggingface.load(tmp_path, network)
+    first, second = tokens[0, :23], tokens[1, :31]
+    packed = np.concatenate([first, second, tokens[3, :10]])[None]
+    positions = np.concatenate([np.arange(23), np.arange(31), np.zeros(10)])[None].astype(np.int32)
+    segments = np.repeat([1, 2, 0], [23, 31, 10])[None].astype(np.int32)
+    hidden = np.asarray(jax.jit(network.hidden)(params, packed, positions, segments))[0]
+    for sequence, got in ((first, hidden[:23]), (second, hidden[23:54])):
+        mask = np.ones((1, len(sequence)), bool)
+        alone = np.asarray(our_hidden(network, params, sequence[None], mask))[0]
+        np.testing.assert_allclose(got, alone, rtol=1e-4, atol=1e-5)

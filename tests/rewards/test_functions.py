@@ -1,0 +1,122 @@
+"""Built-in reward functions by hand value, and how names are resolved."""
+
+import pytest
+
+from jaxrl_llm.rewards.functions import REWARD_FUNCTIONS, resolve
+
+
+def score(name, solution, truth="", extra_info=()):
+    return REWARD_FUNCTIONS[name]("source", solution, truth, dict(extra_info))
+
+
+@pytest.mark.parametrize(
+    "solution, expected",
+    [
+        ("3+4=7,7+2=9#9", 1.0),
+        ("#9", 1.0),
+        ("# 9\n", 1.0),
+        ("9", 0.0),  # no marker
+        ("#8#9", 0.0),  # a second guess does not count
+        ("#9#9", 0.0),
+        ("#9,9+1=10", 0.0),  # goes on after the answer
+        ("#09", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_arithmetic(solution, expected):
+    assert score("arithmetic", solution, "9") == expected
+
+
+@pytest.mark.parametrize(
+    "solution, truth, expected",
+    [
+        ("so #### 72", "72", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### -5", "-5", 1.0),
+        ("#### 1 and then #### 2", "2", 1.0),  # the last one counts
+        ("#### 1 and then #### 2", "1", 0.0),
+        ("####72", "72", 0.0),  # strict: one space
+        ("#### $72", "72", 0.0),
+        ("#### 72.", "72", 0.0),  # the period belongs to the match
+        ("#### 72.0", "72", 0.0),  # texts are compared, not values
+        ("72", "72", 0.0),
+        ("", "72", 0.0),
+        ("#### 72" + "x" * 293, "72", 1.0),  # 7 characters + 293: just within the last 300
+        ("#### 72" + "x" * 294, "72", 0.0),
+    ],
+)
+def test_gsm8k(solution, truth, expected):
+    assert score("gsm8k", solution, truth) == expected
+
+
+@pytest.mark.parametrize(
+    "solution, truth, expected",
+    [
+        (r"so it is \boxed{\frac12}", "0.5", 1.0),
+        ("The final answer is 1,234.", "1234", 1.0),
+        (r"\boxed{x^2+1}", "1+x^2", 1.0),
+        (r"\boxed{4}. So the answer is \boxed{4}", "4", 1.0),
+        (r"first \boxed{3}, no: \boxed{4}", "4", 0.0),  # the set of both
+        (r"either \boxed{4} or \boxed{3}", r"\{3, 4\}", 1.0),
+        (r"\boxed{5}", "4", 0.0),
+        ("no idea", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_math(solution, truth, expected):
+    assert score("math", solution, truth) == expected
+
+
+def test_math_refuses_a_ground_truth_that_is_none():
+    with pytest.raises(ValueError, match="ground truth ''"):
+        score("math", r"\boxed{4}", "")
+
+
+def test_format():
+    assert score("format", "so\n#### 4") == 1.0
+    assert score("format", "so 4") == 0.0
+    tags = {"format_regex": r"^<think>.*</think>\d+$"}
+    assert score("format", "<think>a\nb</think>4", extra_info=tags) == 1.0
+    assert score("format", "4", extra_info=tags) == 0.0
+
+
+def test_length_penalty_is_a_ramp():
+    limits = {"max_characters": 10, "buffer_characters": 4}
+    penalties = [score("length", "x" * n, extra_info=limits) for n in (0, 10, 11, 13, 14, 99)]
+    assert penalties == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
+    assert score("length", "x" * 1536) == -0.5  # 1024 allowed, 1024 to the bottom
+
+
+def test_a_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
+    body = "def f(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
+    (tmp_path / "scores.py").write_text(body.format(2.0))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "scores.py").write_text(body.format(3.0))
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ("source", "", "", {})
+    assert resolve(f"{tmp_path}/scores.py:f")(*arguments) == 2.0
+    assert resolve(f"{tmp_path}/other/scores.py:f")(*arguments) == 3.0  # same name, other file
+    assert resolve("scores:f")(*arguments) == 2.0
+    assert resolve("gsm8k") is REWARD_FUNCTIONS["gsm8k"]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gsm9k", "unknown reward function 'gsm9k'; known: arithmetic, gsm8k"),
+        ("no.such.module:f", "no.such.module cannot be imported: ModuleNotFoundError"),
+        ("{folder}/absent.py:f", "absent.py cannot be imported: FileNotFoundError"),
+        ("{folder}/scores.py:g", "has no function 'g'"),
+        ("{folder}/scores.py:number", "has no function 'number'"),
+        ("{folder}/scores.py:short", "must take data_source, solution_str"),
+        ("{folder}/broken.py:f", "broken.py cannot be imported: SyntaxError"),
+        ("{folder}/leaves.py:f", "leaves.py cannot be imported: SystemExit"),
+        ("{folder}/scores.py:", "unknown reward function"),
+    ],
+)
+def test_what_cannot_be_resolved_is_named(name, message, tmp_path):
+    (tmp_path / "scores.py").write_text("number = 1\ndef short(a, b): return 0\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit()\n")
+    with pytest.raises(ValueError, match=message):
+        resolve(name.format(folder=tmp_path))

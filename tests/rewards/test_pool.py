@@ -1,0 +1,251 @@
+"""The pool survives what reward functions do to their process, and says what they did."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+
+# `solution_str` says what the function shall do.
+USER_FILE = """
+import asyncio, ctypes, os, subprocess, sys, time
+import numpy as np
+
+def misbehave(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        while True:
+            pass
+    if solution_str == "hang with child":
+        child = subprocess.Popen(["sleep", "600"])
+        open(extra_info["pids"], "w").write(f"{os.getpid()} {child.pid}")
+        child.wait()
+    if solution_str == "raise":
+        raise KeyError("the user's own mistake")
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "leave":
+        os._exit(3)
+    if solution_str == "crash":
+        ctypes.string_at(0)
+    if solution_str.startswith("sleep"):
+        time.sleep(float(solution_str.split()[1]))
+    if solution_str == "modules":
+        return {"score": 0.0, "jax": "jax" in sys.modules, "pid": os.getpid(),
+                "platforms": os.environ["JAX_PLATFORMS"]}
+    if solution_str.startswith("return "):
+        return eval(solution_str.removeprefix("return "))
+    return float(len(solution_str))
+
+async def patient(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.01)
+    return {"score": 4, "truth": ground_truth, "source": data_source, **extra_info}
+"""
+
+
+@pytest.fixture(scope="module")
+def user_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "user.py"
+    path.write_text(USER_FILE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def forgiving(user_file):
+    functions = [f"{user_file}:misbehave", f"{user_file}:patient", "math"]
+    with RewardPool(functions, 2, timeout_s=1.0, on_failure="score", failure_score=-7.0) as pool:
+        yield pool
+
+
+def calls(function, *solutions, truth="", extra_info=()):
+    return [
+        Call(function, row, "here", solution, truth, dict(extra_info))
+        for row, solution in enumerate(solutions)
+    ]
+
+
+def alive(pid):
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_outcomes_keep_the_order_of_the_calls(forgiving, user_file):
+    solutions = ["sleep 0.3", *("x" * n for n in range(20)), "sleep 0.1"]
+    outcomes = forgiving.run(calls(f"{user_file}:misbehave", *solutions))
+    assert [outcome.score for outcome in outcomes] == [float(len(s)) for s in solutions]
+    assert not any(outcome.failure for outcome in outcomes)
+
+
+def test_an_empty_run(forgiving):
+    assert forgiving.run([]) == []
+
+
+def test_async_function_and_details(forgiving, user_file):
+    (outcome,) = forgiving.run(
+        calls(f"{user_file}:patient", "x", truth=[1, 2], extra_info={"index": np.int64(5)})
+    )
+    assert outcome.score == 4.0
+    assert outcome.details == {"truth": [1, 2], "source": "here", "index": 5}
+
+
+@pytest.mark.parametrize(
+    "solution, cause",
+    [
+        ("hang", "no answer within rewards.timeout_s=1 seconds"),
+        ("raise", 'KeyError: "the user\'s own mistake"'),
+        ("exit", "SystemExit: 3"),
+        ("leave", "the process that called it ended with exit code 3"),
+        ("crash", "the process that called it ended with signal SIGSEGV"),
+        ("return float('nan')", "returned nan; a reward function returns a finite number"),
+        ("return -float('inf')", "returned -inf"),
+        ("return 1e300", "returned 1e+300"),
+        ("return 10**400", "returned 1000"),
+        ("return None", "returned NoneType None"),
+        ("return '1.0'", "returned str '1.0'"),
+        ("return [1.0]", "returned list [1.0]"),
+        ("return {'acc': 1.0}", "returned a dict without 'score' (keys: ['acc'])"),
+        ("return {'score': None}", "returned NoneType None"),
+        ("return {'score': 1.0, 'x': object()}", "returned a dict with a object"),
+    ],
+)
+def test_a_failure_costs_its_own_call_only(forgiving, user_file, solution, cause):
+    outcomes = forgiving.run(calls(f"{user_file}:misbehave", "xx", solution, "xxx", "xxxx"))
+    assert [outcome.score for outcome in outcomes] == [2.0, -7.0, 3.0, 4.0]
+    assert [bool(outcome.failure) for outcome in outcomes] == [False, True, False, False]
+    assert cause in outcomes[1].failure
+
+
+@pytest.mark.parametrize(
+    "result, score",
+    [("True", 1.0), ("np.float32(0.5)", 0.5), ("np.bool_(True)", 1.0), ("np.array(2)", 2.0)],
+)
+def test_numbers_of_every_kind_are_scores(forgiving, user_file, result, score):
+    (outcome,) = forgiving.run(calls(f"{user_file}:misbehave", f"return {result}"))
+    assert (outcome.score, outcome.failure) == (score, "")
+
+
+def test_the_traceback_of_the_worker_is_told(forgiving, user_file):
+    (outcome,) = forgiving.run(calls(f"{user_file}:misbehave", "raise"))
+    assert f'File "{user_file}"' in outcome.failure
+    assert 'raise KeyError("the user\'s own mistake")' in outcome.failure
+
+
+def test_failures_are_logged_once_a_run(forgiving, user_file, caplog):
+    forgiving.run(calls(f"{user_file}:misbehave", "x", "raise", "raise"))
+    (record,) = caplog.records
+    assert "2 of 3 reward calls failed and score -7; the first:" in record.getMessage()
+    assert "row 1, data source 'here': KeyError" in record.getMessage()
+
+
+def test_math_works_in_the_worker(forgiving):
+    outcomes = forgiving.run(calls("math", r"\boxed{1/2}", r"\boxed{2}", truth="0.5"))
+    assert [outcome.score for outcome in outcomes] == [1.0, 0.0]
+    assert not any(outcome.failure for outcome in outcomes)
+
+
+def test_workers_are_other_processes_without_jax(forgiving, user_file):
+    (outcome,) = forgiving.run(calls(f"{user_file}:misbehave", "modules"))
+    assert outcome.details["jax"] is False
+    assert outcome.details["platforms"] == "cpu"
+    assert outcome.details["pid"] != os.getpid()
+
+
+def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_path):
+    pids = tmp_path / "pids"
+    started = time.monotonic()
+    (outcome,) = forgiving.run(
+        calls(f"{user_file}:misbehave", "hang with child", extra_info={"pids": str(pids)})
+    )
+    assert "no answer" in outcome.failure
+    assert time.monotonic() - started < 5.0
+    assert not any(alive(pid) for pid in pids.read_text().split())
+
+
+def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file):
+    name = f"{user_file}:misbehave"
+    with RewardPool([name], 2, timeout_s=5.0) as pool:
+        started = time.monotonic()
+        with pytest.raises(RewardError) as error:
+            pool.run(calls(name, "sleep 4", "raise", "sleep 4"))
+        assert time.monotonic() - started < 3.0  # without waiting for the others
+        for part in (name, "row 1", "data source 'here'", "KeyError", "rewards.on_failure='score'"):
+            assert part in str(error.value)
+        # No answer of the stopped run is taken for one of this run.
+        outcomes = pool.run(calls(name, *("x" * n for n in range(8))))
+        assert [outcome.score for outcome in outcomes] == [float(n) for n in range(8)]
+
+
+def test_a_worker_that_died_between_calls_is_replaced(user_file):
+    name = f"{user_file}:misbehave"
+    with RewardPool([name], 1) as pool:
+        (first,) = pool.run(calls(name, "modules"))
+        os.kill(first.details["pid"], 9)
+        time.sleep(0.2)
+        (second,) = pool.run(calls(name, "modules"))
+        assert second.details["pid"] != first.details["pid"]
+    assert not alive(second.details["pid"])
+
+
+def test_close_ends_the_processes_and_the_pool(user_file):
+    name = f"{user_file}:misbehave"
+    with RewardPool([name], 1) as pool:
+        (outcome,) = pool.run(calls(name, "modules"))
+        assert alive(outcome.details["pid"])
+    assert not alive(outcome.details["pid"])
+    with pytest.raises(RewardError, match="closed"):
+        pool.run(calls(name, "x"))
+    pool.close()
+
+
+def test_a_function_that_cannot_be_found_stops_the_start(tmp_path):
+    with pytest.raises(RewardError, match="unknown reward function 'nothing'; known: arithmetic"):
+        RewardPool(["arithmetic", "nothing"], 1)
+    (tmp_path / "broken.py").write_text("import absent_module\n")
+    with pytest.raises(RewardError, match="ModuleNotFoundError: No module named 'absent_module'"):
+        RewardPool([f"{tmp_path}/broken.py:f"], 1)
+    (tmp_path / "dies.py").write_text("import os; os._exit(9)\n")
+    with pytest.raises(RewardError, match="its process ended with exit code 9"):
+        RewardPool([f"{tmp_path}/dies.py:f"], 1)
+
+
+def test_a_row_that_no_process_can_be_sent_is_named(forgiving, user_file):
+    with pytest.raises(RewardError, match="row 0, data source 'here': ground_truth or extra_info"):
+        forgiving.run(calls(f"{user_file}:misbehave", "x", truth=lambda: 0))
+    assert forgiving.run(calls(f"{user_file}:misbehave", "x"))[0].score == 1.0
+
+
+def test_workers_leave_when_their_run_is_killed(user_file, tmp_path):
+    pids = tmp_path / "pids"
+    # A script without a main guard: workers do not import it.
+    script = tmp_path / "run.py"
+    script.write_text(
+        "from jaxrl_llm.rewards.pool import Call, RewardPool\n"
+        f"name = {user_file + ':misbehave'!r}\n"
+        f"info = {{'pids': {str(pids)!r}}}\n"
+        "pool = RewardPool([name], 1, timeout_s=100)\n"
+        "pool.run([Call(name, 0, '', 'hang with child', '', info)])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, script], env=environment)
+    try:
+        wait_until(lambda: pids.is_file() and len(pids.read_text().split()) == 2)
+    finally:
+        run.kill()
+        run.wait()
+    worker, child = pids.read_text().split()
+    os.kill(int(child), 9)
+    wait_until(lambda: not alive(worker))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
