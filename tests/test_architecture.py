@@ -18,6 +18,7 @@ FLOORS = (
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",),),
+    (("program",),),
 )
 DEFAULT_MAX_LINES = 400
 MAX_LINES = {

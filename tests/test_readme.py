@@ -1,0 +1,67 @@
+"""What the README says is so."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from jaxrl_llm import config_bridge
+from jaxrl_llm.config_bridge import ConfigError, from_config_dict
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.trainer import rl
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_links_and_named_files_exist():
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert len(targets) > 5
+    assert not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_every_config_has_its_row():
+    rows = set(re.findall(r"^\| \[`configs/(\w+)\.py`\]", README, flags=re.MULTILINE))
+    assert rows == {path.stem for path in (ROOT / "configs").glob("*.py")}
+
+
+def test_every_recipe_is_named():
+    (listed,) = re.findall(r"with their papers: ([^.]+)\.", README)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(RECIPES)
+
+
+def test_commands_use_known_settings():
+    text = README.replace("\\\n", " ")
+    commands = re.findall(r"python (launch/\S+\.py .*)", text)
+    assert len(commands) >= 2
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert (ROOT / program).exists()
+        file = next(a.removeprefix("--config=") for a in arguments if a.startswith("--config="))
+        assert (ROOT / file).exists()
+        assert config_bridge.unknown_overrides(arguments) == []
+
+
+def test_the_python_snippet_describes_a_run(monkeypatch):
+    """Its config is built for real; the training itself is what other tests do."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    runs = []
+    monkeypatch.setattr(rl, "train", lambda config, workdir: runs.append((config, workdir)))
+    exec(snippet, {})
+    ((config, workdir),) = runs
+    assert (config.algorithm.recipe, workdir) == ("grpo", "runs/from_python")
+    assert list(config.warnings()) == []
+
+
+def test_the_error_report_is_what_a_user_sees():
+    shown = re.search(r" {4}(2 problems in this config:\n(?: {6}.*\n)+)", README)
+    values = {
+        "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+        "algorithm": {"clip_lwo": 0.1},
+        "trainer": {"prompts_per_step": 32, "minibatch_size": 48},
+    }
+    with pytest.raises(ConfigError) as error:
+        from_config_dict(values)
+    assert shown is not None
+    assert str(error.value) == shown[1].replace("\n      ", "\n  ").rstrip()
