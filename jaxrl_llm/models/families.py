@@ -117,7 +117,7 @@ def architecture(config: Mapping[str, Any], source: str = "config.json") -> tupl
     Raises:
       CheckpointFormatError: If the model is of no known family, or has a head of another kind.
     """
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise CheckpointFormatError(
             f"{source}: model_type is {family!r}; known families: {', '.join(FAMILIES)}"

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.sharding.mesh import ACTIVATIONS, constrain, partition_spec
 
@@ -42,13 +42,13 @@ class _Layout:
                 shards[dim] = math.prod(sizes[axis] for axis in axes)
         local = rows * length // math.prod(shards)
         num_chunks = -(-local // chunk)
-        return cls(rows, length, *shards, chunk=-(-local // num_chunks))
+        return cls(rows, length, shards[0], shards[1], chunk=-(-local // num_chunks))
 
     @property
     def local(self) -> int:
         return self.rows * self.length // (self.row_shards * self.length_shards)
 
-    def split(self, x: Float[Array, "B T ..."]) -> Float[Array, "C R S N ..."]:
+    def split(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "C R S N ..."]:
         """Returns `x` as [chunks, row shards, length shards, tokens, ...], the last padded by 0."""
         rest = x.shape[2:]
         free = (None,) * len(rest)
@@ -59,7 +59,7 @@ class _Layout:
         x = jnp.moveaxis(x.reshape(r, s, -1, self.chunk, *rest), 2, 0)
         return constrain(x, None, "batch", "length", None, *free)
 
-    def join(self, x: Float[Array, "C R S N ..."]) -> Float[Array, "B T ..."]:
+    def join(self, x: Shaped[Array, "C R S N ..."]) -> Shaped[Array, "B T ..."]:
         """Returns the inverse of `split`."""
         rest = x.shape[4:]
         r, s = self.row_shards, self.length_shards

@@ -187,9 +187,10 @@ def _assemble(
     """Returns a sharded array of blocks that are each read once, for all devices that hold it."""
     holders = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        holders[tuple(spans)].append(device)
-    arrays = []
+        assert index is not None  # it is addressable
+        spans = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        holders[spans].append(device)
+    arrays: list[jax.Array] = []
     for spans, devices in holders.items():
         block = read(tuple(slice(*span) for span in spans))
         copies = [

@@ -230,19 +230,30 @@ def test_partitions_without_gathering_logits(sequence):
         (_, got), got_bars = compiled(*arguments)
     assert_close((*got, *got_bars), (*want, *want_bars))
 
-    # One chunk's logits on one device are the smallest piece of logits there is. Nothing of
-    # that size may travel, but the shards of the weight and of its gradient, which are smaller.
-    piece = chunk * vocab // 2
-    sizes = {}
-    for line in compiled.as_text().splitlines():
+    # One chunk's logits on one device are the smallest piece of logits there is: nothing of
+    # that size may travel. Inside the loops only tokens do; the weight and its gradient,
+    # shards of which are smaller than that piece here, are moved once.
+    whole, looped = collective_sizes(compiled.as_text())
+    assert whole and looped, "no collective found: the pattern does not fit the compiler's text"
+    assert max(whole) < chunk * vocab // 2 // 2
+    assert max(looped) < width * vocab // 2
+
+
+def collective_sizes(text):
+    """Elements that each collective of a compiled program returns: of all, and of loop bodies."""
+    bodies = set(re.findall(r"body=(%[\w.-]+)", text))
+    computation, whole, looped = "", [], []
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            computation = line.removeprefix("ENTRY ").split(" ")[0]
         found = re.search(r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(-start)?\(", line)
         if found:
-            for dims in re.findall(r"\w+\[([\d,]*)\]", found[1]):
-                size = int(np.prod([int(n) for n in dims.split(",") if n]))
-                sizes[line.strip()[:120]] = max(size, sizes.get(line.strip()[:120], 0))
-    assert sizes, "no collective found: the pattern no longer fits the compiler's text"
-    assert all(size < piece // 2 for size in sizes.values()), sizes
-    assert vocab * width <= piece // 2
+            dims = re.findall(r"\w+\[([\d,]*)\]", found[1])
+            size = max(int(np.prod([int(n) for n in d.split(",") if n])) for d in dims)
+            whole.append(size)
+            if computation in bodies:
+                looped.append(size)
+    return whole, looped
 
 
 def test_values_and_scores_by_hand():

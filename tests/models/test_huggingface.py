@@ -121,6 +121,19 @@ def test_each_shard_holds_its_part(tmp_path):
     assert not got["embed"].is_fully_replicated
 
 
+def test_parameters_that_rest_in_host_memory(tmp_path):
+    network = Network(hf_shape())
+    params = network.init(jax.random.key(0))
+    huggingface.save(tmp_path / "a", network, params)
+    places = jax.tree.map(
+        lambda s: s.with_memory_kind("pinned_host"), mesh_shardings(network, fsdp=8)
+    )
+    got = huggingface.load(tmp_path / "a", network, places)
+    assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(got))
+    huggingface.save(tmp_path / "b", network, got)
+    assert tensors_of(tmp_path / "b") == tensors_of(tmp_path / "a")
+
+
 def test_a_shard_is_read_once_and_alone(tmp_path, monkeypatch):
     hf_checkpoints.make(tmp_path, "qwen2")
     network = Network(huggingface.read_shape(tmp_path))
