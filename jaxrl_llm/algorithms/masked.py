@@ -107,6 +107,8 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
       [[-0.7071  0.7071  0.    ]]
     """
     (x,) = zero_outside(mask, x)
+    # Equal numbers whiten to equal bits, whatever the compiler could fuse into the sums.
+    x = jax.lax.optimization_barrier(x)
     scaled = (x - masked_mean(x, mask)) * jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
     return jnp.where(mask, scaled, 0.0)
 
