@@ -46,9 +46,9 @@ def gap_metrics(
     differences = rollout_means - old_means
     sequence_ratios = bounded(masked_sum(ratios, mask, -1))
     numbers = {
-        "training_ppl": masked_mean(jnp.exp(-old_means), rows),
+        "training_ppl": masked_mean(jnp.exp(bounded(-old_means)), rows),
         "training_log_ppl": masked_mean(-old_means, rows),
-        "rollout_ppl": masked_mean(jnp.exp(-rollout_means), rows),
+        "rollout_ppl": masked_mean(jnp.exp(bounded(-rollout_means)), rows),
         "rollout_log_ppl": masked_mean(-rollout_means, rows),
         "kl": masked_mean(-ratios, mask),
         "k3_kl": masked_mean(jnp.exp(bounded(ratios)) - ratios - 1.0, mask),

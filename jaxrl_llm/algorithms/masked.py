@@ -58,6 +58,7 @@ def masked_variance(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[A
       >>> print(masked_variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
       2.0
     """
+    (x,) = zero_outside(mask, x)
     squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
     return squares / jnp.maximum(jnp.sum(mask) - 1, 1)
 
@@ -105,6 +106,9 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
       >>> print(whiten(x, mask).round(4))
       [[-0.7071  0.7071  0.    ]]
     """
+    (x,) = zero_outside(mask, x)
+    # Equal numbers whiten to equal bits, whatever the compiler could fuse into the sums.
+    x = jax.lax.optimization_barrier(x)
     scaled = (x - masked_mean(x, mask)) * jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
     return jnp.where(mask, scaled, 0.0)
 

@@ -1,0 +1,85 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.selection import SELECTIONS, select
+from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.types import Minibatch
+
+MASK = jnp.arange(40) < jnp.array([[40], [25], [0], [33]])
+DRAW = np.random.default_rng(0)
+LOG_PROBS = jnp.asarray(-DRAW.exponential(1.0, MASK.shape), jnp.float32)
+ADVANTAGES = jnp.asarray(DRAW.normal(size=MASK.shape), jnp.float32)
+WIDE = dict(clip_cov_low=-99.0, clip_cov_high=99.0, clip_cov_share=0.1, kl_cov_share=0.1)
+
+
+def chosen(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, seed=0, **settings):
+    fields = {field.name: 0.0 * log_probs for field in dataclasses.fields(Minibatch)}
+    fields |= dict(loss_mask=mask, advantages=advantages, old_log_probs=log_probs)
+    config = AlgorithmConfig(policy_loss=name, **(WIDE | settings))
+    return np.asarray(select(config, log_probs, Minibatch(**fields), jax.random.key(seed)))
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_tenth_of_the_tokens_is_chosen(name):
+    selection = chosen(name)
+    assert selection.sum() == 9  # of 98
+    assert not selection[~MASK].any()
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_at_least_one_token_is_chosen(name):
+    assert chosen(name, clip_cov_share=1e-6, kl_cov_share=1e-6).sum() == 1
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_padding_and_garbage_change_nothing(name):
+    def spoil(array):
+        return jnp.pad(jnp.where(MASK, array, jnp.nan), ((0, 1), (0, 5)), constant_values=jnp.nan)
+
+    padded = chosen(name, spoil(LOG_PROBS), spoil(ADVANTAGES), jnp.pad(MASK, ((0, 1), (0, 5))))
+    np.testing.assert_array_equal(padded[:-1, :-5], chosen(name))
+    assert not padded[-1].any()
+    assert not padded[:, -5:].any()
+
+
+def test_kl_cov_takes_the_largest_covariances():
+    selection = chosen("kl_cov")
+    valid = np.asarray(MASK)
+    advantages, log_probs = np.asarray(ADVANTAGES)[valid], np.asarray(LOG_PROBS)[valid]
+    covariances = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+    assert set(np.argsort(covariances)[-9:]) == set(np.flatnonzero(selection[valid]))
+    order = jnp.array([3, 1, 0, 2])
+    permuted = chosen("kl_cov", LOG_PROBS[order], ADVANTAGES[order], MASK[order])
+    np.testing.assert_array_equal(permuted, selection[order])
+
+
+def test_clip_cov_draws_by_its_key_and_between_its_bounds():
+    np.testing.assert_array_equal(chosen("clip_cov"), chosen("clip_cov"))
+    assert (chosen("clip_cov") != chosen("clip_cov", seed=1)).any()
+    few = chosen("clip_cov", clip_cov_low=1.0, clip_cov_high=2.0, clip_cov_share=1.0)
+    valid = np.asarray(MASK)
+    advantages, log_probs = np.asarray(ADVANTAGES), np.asarray(LOG_PROBS)
+    covariances = (advantages - advantages[valid].mean()) * (log_probs - log_probs[valid].mean())
+    np.testing.assert_array_equal(few, valid & (covariances > 1.0) & (covariances < 2.0))
+    assert few.any()
+
+
+def test_clip_cov_leaves_out_what_the_ratio_clip_stops():
+    log_probs = jnp.array([[-1.0, -1.0]])
+    fields = {field.name: 0.0 * log_probs for field in dataclasses.fields(Minibatch)}
+    fields |= dict(
+        loss_mask=jnp.ones((1, 2), bool),
+        advantages=jnp.ones((1, 2)),
+        old_log_probs=jnp.array([[-1.0, -2.0]]),  # ratio e at a positive advantage
+    )
+    config = AlgorithmConfig(policy_loss="clip_cov", **(WIDE | dict(clip_cov_share=1.0)))
+    selection = select(config, log_probs, Minibatch(**fields), jax.random.key(0))
+    np.testing.assert_array_equal(selection, [[True, False]])
+
+
+def test_other_losses_select_nothing():
+    assert not chosen("vanilla").any()
