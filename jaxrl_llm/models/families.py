@@ -10,10 +10,11 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.shape import RopeScaling, Shape
 
 
-class CheckpointFormatError(ValueError):
+class CheckpointFormatError(UserError, ValueError):
     """A model folder that cannot be read or written; the message names file and remedy."""
 
 
