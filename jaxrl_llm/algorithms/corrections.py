@@ -143,7 +143,8 @@ def rejection(
       >>> print(kept)
       [[ True False]]
     """
-    kept, metrics = mask, {}
+    kept = mask
+    metrics: Metrics = {}
     options = zip(config.rejections, config.rejection_lows, config.rejection_highs, strict=True)
     for option, low, high in options:
         if option.endswith("k1"):
