@@ -24,17 +24,19 @@ def get_config():
     config.rollout.max_response_tokens = 32
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    config.warm_start.num_steps = 150
+    config.warm_start.num_steps = 170
     config.warm_start.batch_size = 64
     config.warm_start.optimizer.learning_rate = 1e-3
 
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
-    config.trainer.num_steps = 60
+    config.algorithm.kl_coef = 0.001
+    config.trainer.num_steps = 150
     config.trainer.prompts_per_step = 32
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4
+    config.trainer.optimizer.warmup_steps = 10
     config.trainer.optimizer.weight_decay = 0.0
-    config.evaluation.every = 20
-    config.checkpoint.every = 20
+    config.evaluation.every = 50
+    config.checkpoint.every = 50
     return config

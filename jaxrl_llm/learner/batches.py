@@ -7,6 +7,7 @@ host, and no array of the step is moved or copied for it.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -65,65 +66,84 @@ class Plan:
         return float((used == 0).mean())
 
 
-def plan(
-    lengths: Int[np.ndarray, " B"],
-    chosen: Int[np.ndarray, " b"],
-    *,
-    width: int,
-    max_tokens: int,
-    num_shards: int,
-) -> Plan:
-    """Returns the layout of the sequences `chosen`.
+class Layout:
+    """Chooses the shapes of plans, few of them: every new one is a compilation.
 
-    Shapes come from a few sizes whatever the lengths, so that steps share compiled programs.
-
-    Args:
-      lengths: Tokens of every sequence of the step.
-      chosen: Numbers of the sequences to lay out.
-      width: Tokens of a row; no sequence is longer.
-      max_tokens: Tokens that a device may hold in one microbatch, at least `width`.
-      num_shards: Devices that the rows are split over.
+    The number of packed rows differs a little from step to step. It is rounded up to the most
+    rows that as many sequences in rows as wide have needed so far, or to a half, quarter, ...
+    of it. That memory is state: a resumed run restores it and so repeats the same shapes.
     """
-    packed = packing.pack(lengths[chosen], width)
-    most_rows = max_tokens // width * num_shards
-    num_rows = most_rows
-    if len(packed) < most_rows:  # the whole plan is one microbatch
-        num_rows = min(most_rows, _rows(len(packed), num_shards))
-    groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
-    num_groups = packing.bucket(len(groups))
-    most = packing.bucket(max(sum(map(len, group)) for group in groups))
 
-    segment_ids = np.zeros((num_groups, num_rows, width), np.int32)
-    positions = np.zeros_like(segment_ids)
-    sequences = np.full((num_groups, most), len(lengths), np.int32)
-    rows = np.zeros((num_groups, most), np.int32)
-    starts = np.zeros_like(rows)
-    for g, group in enumerate(groups):
-        place = 0
-        for r, members in enumerate(group):
-            start = 0
-            for member in members:
-                sequence = int(chosen[member])
-                end = start + int(lengths[sequence])
-                segment_ids[g, r, start:end] = sequence + 1
-                positions[g, r, start:end] = np.arange(end - start)
-                sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
-                start, place = end, place + 1
-    mask = np.zeros(len(lengths), bool)
-    mask[chosen] = True
-    return Plan(
-        Microbatch(segment_ids, positions, sequences, rows, starts), np.int32(len(groups)), mask
-    )
+    def __init__(self, max_tokens: int, num_shards: int):
+        """
+        Args:
+          max_tokens: Tokens that a device may hold in one microbatch.
+          num_shards: Devices that rows are split over.
+        """
+        self._max_tokens = max_tokens
+        self._num_shards = num_shards
+        self._most_rows: dict[str, int] = {}
 
+    def get_state(self) -> dict[str, int]:
+        """Returns what has been seen, as JSON can hold it."""
+        return dict(self._most_rows)
 
-def _rows(count: int, num_shards: int) -> int:
-    """Returns a multiple of `num_shards` that holds `count`, at most an eighth larger or so.
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes on from a state that `get_state` returned."""
+        self._most_rows = dict(state)
 
-    Powers of two alone would leave a quarter of the rows empty on average.
-    """
-    step = max(1, packing.bucket(count) // 16)
-    step = -(-step // num_shards) * num_shards
-    return -(-count // step) * step
+    def _num_rows(self, needed: int, num_sequences: int, width: int) -> int:
+        """Returns the rows of a microbatch, a multiple of the shards."""
+        shards = self._num_shards
+        cap = self._max_tokens // width * shards
+        if needed > cap:
+            return cap
+        kind = f"{num_sequences} in rows of {width}"
+        if needed > self._most_rows.get(kind, 0):
+            # Some room for the next step, but no more rows than sequences can fill.
+            roomy = min(needed + needed // 16, num_sequences)
+            self._most_rows[kind] = min(cap, -(-roomy // shards) * shards)
+        rows = self._most_rows[kind]
+        while rows % (2 * shards) == 0 and rows // 2 >= needed:
+            rows //= 2
+        return rows
+
+    def plan(
+        self, lengths: Int[np.ndarray, " B"], chosen: Int[np.ndarray, " b"], *, width: int
+    ) -> Plan:
+        """Returns the layout of the sequences `chosen`.
+
+        Args:
+          lengths: Tokens of every sequence of the step.
+          chosen: Numbers of the sequences to lay out.
+          width: Tokens of a row; no sequence is longer, no device's budget shorter.
+        """
+        packed = packing.pack(lengths[chosen], width)
+        num_rows = self._num_rows(len(packed), len(chosen), width)
+        groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
+        num_groups = packing.bucket(len(groups))
+        most = packing.bucket(max(sum(map(len, group)) for group in groups))
+
+        segment_ids = np.zeros((num_groups, num_rows, width), np.int32)
+        positions = np.zeros_like(segment_ids)
+        sequences = np.full((num_groups, most), len(lengths), np.int32)
+        rows = np.zeros((num_groups, most), np.int32)
+        starts = np.zeros_like(rows)
+        for g, group in enumerate(groups):
+            place = 0
+            for r, members in enumerate(group):
+                start = 0
+                for member in members:
+                    sequence = int(chosen[member])
+                    end = start + int(lengths[sequence])
+                    segment_ids[g, r, start:end] = sequence + 1
+                    positions[g, r, start:end] = np.arange(end - start)
+                    sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
+                    start, place = end, place + 1
+        mask = np.zeros(len(lengths), bool)
+        mask[chosen] = True
+        microbatches = Microbatch(segment_ids, positions, sequences, rows, starts)
+        return Plan(microbatches, np.int32(len(groups)), mask)
 
 
 def add_up(plan: Plan, function, like):

@@ -1,7 +1,7 @@
-"""What a step learns from: sampled and scored sequences, predictions, advantages.
+"""From scored sequences to what the update learns from.
 
-`collect` samples and scores, `predictor` asks the models, `estimate` turns rewards into
-advantages, `assemble` and `minibatches` lay the result out for the update.
+`predictor` asks the models, `estimate` turns rewards into advantages, `assemble` and
+`minibatches` lay the result out.
 """
 
 import dataclasses
@@ -15,182 +15,14 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
 from jaxrl_llm.algorithms.masked import masked_mean
-from jaxrl_llm.config import Config
-from jaxrl_llm.data.datasets import PromptIterator
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import token_statistics, token_values
 from jaxrl_llm.models import heads
-from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout import agent
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
-
-ScoreFn = Callable[[Rollouts], Rewards]
-
-
-class SamplingError(UserError, RuntimeError):
-    """Dynamic sampling did not find enough groups to learn from."""
-
-
-# Sample and score.
-
-
-def collect(
-    roles: Roles,
-    rollout_params: Params,
-    prompts: PromptIterator,
-    score: ScoreFn,
-    key: jax.Array,
-) -> tuple[Rollouts, Rewards]:
-    """Returns the sequences of a step and their rewards.
-
-    Where the algorithm asks for it: one greedy sample a prompt in the same wave, which becomes
-    its baseline (ReMax, arXiv:2310.10505); groups whose rewards are all equal dropped and
-    others sampled in their place, wave after wave (DAPO, arXiv:2503.14476, Sec. 3.2); a soft
-    penalty on length (same, Eq. 13).
-
-    Raises:
-      SamplingError: If `max_sampling_waves` did not give enough groups.
-    """
-    config = roles.config
-    algorithm = config.algorithm
-    sampled = agent.sampling_params(config.rollout, roles.eos_tokens)
-    samples = [sampled] * algorithm.samples_per_prompt
-    if algorithm.advantage == "remax":
-        samples.append(dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0))
-
-    wanted = config.trainer.prompts_per_step
-    kept: list[tuple[Rollouts, Rewards]] = []
-    found = seen = 0
-    for wave in range(algorithm.max_sampling_waves if algorithm.dynamic_sampling else 1):
-        taken = prompts.take(wanted - found)
-        rollouts = agent.rollout(
-            roles.engine,
-            rollout_params,
-            roles.tokenizer,
-            taken,
-            samples,
-            jax.random.fold_in(key, wave),
-        )
-        rewards = score(rollouts)
-        if algorithm.advantage == "remax":
-            rollouts, rewards = _split_baseline(rollouts, rewards, len(samples))
-        seen += len(taken.prompts)
-        if algorithm.dynamic_sampling:
-            uniform = np.asarray(shaping.uniform_groups(rewards.scores, rollouts.group_ids))
-            rollouts, rewards = select(rollouts, rewards, np.flatnonzero(~uniform))
-        kept.append((rollouts, rewards))
-        found += len(rollouts.lengths) // algorithm.samples_per_prompt
-        if found == wanted:
-            break
-    else:
-        if found < wanted:
-            raise SamplingError(
-                f"config.algorithm.max_sampling_waves: {seen} prompts in"
-                f" {algorithm.max_sampling_waves} waves gave {found} of the {wanted} groups whose"
-                " rewards differ; the task is too easy or too hard for this policy, raise the"
-                " number of waves or samples_per_prompt, or set dynamic_sampling=False"
-            )
-    rollouts, rewards = _concatenate(kept)
-    return rollouts, _with_overlong_penalty(config, rollouts, rewards)
-
-
-def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
-    """Returns some rows of both; the prompts stay."""
-    pick = lambda mapping: {k: v[rows] for k, v in mapping.items()}  # noqa: E731
-    return (
-        dataclasses.replace(
-            rollouts,
-            tokens=rollouts.tokens[rows],
-            response_mask=rollouts.response_mask[rows],
-            rollout_log_probs=rollouts.rollout_log_probs[rows],
-            lengths=rollouts.lengths[rows],
-            group_ids=rollouts.group_ids[rows],
-            stopped=rollouts.stopped[rows],
-            responses=tuple(rollouts.responses[i] for i in rows),
-        ),
-        Rewards(
-            scores=rewards.scores[rows],
-            terms=pick(rewards.terms),
-            weights=pick(rewards.weights),
-            costs=rewards.costs[rows],
-            baselines=rewards.baselines[rows],
-            details=tuple(rewards.details[i] for i in rows),
-            num_failures=rewards.num_failures,
-        ),
-    )
-
-
-def _split_baseline(rollouts: Rollouts, rewards: Rewards, n: int) -> tuple[Rollouts, Rewards]:
-    """Takes the greedy sample, the last of each group of `n`, out and makes it the baseline."""
-    is_greedy = np.arange(len(rollouts.lengths)) % n == n - 1
-    baselines = np.repeat(rewards.scores[is_greedy], n)
-    rewards = dataclasses.replace(rewards, baselines=baselines)
-    return select(rollouts, rewards, np.flatnonzero(~is_greedy))
-
-
-def _concatenate(waves: list[tuple[Rollouts, Rewards]]) -> tuple[Rollouts, Rewards]:
-    if len(waves) == 1:
-        return waves[0]
-    width = max(rollouts.tokens.shape[1] for rollouts, _ in waves)
-    first_prompt = np.cumsum([0, *(len(rollouts.prompts) for rollouts, _ in waves)])
-
-    def wide(name: str):
-        arrays = [getattr(rollouts, name) for rollouts, _ in waves]
-        return np.concatenate([np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in arrays])
-
-    def joined(name: str, i: int):
-        return np.concatenate([getattr(wave[i], name) for wave in waves])
-
-    def merged(name: str):
-        mappings = [getattr(rewards, name) for _, rewards in waves]
-        return {k: np.concatenate([m[k] for m in mappings]) for k in mappings[0]}
-
-    return (
-        Rollouts(
-            tokens=wide("tokens"),
-            response_mask=wide("response_mask"),
-            rollout_log_probs=wide("rollout_log_probs"),
-            lengths=joined("lengths", 0),
-            group_ids=np.concatenate(
-                [r.group_ids + start for (r, _), start in zip(waves, first_prompt, strict=False)]
-            ).astype(np.int32),
-            stopped=joined("stopped", 0),
-            prompts=tuple(p for rollouts, _ in waves for p in rollouts.prompts),
-            responses=tuple(t for rollouts, _ in waves for t in rollouts.responses),
-        ),
-        Rewards(
-            scores=joined("scores", 1),
-            terms=merged("terms"),
-            weights=merged("weights"),
-            costs=joined("costs", 1),
-            baselines=joined("baselines", 1),
-            details=tuple(d for _, rewards in waves for d in rewards.details),
-            num_failures=sum(rewards.num_failures for _, rewards in waves),
-        ),
-    )
-
-
-def _with_overlong_penalty(config: Config, rollouts: Rollouts, rewards: Rewards) -> Rewards:
-    if not config.algorithm.overlong_buffer_tokens:
-        return rewards
-    penalty = np.asarray(
-        shaping.overlong_penalty(
-            config.algorithm,
-            config.rollout.max_response_tokens,
-            rollouts.response_mask.sum(1),
-        )
-    )
-    ones = np.ones_like(rewards.scores)
-    return dataclasses.replace(
-        rewards,
-        scores=rewards.scores + penalty,
-        terms={**rewards.terms, "overlong": penalty},
-        weights={**rewards.weights, "overlong": ones},
-    )
-
 
 # What the models say.
 
@@ -226,7 +58,7 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         return batches.collect(plan, ask, num_sequences, width)
 
     def predict(state: LearnerState, rollouts: Rollouts) -> Predictions:
-        plan = _plan(roles, rollouts, np.arange(len(rollouts.lengths)))
+        plan = _whole_step(roles, rollouts)
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
         inside = lambda values: jnp.where(mask, values, 0.0)  # noqa: E731
@@ -281,7 +113,7 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
             return batches.collect(plan, ask, num_sequences, 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:
-            plan = _plan(roles, rollouts, np.arange(len(rollouts.lengths)))
+            plan = _whole_step(roles, rollouts)
             with jax.set_mesh(roles.mesh):
                 return np.asarray(of_sequences(rollouts.tokens, rollouts.lengths, plan))
 
@@ -290,41 +122,51 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
     return {name: scorer(name) for name in roles.scorers}
 
 
+def _whole_step(roles: Roles, rollouts: Rollouts) -> Plan:
+    lengths = rollouts.lengths
+    return roles.layout.plan(lengths, np.arange(len(lengths)), width=rollouts.tokens.shape[1])
+
+
 # From rewards to advantages.
 
 
-def estimate(
-    config: Config,
-    state: LearnerState,
-    rollouts: Rollouts,
-    rewards: Rewards,
-    predictions: Predictions,
-) -> tuple[Estimates, LearnerState, dict[str, Float[Array, ""]]]:
-    """Returns advantages and targets, the state with its KL coefficient and multiplier moved on.
+def estimator(roles: Roles):
+    """Returns `estimate(state, rollouts, rewards, predictions)`, compiled once.
 
-    No model runs here.
+    It returns the estimates, the state with its KL coefficient and multiplier moved on, and
+    metrics. No model runs there.
     """
-    algorithm = config.algorithm
-    names = sorted(rewards.terms)
-    arrays = {
-        "response_mask": rollouts.response_mask,
-        "group_ids": rollouts.group_ids,
-        "rollout_log_probs": rollouts.rollout_log_probs,
-        "scores": rewards.scores.astype(np.float32),
-        "costs": rewards.costs.astype(np.float32),
-        "baselines": rewards.baselines.astype(np.float32),
-        "term_rewards": np.stack([rewards.terms[n] for n in names]).astype(np.float32),
-        "term_weights": np.stack([rewards.weights[n] for n in names]).astype(np.float32),
-    }
-    estimates, kl_coef, log_multiplier, metrics = _estimate(
-        algorithm, state.kl_coef, state.log_multiplier, predictions, arrays
+    algorithm = roles.config.algorithm
+    compiled = jax.jit(
+        functools.partial(_estimate, algorithm), out_shardings=mesh_lib.replicated(roles.mesh)
     )
-    state = dataclasses.replace(state, kl_coef=kl_coef, log_multiplier=log_multiplier)
-    return estimates, state, metrics
+
+    def estimate(
+        state: LearnerState, rollouts: Rollouts, rewards: Rewards, predictions: Predictions
+    ) -> tuple[Estimates, LearnerState, dict[str, Float[Array, ""]]]:
+        names = sorted(rewards.terms)
+        arrays = {
+            "response_mask": rollouts.response_mask,
+            "group_ids": rollouts.group_ids,
+            "rollout_log_probs": rollouts.rollout_log_probs,
+            "scores": rewards.scores,
+            "costs": rewards.costs,
+            "baselines": rewards.baselines,
+            "term_rewards": np.stack([rewards.terms[n] for n in names]),
+            "term_weights": np.stack([rewards.weights[n] for n in names]),
+        }
+        estimates, kl_coef, log_multiplier, metrics = compiled(
+            state.kl_coef, state.log_multiplier, predictions, arrays
+        )
+        state = dataclasses.replace(state, kl_coef=kl_coef, log_multiplier=log_multiplier)
+        return estimates, state, metrics
+
+    return estimate
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _estimate(algorithm, kl_coef, log_multiplier, predictions: Predictions, arrays):
+def _estimate(
+    algorithm: AlgorithmConfig, kl_coef, log_multiplier, predictions: Predictions, arrays
+):
     mask = arrays["response_mask"]
     weights, loss_mask, metrics = corrections.correct(
         algorithm, predictions.old_log_probs, arrays["rollout_log_probs"], mask
@@ -410,15 +252,5 @@ def minibatches(
         order = np.asarray(jax.random.permutation(epoch_key, count))
         for start in range(0, count, config.minibatch_size):
             chosen = np.sort(order[start : start + config.minibatch_size])
-            yield _plan(roles, rollouts, chosen), jax.random.fold_in(epoch_key, start)
-
-
-def _plan(roles: Roles, rollouts: Rollouts, chosen: np.ndarray) -> Plan:
-    mesh = roles.mesh.shape
-    return batches.plan(
-        rollouts.lengths,
-        chosen,
-        width=rollouts.tokens.shape[1],
-        max_tokens=roles.config.trainer.max_tokens_per_microbatch,
-        num_shards=mesh["data"] * mesh["fsdp"],
-    )
+            plan = roles.layout.plan(rollouts.lengths, chosen, width=rollouts.tokens.shape[1])
+            yield plan, jax.random.fold_in(epoch_key, start)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -16,6 +17,7 @@ from jaxrl_llm.algorithms import safe_rlhf
 from jaxrl_llm.config import Config, ModelConfig, OptimizerConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import optimizer
+from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import families, huggingface
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
@@ -60,6 +62,7 @@ class Roles:
     value_shardings: Params
     engine: Engine
     resharder: Resharder
+    layout: Layout
     reference_params: Params = dataclasses.field(default_factory=dict)
     scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
 
@@ -107,7 +110,6 @@ def build(config: Config) -> Roles:
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
-    abstract, axes = policy.abstract(), policy.logical_axes()
     return Roles(
         config=config,
         mesh=mesh,
@@ -125,9 +127,12 @@ def build(config: Config) -> Roles:
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
         ),
+        layout=Layout(
+            config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]
+        ),
         resharder=Resharder(
-            abstract,
-            axes,
+            policy.abstract(),
+            policy.logical_axes(),
             policy.units,
             mesh,
             rollout_network(config, policy).compute_dtype,
@@ -234,9 +239,10 @@ def _random(net: Network, shardings: Params, seed: int) -> Params:
     return jax.jit(net.init, out_shardings=shardings)(jax.random.key(seed))
 
 
-def trainable(params: Params, config: OptimizerConfig, num_updates: int) -> Trainable:
+def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
     """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
     shardings = jax.tree.map(lambda a: a.sharding, params)
+    replicated = mesh_lib.replicated(mesh)
     transformation = optimizer.make(config, num_updates)
     abstract = jax.eval_shape(transformation.init, params)
     opt_shardings = optax.tree_map_params(
@@ -244,27 +250,30 @@ def trainable(params: Params, config: OptimizerConfig, num_updates: int) -> Trai
         lambda _, sharding: sharding,
         abstract,
         shardings,
-        transform_non_params=lambda _: None,
+        transform_non_params=lambda _: replicated,
     )
     opt_state = jax.jit(transformation.init, out_shardings=opt_shardings)(params)
-    return Trainable(params, opt_state, jnp.int32(0))
+    return Trainable(params, opt_state, jax.device_put(np.int32(0), replicated))
 
 
 def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
     """Returns the state RL begins with; the critics begin at the policy's weights."""
     config = roles.config
     algorithm = config.algorithm
+    replicated = mesh_lib.replicated(roles.mesh)
 
     def critic(needed: bool) -> Trainable:
         params = _initial_critic(roles, policy_params) if needed else {}
-        return trainable(params, config.critic.optimizer, roles.num_updates)
+        return trainable(params, config.critic.optimizer, roles.num_updates, roles.mesh)
 
     return LearnerState(
-        policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates),
+        policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
         critic=critic(algorithm.needs_critic),
         cost_critic=critic(algorithm.safe),
-        kl_coef=jnp.float32(algorithm.kl_coef if algorithm.needs_reference else 0.0),
-        log_multiplier=jnp.float32(safe_rlhf.initial_log_multiplier(algorithm)),
+        kl_coef=jax.device_put(
+            np.float32(algorithm.kl_coef if algorithm.needs_reference else 0.0), replicated
+        ),
+        log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
     )
 
 

@@ -162,17 +162,19 @@ def updater(roles: Roles, state: LearnerState):
 
         return take_update(role, roles.critic_optimizer, plan, loss, prefix)
 
+    learners = (state.policy, state.critic, state.cost_critic)
+
     @functools.partial(
         jax.jit,
         static_argnames="train_policy",
         donate_argnums=0,
         out_shardings=(
-            jax.tree.map(lambda a: a.sharding, state),
+            jax.tree.map(lambda a: a.sharding, learners),
             mesh_lib.replicated(roles.mesh),
         ),
     )
-    def update(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
-        policy, critic, cost_critic = state.policy, state.critic, state.cost_critic
+    def update(learners, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
+        policy, critic, cost_critic = learners
         metrics: dict[str, Array] = {}
         if critic.params:
             critic, of_critic = critic_update(
@@ -187,12 +189,13 @@ def updater(roles: Roles, state: LearnerState):
         if train_policy:
             policy, of_policy = policy_update(policy, batch, plan, key)
             metrics |= of_policy
-        state = LearnerState(policy, critic, cost_critic, state.kl_coef, state.log_multiplier)
-        return state, metrics
+        return (policy, critic, cost_critic), metrics
 
     def run(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True):
+        learners = (state.policy, state.critic, state.cost_critic)
         with jax.set_mesh(roles.mesh):
-            return update(state, batch, plan, key, train_policy=train_policy)
+            learners, metrics = update(learners, batch, plan, key, train_policy=train_policy)
+        return LearnerState(*learners, state.kl_coef, state.log_multiplier), metrics
 
     return run
 

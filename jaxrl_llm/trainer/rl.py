@@ -23,7 +23,7 @@ from jaxrl_llm import checkpoint
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import experience, update
+from jaxrl_llm.learner import collection, experience, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
@@ -76,9 +76,11 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     if saver.latest_step():
         state, extra, first = saver.restore(roles_lib.abstract(state))
         prompts.set_state(extra["prompts"])
+        roles.layout.set_state(extra["layout"])
         logging.info("resumed after step %d", first)
 
     predict = experience.predictor(roles)
+    estimate = experience.estimator(roles)
     learn = update.updater(roles, state)
     rollout_params = roles.rollout_layout(state.policy.params)
     root = jax.random.key(config.seed)
@@ -99,7 +101,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
             with clock("gen"):
-                rollouts, rewards = experience.collect(
+                rollouts, rewards = collection.collect(
                     roles, rollout_params, prompts, scorer.score, rollout_key
                 )  # [B, T], [B]
 
@@ -109,8 +111,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
             # Turn rewards into advantages. No model runs here.
             with clock("adv"):
-                estimates, state, of_estimates = experience.estimate(
-                    config, state, rollouts, rewards, predictions
+                estimates, state, of_estimates = estimate(
+                    state, rollouts, rewards, predictions
                 )  # advantages, returns: [B, T]
 
             # Learn.
@@ -139,7 +141,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 of_evaluation = {}
             if saver.due(step, total):
                 with clock("save_checkpoint"):
-                    saver.save(step, state, {"prompts": prompts.get_state()})
+                    positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
+                    saver.save(step, state, positions)
             if writer.due(step):
                 seconds = clock.seconds()
                 writer.write(

@@ -5,7 +5,7 @@ Each stage writes its product to the run's folder; a resumed run reads it there.
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,13 @@ from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import SupervisedConfig
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
-from jaxrl_llm.learner import batches, optimizer, update
+from jaxrl_llm.learner import optimizer, update
 from jaxrl_llm.learner import roles as roles_lib
-from jaxrl_llm.learner.batches import Microbatch, Plan
-from jaxrl_llm.learner.roles import Roles, Trainable
+from jaxrl_llm.learner.batches import Layout, Microbatch
+from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
-
-# One optimizer update of a stage on sequences [B, T]; `mask` marks the tokens to learn.
-Step = Callable[[Trainable, np.ndarray, np.ndarray, np.ndarray, Plan], tuple[Trainable, dict]]
 
 
 def warm_start(roles: Roles, params: Params, workdir: pathlib.Path) -> Params:
@@ -110,7 +107,7 @@ def _stage(
         return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
 
     transformation = optimizer.make(config.optimizer, config.num_steps)
-    role = roles_lib.trainable(params, config.optimizer, config.num_steps)
+    role = roles_lib.trainable(params, config.optimizer, config.num_steps, roles.mesh)
     replicated = mesh_lib.replicated(roles.mesh)
 
     @functools.partial(
@@ -124,11 +121,14 @@ def _stage(
 
         return update.take_update(role, transformation, plan, of_microbatch, folder.name)
 
+    # What belongs together, as the two answers of a pair, must meet in one microbatch.
+    budget = roles.config.trainer.max_tokens_per_microbatch if len(rows[0]) == 1 else 1 << 40
+    layout = Layout(budget, roles.mesh.shape["data"] * roles.mesh.shape["fsdp"])
     stream = Stream(rows, roles.config.seed)
     for i in range(config.num_steps):
         sequences = [pair for row in stream.take(config.batch_size) for pair in row]
         tokens, lengths, mask = _padded(sequences)
-        plan = _plan(roles, lengths, tokens.shape[1], rows_together=len(rows[0]) > 1)
+        plan = layout.plan(lengths, np.arange(len(lengths)), width=tokens.shape[1])
         with jax.set_mesh(roles.mesh):
             role, metrics = step(role, tokens, lengths, mask, plan)
         if i % 50 == 0 or i + 1 == config.num_steps:
@@ -152,16 +152,3 @@ def _padded(sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokens[row, : lengths[row]] = [*prompt, *answer]
         mask[row, len(prompt) : lengths[row]] = True
     return tokens, lengths, mask
-
-
-def _plan(roles: Roles, lengths, width: int, rows_together: bool) -> Plan:
-    """Returns the layout of a batch; with `rows_together`, all of it in one microbatch."""
-    shards = roles.mesh.shape["data"] * roles.mesh.shape["fsdp"]
-    budget = roles.config.trainer.max_tokens_per_microbatch
-    return batches.plan(
-        lengths,
-        np.arange(len(lengths)),
-        width=width,
-        max_tokens=len(lengths) * width if rows_together else max(budget, width),
-        num_shards=shards,
-    )

@@ -1,0 +1,62 @@
+"""Trains the tiny configs with several seeds and prints a table of held-out accuracy.
+
+`python benchmarks/accuracy.py --config=configs/grpo_tiny.py --config=configs/ppo_tiny.py`
+
+Each run is a process of its own, from nothing: no compilation cache, no earlier folder. Seconds
+are from process start to process end.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run(config: str, seed: int, overrides: list[str]) -> tuple[float, float, float]:
+    """Returns accuracy after the warm start and after RL, and the seconds of the whole run."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "launch" / "train.py"),
+                f"--config={config}",
+                f"--workdir={folder}/run",
+                f"--config.seed={seed}",
+                "--config.metrics.console=False",
+                *overrides,
+            ],
+            check=True,
+            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": ""},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        seconds = time.perf_counter() - began
+        lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    name = "val-core/arithmetic/mean@1"
+    accuracies = [data[name] for line in lines if name in (data := json.loads(line)["data"])]
+    return accuracies[0], accuracies[-1], seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", action="append", required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments, overrides = parser.parse_known_args()
+    print("| config | seed | after warm start | after RL | seconds |")
+    print("|---|---|---|---|---|")
+    for config in arguments.config:
+        for seed in range(arguments.seeds):
+            before, after, seconds = run(config, seed, overrides)
+            name = pathlib.Path(config).stem
+            print(f"| {name} | {seed} | {before:.3f} | {after:.3f} | {seconds:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
