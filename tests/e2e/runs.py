@@ -42,7 +42,7 @@ TINY: Mapping[str, Any] = {
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/decode_tokens_per_s")
 
 
-def config(name: str, settings: Mapping[str, Any] = {}) -> Config:  # noqa: B006
+def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
     """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
     spec = importlib.util.spec_from_file_location("config_file", ROOT / "configs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -53,7 +53,7 @@ def config(name: str, settings: Mapping[str, Any] = {}) -> Config:  # noqa: B006
     return from_config_dict(values)
 
 
-def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:  # noqa: B006
+def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
     """Returns the command line of the same run."""
     changes = {**TINY, **settings}
     return [
@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, limit_s
     while not condition():
         assert process.poll() is None, process.communicate()[1][-4000:]
         assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
 def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
@@ -131,3 +131,10 @@ def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
 def repeatable(data: Mapping[str, float]) -> dict[str, float]:
     """Returns the numbers of a step that another run of the same seed must repeat."""
     return {name: value for name, value in data.items() if not name.startswith(MEASURED)}
+
+
+def metrics_written(workdir: pathlib.Path) -> set[int]:
+    """Returns the steps whose lines are complete, while the run may be writing more."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return {json.loads(line)["step"] for line in lines if line.endswith("\n")}
