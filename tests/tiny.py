@@ -1,6 +1,7 @@
 """A network small enough for every test, and its weights on any mesh."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,7 @@ def sharded(weights, mesh, network=NETWORK):
 
 
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor"):
-    return Resharder(
-        network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout
-    )
+    return Resharder(network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout)
 
 
 def rollout_params(weights, mesh, network=NETWORK, **settings):
@@ -62,13 +61,14 @@ def rollout_params(weights, mesh, network=NETWORK, **settings):
         return mover.reshard(mover.empty(), sharded(weights, mesh, network))
 
 
-def teacher_forced(sequence, temperature, weights, network=NETWORK):
-    """Returns log-probs of tokens 1, 2, ... of one sequence from one pass over all of it."""
-    tokens = jnp.asarray(sequence)[None]
-    ones = jnp.ones_like(tokens)
-    hidden = network.hidden(weights, tokens, jnp.arange(tokens.shape[1])[None], ones)
-    log_p = jax.nn.log_softmax(network.logits(weights, hidden)[0] / (temperature or 1.0))
-    return jnp.take_along_axis(log_p[:-1], tokens[0, 1:, None], -1)[:, 0]
+@functools.partial(jax.jit, static_argnums=2)
+def teacher_forced(tokens, temperature, network, weights):
+    """Returns [B, T] log-probs of right-padded rows from one pass over each; column 0 is 0."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = network.hidden(weights, tokens, positions, jnp.ones_like(tokens))
+    logits = network.logits(weights, hidden) / temperature[:, None, None]
+    log_p = jax.nn.log_softmax(logits)[:, :-1]
+    return jnp.pad(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))
 
 
 def with_sizes(network=NETWORK, **sizes):

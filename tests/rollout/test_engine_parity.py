@@ -11,7 +11,7 @@ from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.scheduler import Request, SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 @pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
@@ -20,9 +20,9 @@ def test_greedy_tokens_equal_transformers(family, tmp_path):
     network = Network(huggingface.read_shape(tmp_path))
     mesh = tiny.make_mesh()
     params = tiny.rollout_params(huggingface.load(tmp_path, network), mesh, network)
-    engine = Engine(network, mesh, num_slots=4, max_prompt_tokens=40, max_tokens=80)
+    engine = Engine(network, mesh, num_slots=4, max_prompt_tokens=40, max_tokens=64)
     random = np.random.default_rng(0)
-    prompts = [tuple(random.integers(4, 96, n).tolist()) for n in (1, 9, 32, 33, 40, 17, 5)]
+    prompts = [tuple(random.integers(4, 96, n).tolist()) for n in (1, 33, 40, 17)]
     greedy = SamplingParams(NUM_TOKENS, temperature=0.0, stop_tokens=(2, 3))
     requests = [Request(prompt, np.zeros((1, 2), np.uint32), (greedy,)) for prompt in prompts]
     for prompt, (completion,) in zip(prompts, engine.generate(params, requests), strict=True):

@@ -203,8 +203,6 @@ def test_neighbours_and_place_do_not_matter():
     sampler = state(9, top_k=20, top_p=0.9, seed=5)
     whole = [np.asarray(x) for x in draw(logits, positions, sampler, True)]
     order = np.random.default_rng(5).permutation(9)[:6]
-    part = draw(
-        logits[order], positions[order], jax.tree.map(lambda a: a[order], sampler), True
-    )
+    part = draw(logits[order], positions[order], jax.tree.map(lambda a: a[order], sampler), True)
     np.testing.assert_array_equal(part[0], whole[0][order])
     np.testing.assert_allclose(part[1], whole[1][order], rtol=1e-6)
