@@ -83,7 +83,8 @@ def collect(
 
 
 def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
-    """Returns some rows of both; the prompts stay."""
+    """Returns some rows of both. Prompts left without a row go; groups are numbered anew."""
+    prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
     pick = lambda mapping: {k: v[rows] for k, v in mapping.items()}  # noqa: E731
     return (
         dataclasses.replace(
@@ -92,8 +93,9 @@ def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Roll
             response_mask=rollouts.response_mask[rows],
             rollout_log_probs=rollouts.rollout_log_probs[rows],
             lengths=rollouts.lengths[rows],
-            group_ids=rollouts.group_ids[rows],
+            group_ids=group_ids.astype(np.int32),
             stopped=rollouts.stopped[rows],
+            prompts=tuple(rollouts.prompts[i] for i in prompts),
             responses=tuple(rollouts.responses[i] for i in rows),
         ),
         Rewards(

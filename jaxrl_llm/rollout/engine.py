@@ -127,10 +127,12 @@ class Engine:
             state = self._empty()
             while scheduler.num_waiting or scheduler.num_active:
                 with tally.prefill():
-                    for batch in prefixes.split(scheduler.admit(prefixes.batch_size)):
-                        state = self._admit(state, batch, scheduler, filtered)
+                    # Again until no slot is free: a sample may end with its first token.
+                    while placements := scheduler.admit():
+                        for batch in prefixes.split(placements):
+                            state = self._admit(state, batch, scheduler, filtered)
                 if not scheduler.num_active:
-                    continue
+                    break
                 with tally.decode(queue_waits=scheduler.num_waiting > 0) as account:
                     state, outputs = self._generate(
                         params,
@@ -174,17 +176,16 @@ class Engine:
     def _free_target(self, scheduler: Scheduler) -> int:
         """Returns at how many free slots the device hands back to the host.
 
-        While samples wait, a sixteenth of the slots is worth a refill; afterwards the device
-        runs on until its chunk or its work is done.
+        While samples wait, all slots are taken, and a sixteenth of them is worth a refill;
+        afterwards the device runs on until its chunk or its work is done.
         """
-        if not scheduler.num_waiting:
-            return self.num_slots
-        free = self.num_slots - scheduler.num_active
-        return free + max(1, self.num_slots // 16)
+        return max(1, self.num_slots // 16) if scheduler.num_waiting else self.num_slots
 
     def _admit(self, state, batch, scheduler, filtered):
         prefix, rows, placements = batch
-        size = min(8, self.num_slots) if len(placements) <= 8 else self.num_slots
+        # Two sizes, so two programs: of the first fill, and of a refill.
+        size = min(self.num_slots, max(8, self.num_slots // 8))
+        size = size if len(placements) <= size else self.num_slots
         admission = _admission(scheduler.requests, placements, rows, size, self.num_slots)
         state, outputs = self._insert(state, prefix, admission, filtered=filtered)
         scheduler.first_tokens(placements, *jax.device_get(outputs))
@@ -210,7 +211,7 @@ class _Prefixes:
     @staticmethod
     def _width(engine: Engine, requests: Sequence[Request]) -> int:
         return bucket(
-            max(len(r.tokens) for r in requests),
+            max((len(r.tokens) for r in requests), default=0),
             smallest=_SMALLEST_BUCKET,
             largest=engine.max_prompt_tokens,
         )

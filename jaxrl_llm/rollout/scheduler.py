@@ -76,20 +76,14 @@ class Scheduler:
             for r, s in filter(None, self._owners)
         )
 
-    def admit(self, max_prompts: int) -> list[Placement]:
-        """Returns waiting samples and their slots, of at most `max_prompts` prompts."""
+    def admit(self) -> list[Placement]:
+        """Returns the samples that enter a slot now: as many as are waiting and slots free."""
         free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-        placements: list[Placement] = []
-        prompts: set[int] = set()
-        while self._waiting and len(placements) < len(free):
-            request, sample = self._waiting[0]
-            if request not in prompts and len(prompts) == max_prompts:
-                break
-            prompts.add(request)
-            self._waiting.popleft()
-            slot = free[len(placements)]
-            self._owners[slot] = (request, sample)
-            placements.append(Placement(request, sample, slot))
+        entering = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
+        placements = []
+        for slot, owner in zip(free, entering, strict=False):
+            self._owners[slot] = owner
+            placements.append(Placement(*owner, slot))
         return placements
 
     def first_tokens(self, placements, tokens, log_probs, remaining) -> None:

@@ -29,6 +29,9 @@ TRAIN: Rules = {
 }
 ROLLOUT: Rules = {name: ("tensor",) for name in TRAIN}
 
+# Rollout weights by `config.mesh.rollout`.
+LAYOUTS: Mapping[str, Rules] = {"tensor": ROLLOUT, "train": TRAIN, "replicas": {}}
+
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
