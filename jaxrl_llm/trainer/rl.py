@@ -115,7 +115,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
             # Learn.
             with clock("update"):
                 batch = experience.assemble(rollouts, predictions, estimates)
-                of_updates = []
+                updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
                     state, of_update = learn(
                         state,
@@ -124,8 +124,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    of_updates.append(of_update)
-                of_updates = statistics.mean(of_updates)
+                    updates.append(of_update)
+                of_updates = statistics.mean(updates)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
