@@ -494,6 +494,8 @@ class SupervisedConfig:
 class EvaluationConfig:
     """Held-out evaluation: mean@k, pass@k and maj@k per data source."""
 
+    # What an answer is worth here. Empty: `rewards`; a reward model's score is no accuracy.
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     every: int = 0  # RL steps; 0: only before and after
     before: bool = True
     after: bool = True
@@ -603,6 +605,19 @@ class Config:
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def evaluation_rewards(self) -> RewardsConfig:
+        """What held-out answers are judged by: `evaluation.functions`, or all that RL uses."""
+        if not self.evaluation.functions:
+            return self.rewards
+        return dataclasses.replace(
+            self.rewards,
+            functions=self.evaluation.functions,
+            models={},
+            cost_functions={},
+            cost_models={},
+        )
 
     def problems(self) -> Iterator[Problem]:
         if not 0 <= self.seed < 2**32:

@@ -35,7 +35,11 @@ def main():
     roles = dataclasses.replace(roles, config=dataclasses.replace(roles.config, evaluation=wanted))
     config = roles.config
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
-    only_functions = dataclasses.replace(config.rewards, models={}, cost_models={})
+    rewards = config.evaluation_rewards
+    if rewards.models:
+        message = f"{WORKDIR.value}: this run's rewards are models; set evaluation.functions in it"
+        program.refuse([("workdir", message)])
+    only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
     with rewards_lib.build(only_functions, {}) as scorer:
         evaluator = Evaluator(roles, held_out, scorer.score)
         found = evaluator.run(roles.rollout_layout(params), jax.random.key(SEED.value))

@@ -30,7 +30,7 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer import supervised
-from jaxrl_llm.trainer.evaluate import Evaluator
+from jaxrl_llm.trainer.evaluate import Evaluator, judge
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerState:
@@ -60,7 +60,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
+    roles_lib.check_folders(roles)
     rewards_lib.check(config.rewards)
+    rewards_lib.check(config.evaluation_rewards)
     claim_workdir(config, workdir)
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
@@ -86,9 +88,10 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
     with (
         rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
+        judge(config, scorer) as score_held_out,
         Writer(workdir, config.metrics, first + bool(first), total) as writer,
     ):
-        evaluator = Evaluator(roles, held_out, scorer.score)
+        evaluator = Evaluator(roles, held_out, score_held_out)
         if first == 0 and evaluator.due(0):
             writer.write(0, evaluator.run(rollout_params, eval_key))
 
