@@ -104,6 +104,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 rollouts, rewards = collection.collect(
                     roles, rollout_params, prompts, scorer.score, rollout_key
                 )  # [B, T], [B]
+                of_engine = statistics.of_engine(*roles.engine.speed())
 
             # What the models say about those tokens.
             with clock("predict"):
@@ -139,10 +140,6 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_evaluation = evaluator.run(rollout_params, eval_key)
             else:
                 of_evaluation = {}
-            if saver.due(step, total):
-                with clock("save_checkpoint"):
-                    positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
-                    saver.save(step, state, positions)
             if writer.due(step):
                 seconds = clock.seconds()
                 writer.write(
@@ -151,11 +148,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_updates,
                     of_estimates,
                     of_evaluation,
-                    statistics.of_engine(*roles.engine.speed()),
+                    of_engine,
                     statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)
+
+            # Last, so that a step that was saved is a step whose numbers were written.
+            if saver.due(step, total):
+                positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
+                saver.save(step, state, positions)
 
     saver.close()
     return state
