@@ -194,9 +194,8 @@ class Engine:
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:
-    return (
-        ("batch", "kv_heads", None, None)[:ndim] if ndim == 4 else ("batch",) + (None,) * (ndim - 1)
-    )
+    """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
+    return ("batch", "kv_heads", None, None) if ndim == 4 else ("batch", *[None] * (ndim - 1))
 
 
 class _Prefixes:

@@ -42,7 +42,7 @@ TINY: Mapping[str, Any] = {
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/decode_tokens_per_s")
 
 
-def config(name: str, settings: Mapping[str, Any] = {}) -> Config:  # noqa: B006
+def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
     """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
     spec = importlib.util.spec_from_file_location("config_file", ROOT / "configs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -53,7 +53,7 @@ def config(name: str, settings: Mapping[str, Any] = {}) -> Config:  # noqa: B006
     return from_config_dict(values)
 
 
-def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:  # noqa: B006
+def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
     """Returns the command line of the same run."""
     changes = {**TINY, **settings}
     return [
