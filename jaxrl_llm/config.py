@@ -343,6 +343,7 @@ class DataConfig:
     arithmetic_terms: int = 3
     arithmetic_train_prompts: int = 512
     arithmetic_eval_prompts: int = 128
+    arithmetic_errors: float = 0.0  # share of worked examples that are wrong
 
     def problems(self) -> Iterator[Problem]:
         if self.task != "arithmetic" and not self.train_files:
@@ -354,6 +355,8 @@ class DataConfig:
         for name in ("arithmetic_train_prompts", "arithmetic_eval_prompts"):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
+        if not 0.0 <= self.arithmetic_errors < 1.0:
+            yield "arithmetic_errors", f"must lie in [0, 1), got {self.arithmetic_errors}"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
         if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
             yield (

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import shaping
@@ -64,7 +65,9 @@ def collect(
             rollouts, rewards = _split_baseline(rollouts, rewards, len(samples))
         seen += len(taken.prompts)
         if algorithm.dynamic_sampling:
-            uniform = np.asarray(shaping.uniform_groups(rewards.scores, rollouts.group_ids))
+            uniform = np.asarray(
+                shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
+            )
             rollouts, rewards = select(rollouts, rewards, np.flatnonzero(~uniform))
         kept.append((rollouts, rewards))
         found += len(rollouts.lengths) // algorithm.samples_per_prompt
@@ -83,7 +86,8 @@ def collect(
 
 
 def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
-    """Returns some rows of both; the prompts stay."""
+    """Returns some rows of both. Prompts left without a row go; groups are numbered anew."""
+    prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
     pick = lambda mapping: {k: v[rows] for k, v in mapping.items()}  # noqa: E731
     return (
         dataclasses.replace(
@@ -92,8 +96,9 @@ def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Roll
             response_mask=rollouts.response_mask[rows],
             rollout_log_probs=rollouts.rollout_log_probs[rows],
             lengths=rollouts.lengths[rows],
-            group_ids=rollouts.group_ids[rows],
+            group_ids=group_ids.astype(np.int32),
             stopped=rollouts.stopped[rows],
+            prompts=tuple(rollouts.prompts[i] for i in prompts),
             responses=tuple(rollouts.responses[i] for i in rows),
         ),
         Rewards(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
     )
 
 
-def network(config: ModelConfig, shape: Shape, head: str) -> Network:
+def network(config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
     """Returns the network of one role."""
     return Network(
         shape,

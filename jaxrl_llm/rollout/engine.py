@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ class Engine:
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        jitted = (self._empty, self._prefill, self._insert, self._generate)
+        jitted: tuple[Any, ...] = (self._empty, self._prefill, self._insert, self._generate)
         return sum(function._cache_size() for function in jitted)
 
     def speed(self) -> tuple[int, float, float]:
@@ -127,10 +128,12 @@ class Engine:
             state = self._empty()
             while scheduler.num_waiting or scheduler.num_active:
                 with tally.prefill():
-                    for batch in prefixes.split(scheduler.admit(prefixes.batch_size)):
-                        state = self._admit(state, batch, scheduler, filtered)
+                    # Again until no slot is free: a sample may end with its first token.
+                    while placements := scheduler.admit():
+                        for batch in prefixes.split(placements):
+                            state = self._admit(state, batch, scheduler, filtered)
                 if not scheduler.num_active:
-                    continue
+                    break
                 with tally.decode(queue_waits=scheduler.num_waiting > 0) as account:
                     state, outputs = self._generate(
                         params,
@@ -174,17 +177,16 @@ class Engine:
     def _free_target(self, scheduler: Scheduler) -> int:
         """Returns at how many free slots the device hands back to the host.
 
-        While samples wait, a sixteenth of the slots is worth a refill; afterwards the device
-        runs on until its chunk or its work is done.
+        While samples wait, all slots are taken, and a sixteenth of them is worth a refill;
+        afterwards the device runs on until its chunk or its work is done.
         """
-        if not scheduler.num_waiting:
-            return self.num_slots
-        free = self.num_slots - scheduler.num_active
-        return free + max(1, self.num_slots // 16)
+        return max(1, self.num_slots // 16) if scheduler.num_waiting else self.num_slots
 
     def _admit(self, state, batch, scheduler, filtered):
         prefix, rows, placements = batch
-        size = min(8, self.num_slots) if len(placements) <= 8 else self.num_slots
+        # Two sizes, so two programs: of the first fill, and of a refill.
+        size = min(self.num_slots, max(8, self.num_slots // 8))
+        size = size if len(placements) <= size else self.num_slots
         admission = _admission(scheduler.requests, placements, rows, size, self.num_slots)
         state, outputs = self._insert(state, prefix, admission, filtered=filtered)
         scheduler.first_tokens(placements, *jax.device_get(outputs))
@@ -192,9 +194,8 @@ class Engine:
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:
-    return (
-        ("batch", "kv_heads", None, None)[:ndim] if ndim == 4 else ("batch",) + (None,) * (ndim - 1)
-    )
+    """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
+    return ("batch", "kv_heads", None, None) if ndim == 4 else ("batch", *[None] * (ndim - 1))
 
 
 class _Prefixes:
@@ -205,12 +206,13 @@ class _Prefixes:
         widest = self._width(engine, requests)
         room = max(1, _PREFILL_TOKENS // widest)
         self.batch_size = min(bucket(len(requests)), room)
-        self._first, self._prefix = 0, None
+        self._first = 0
+        self._prefix: programs.Prefix | None = None
 
     @staticmethod
     def _width(engine: Engine, requests: Sequence[Request]) -> int:
         return bucket(
-            max(len(r.tokens) for r in requests),
+            max((len(r.tokens) for r in requests), default=0),
             smallest=_SMALLEST_BUCKET,
             largest=engine.max_prompt_tokens,
         )
@@ -251,19 +253,20 @@ def _admission(requests, placements, rows, size: int, num_slots: int) -> program
     keys = np.zeros((size, 2), np.uint32)
     for i, p in enumerate(placements):
         keys[i] = requests[p.request].keys[p.sample]
-    return programs.Admission(
-        rows=column(rows, 0, np.int32),
-        slots=column([p.slot for p in placements], num_slots, np.int32),
-        limits=np.array([p.max_tokens for p in params], np.int32),
-        stops=stops,
-        sampler=SamplerState(
-            keys=keys,
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-        ),
-    )
+    sampler: dict[str, Any] = {
+        "keys": keys,
+        "temperature": np.array([p.temperature for p in params], np.float32),
+        "top_k": np.array([p.top_k for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+    }
+    fields: dict[str, Any] = {
+        "rows": column(rows, 0, np.int32),
+        "slots": column([p.slot for p in placements], num_slots, np.int32),
+        "limits": np.array([p.max_tokens for p in params], np.int32),
+        "stops": stops,
+    }
+    return programs.Admission(**fields, sampler=SamplerState(**sampler))
 
 
 class _Tally:

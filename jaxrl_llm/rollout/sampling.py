@@ -60,33 +60,37 @@ def sample(
     return tokens, chosen - log_total
 
 
-def _uniforms(keys, positions) -> Float[Array, " S"]:
-    def one(key, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position))
+def _uniforms(keys, positions) -> Float[Array, "S 2"]:
+    def two(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))
 
-    return jax.vmap(one)(keys, positions)
+    return jax.vmap(two)(keys, positions)
 
 
-def _inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
-    """Returns the entry at which the running sum of `mass` passes `uniform` of its total.
+def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> Int[Array, " S"]:
+    """Returns an entry of each row, drawn in proportion to `mass`.
 
-    One uniform a row and two short searches instead of V Gumbel numbers.
+    Two short searches instead of V Gumbel numbers: for a block of entries, then for the entry
+    in it. Each has a uniform of its own: the bits of one alone could not tell rare entries
+    of a large vocabulary apart.
     """
     size = mass.shape[-1]
     blocks = jnp.pad(mass, ((0, 0), (0, -size % _BLOCK))).reshape(mass.shape[0], -1, _BLOCK)
-    ends = jnp.cumsum(blocks.sum(-1), -1)
-    target = uniform * ends[:, -1]
-    block = jnp.minimum((ends <= target[:, None]).sum(-1), blocks.shape[1] - 1)
-    start = jnp.where(block > 0, _pick(ends, jnp.maximum(block - 1, 0)), 0.0)
+    block = _search(blocks.sum(-1), uniforms[:, 0])
     row = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    inner = (jnp.cumsum(row, -1) + start[:, None] <= target[:, None]).sum(-1)
-    # Rounding may run past the last entry with mass; step back onto it.
-    last = _BLOCK - 1 - jnp.argmax((row > 0)[:, ::-1], axis=-1)
-    return block * _BLOCK + jnp.minimum(inner, last)
+    # A row that is not a number anywhere has no entry to find: any will do.
+    return jnp.minimum(block * _BLOCK + _search(row, uniforms[:, 1]), size - 1)
 
 
-def _pick(values: Float[Array, "S N"], index: Int[Array, " S"]) -> Float[Array, " S"]:
-    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+def _search(mass: Float[Array, "S N"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
+    """Returns the first entry with mass at which the running sum passes `uniform` of its total.
+
+    Sums in parallel are not monotone to the last bit, so mass is asked for, not inferred.
+    """
+    sums = jnp.cumsum(mass, -1)
+    found = (mass > 0) & (sums > uniform[:, None] * sums[:, -1:])
+    last = mass.shape[-1] - 1 - jnp.argmax((mass > 0)[:, ::-1], axis=-1)
+    return jnp.where(found.any(-1), jnp.argmax(found, axis=-1), last)
 
 
 def _filter(mass: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S V"]:

@@ -76,27 +76,23 @@ class Scheduler:
             for r, s in filter(None, self._owners)
         )
 
-    def admit(self, max_prompts: int) -> list[Placement]:
-        """Returns waiting samples and their slots, of at most `max_prompts` prompts."""
+    def admit(self) -> list[Placement]:
+        """Returns the samples that enter a slot now: as many as are waiting and slots free."""
         free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-        placements: list[Placement] = []
-        prompts: set[int] = set()
-        while self._waiting and len(placements) < len(free):
-            request, sample = self._waiting[0]
-            if request not in prompts and len(prompts) == max_prompts:
-                break
-            prompts.add(request)
-            self._waiting.popleft()
-            slot = free[len(placements)]
-            self._owners[slot] = (request, sample)
-            placements.append(Placement(request, sample, slot))
+        entering = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
+        placements = []
+        for slot, owner in zip(free, entering, strict=False):
+            self._owners[slot] = owner
+            placements.append(Placement(*owner, slot))
         return placements
 
     def first_tokens(self, placements, tokens, log_probs, remaining) -> None:
         """Takes in what `insert` sampled, arrays of [n] in the order of `placements`."""
         for p, token, log_prob, left in zip(placements, tokens, log_probs, remaining, strict=False):
-            self._append(p.slot, int(token), float(log_prob))
-            self._release_if_done(p.slot, int(left))
+            completion = self.completions[p.request][p.sample]
+            completion.tokens.append(int(token))
+            completion.log_probs.append(float(log_prob))
+            self._release_if_done(p.slot, p.request, p.sample, int(left))
 
     def take(self, tokens, log_probs, remaining) -> int:
         """Takes in the outputs of `generate`; returns how many tokens were sampled."""
@@ -109,18 +105,12 @@ class Scheduler:
             completion.tokens.extend(tokens[:count, slot].tolist())
             completion.log_probs.extend(log_probs[:count, slot].tolist())
             taken += count
-            self._release_if_done(slot, int(remaining[slot]))
+            self._release_if_done(slot, *owner, int(remaining[slot]))
         return taken
 
-    def _append(self, slot: int, token: int, log_prob: float) -> None:
-        request, sample = self._owners[slot]
-        self.completions[request][sample].tokens.append(token)
-        self.completions[request][sample].log_probs.append(log_prob)
-
-    def _release_if_done(self, slot: int, remaining: int) -> None:
+    def _release_if_done(self, slot: int, request: int, sample: int, remaining: int) -> None:
         if remaining > 0:
             return
-        request, sample = self._owners[slot]
         completion = self.completions[request][sample]
         params = self.requests[request].params[sample]
         completion.stopped = completion.tokens[-1] in params.stop_tokens

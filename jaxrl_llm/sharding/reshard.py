@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -32,14 +33,17 @@ class Resharder:
           mesh: Where both layouts live.
           dtype: Of the rollout weights.
           layout: "tensor": split over the tensor axis alone, a replica on the rest; "train":
-            as in training.
+            as in training; "replicas": whole on every device.
         """
-        rules = mesh_lib.TRAIN if layout == "train" else mesh_lib.ROLLOUT
+        rules = mesh_lib.LAYOUTS[layout]
         cast = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
         ends = {k: v for k, v in abstract.items() if k != "layers"}
         self._ends = jax.tree.map(lambda a: cast(a.shape), ends)
         self._layer = jax.tree.map(lambda a: cast(a.shape[1:]), abstract["layers"])
-        self._num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
+        num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
+        replicated = mesh_lib.replicated(mesh)
+        # On the devices already, so that handing over moves nothing from the host.
+        self._indices = [jax.device_put(np.int32(i), replicated) for i in range(num_layers)]
         end_axes = {k: v for k, v in logical_axes.items() if k != "layers"}
         layer_axes = jax.tree.map(
             lambda names: names[1:], logical_axes["layers"], is_leaf=lambda n: isinstance(n, tuple)
@@ -60,15 +64,15 @@ class Resharder:
         """Returns zeros in the rollout layout, to be donated to the first `reshard`."""
         make = jax.jit(lambda: _zeros(self._layer), out_shardings=self._layer_shardings)
         ends = jax.jit(lambda: _zeros(self._ends), out_shardings=self._end_shardings)
-        return {**ends(), "layers": tuple(make() for _ in range(self._num_layers))}
+        return {**ends(), "layers": tuple(make() for _ in self._indices)}
 
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
         old_ends = {k: v for k, v in old.items() if k != "layers"}
         ends = {k: v for k, v in params.items() if k != "layers"}
         layers = tuple(
-            self._move_layer(layer, params["layers"], jnp.int32(i))
-            for i, layer in enumerate(old["layers"])
+            self._move_layer(layer, params["layers"], i)
+            for i, layer in zip(self._indices, old["layers"], strict=True)
         )
         return {**self._move_ends(old_ends, ends), "layers": layers}
 

@@ -1,0 +1,296 @@
+"""The engine: one sample's tokens follow from its prompt, its key and the weights alone."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.scheduler import Request, SamplingParams
+
+LIMIT = 64
+PROMPT_LIMIT = 40
+ONE = tiny.make_mesh()
+
+
+@functools.cache
+def engine_of(mesh=ONE, num_slots=8, chunk_steps=16, network=tiny.NETWORK):
+    return Engine(
+        network,
+        mesh,
+        num_slots=num_slots,
+        max_prompt_tokens=PROMPT_LIMIT,
+        max_tokens=LIMIT,
+        chunk_steps=chunk_steps,
+    )
+
+
+def request(random, length, params, seed):
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), len(params)))
+    return Request(tuple(random.integers(4, 96, length).tolist()), np.asarray(keys), tuple(params))
+
+
+@functools.cache
+def workload():
+    """Prompts of 1 to 40 tokens, groups of 1 to 5, every sample with parameters of its own."""
+    random = np.random.default_rng(0)
+    plain = SamplingParams(20)
+    groups = [
+        (3, [plain] * 5),
+        (40, [SamplingParams(1), SamplingParams(24, temperature=0.7)]),
+        (1, [SamplingParams(40, stop_tokens=tuple(range(8))), SamplingParams(12, 0.0)]),
+        (33, [SamplingParams(25, top_k=5), SamplingParams(25, top_p=0.6), plain]),
+        (17, [SamplingParams(30, 1.5, 30, 0.9, 0.01, stop_tokens=(11, 12, 13))]),
+        (31, [SamplingParams(2), SamplingParams(33), SamplingParams(7), SamplingParams(30)]),
+        (8, [SamplingParams(1)] * 3),
+    ]
+    return [request(random, n, params, seed) for seed, (n, params) in enumerate(groups)]
+
+
+@functools.cache
+def weights():
+    return tiny.params()
+
+
+@functools.cache
+def rollout_params(mesh=ONE):
+    return tiny.rollout_params(weights(), mesh)
+
+
+@functools.cache
+def expected():
+    return engine_of().generate(rollout_params(), workload())
+
+
+def assert_same(got, want):
+    for ours, theirs in zip(got, want, strict=True):
+        assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+        assert [c.stopped for c in ours] == [c.stopped for c in theirs]
+        for a, b in zip(ours, theirs, strict=True):
+            # The same sums in other orders, float32.
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=2e-5)
+
+
+def count_prompts_read(engine, monkeypatch):
+    """Makes the engine note every row that it prefills, fillers left out."""
+    read, prefill = [], engine._prefill
+
+    def counted(params, tokens, lengths):
+        rows = (tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True))
+        read.extend(row for row in rows if row != (0,))
+        return prefill(params, tokens, lengths)
+
+    monkeypatch.setattr(engine, "_prefill", counted)
+    return read
+
+
+def one_pass(requests, completions, network=tiny.NETWORK):
+    """Returns (log-probs of the engine, of one pass over each sequence), tokens of all samples."""
+    samples = [
+        (r.tokens, p, c)
+        for r, cs in zip(requests, completions, strict=True)
+        for p, c in zip(r.params, cs, strict=True)
+    ]
+    tokens = np.zeros((len(samples), LIMIT), np.int32)
+    for row, (prompt, _, c) in zip(tokens, samples, strict=True):
+        row[: len(prompt) + len(c.tokens)] = (*prompt, *c.tokens)
+    temperatures = np.array([p.temperature or 1.0 for _, p, _ in samples], np.float32)
+    found = np.asarray(tiny.teacher_forced(tokens, temperatures, network, weights()))
+    found = [
+        row[len(prompt) : len(prompt) + len(c.tokens)]
+        for row, (prompt, _, c) in zip(found, samples, strict=True)
+    ]
+    return np.concatenate([c.log_probs for _, _, c in samples]), np.concatenate(found)
+
+
+def test_log_probs_are_those_of_one_pass_over_the_sequence():
+    ours, theirs = one_pass(workload(), expected())
+    assert np.abs(theirs).max() > 3.0
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_samples_end_where_they_should():
+    stopped = 0
+    for wanted, completions in zip(workload(), expected(), strict=True):
+        for params, completion in zip(wanted.params, completions, strict=True):
+            assert 1 <= len(completion.tokens) <= params.max_tokens
+            assert len(completion.log_probs) == len(completion.tokens)
+            assert not set(completion.tokens[:-1]) & set(params.stop_tokens)
+            assert completion.stopped == (completion.tokens[-1] in params.stop_tokens)
+            if not completion.stopped:
+                assert len(completion.tokens) == params.max_tokens
+            stopped += completion.stopped
+    assert stopped, "no sample met a stop token: nothing was shown"
+
+
+def test_samples_of_one_prompt_differ():
+    assert len({tuple(c.tokens) for c in expected()[0]}) == 5
+
+
+@pytest.mark.parametrize(("num_slots", "chunk_steps"), [(3, 5), (4, 16), (32, 1)], ids=str)
+def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, monkeypatch):
+    engine = engine_of(num_slots=num_slots, chunk_steps=chunk_steps)
+    read = count_prompts_read(engine, monkeypatch)
+    assert_same(engine.generate(rollout_params(), workload()), expected())
+    assert read == [wanted.tokens for wanted in workload()]  # each once
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_mesh_does_not_matter(sizes):
+    mesh = tiny.make_mesh(**sizes)
+    engine = engine_of(mesh)
+    assert_same(engine.generate(rollout_params(mesh), workload()), expected())
+
+
+def test_order_and_neighbours_do_not_matter():
+    engine, params = engine_of(num_slots=4), rollout_params()
+    order = np.random.default_rng(1).permutation(len(workload()))
+    shuffled = engine.generate(params, [workload()[i] for i in order])
+    assert_same(shuffled, [expected()[i] for i in order])
+    # One sample of one request, with nobody beside it.
+    lone = workload()[3]
+    lone = dataclasses.replace(lone, keys=lone.keys[1:2], params=lone.params[1:2])
+    assert_same(engine.generate(params, [lone]), [expected()[3][1:2]])
+
+
+def test_prompts_are_read_in_several_batches(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.rollout.engine._PREFILL_TOKENS", 128)
+    engine = engine_of(num_slots=4)
+    read = count_prompts_read(engine, monkeypatch)
+    assert_same(engine.generate(rollout_params(), workload()), expected())
+    assert read == [wanted.tokens for wanted in workload()]
+
+
+def test_filters_of_a_neighbour_leave_a_sample_alone():
+    engine, params = engine_of(), rollout_params()
+    plain = [r for r in workload() if not any(p.is_filtered for p in r.params)]
+    want = [
+        c for r, c in zip(workload(), expected(), strict=True) if any(r is other for other in plain)
+    ]
+    assert_same(engine.generate(params, plain), want)
+
+
+def test_nothing_asked_nothing_given():
+    engine, params = engine_of(), rollout_params()
+    assert engine.generate(params, []) == []
+    assert engine.statistics.decode_tokens == 0
+    nobody = Request((5, 6), np.zeros((0, 2), np.uint32), ())
+    assert engine.generate(params, [nobody, workload()[6]])[0] == []
+
+
+def test_calls_of_the_same_widths_compile_nothing(monkeypatch):
+    mesh = tiny.make_mesh(fsdp=2, tensor=2)
+    engine, mover = engine_of(mesh), tiny.resharder(mesh)
+    states = []
+
+    def watch(name):
+        program = getattr(engine, name)
+
+        def watched(*args, **kwargs):
+            out = program(*args, **kwargs)
+            states.append(jax.tree.map(lambda a: a.sharding, out[0]))
+            return out
+
+        watched._cache_size = program._cache_size
+        monkeypatch.setattr(engine, name, watched)
+
+    watch("_insert")
+    watch("_generate")
+    random = np.random.default_rng(2)
+    rollout, counts = mover.empty(), []
+    for seed in range(3):
+        train = tiny.sharded(tiny.params(seed=seed), mesh)
+        with jax.set_mesh(mesh):
+            rollout = mover.reshard(rollout, train)
+        # From 17 tokens on, all are decoded in the same window.
+        lengths = [33, *random.integers(17, 41, 7)]
+        budgets = random.integers(1, 25, (8, 3))
+        requests = [
+            request(random, n, [SamplingParams(int(b)) for b in row], seed)
+            for n, row in zip(lengths, budgets, strict=True)
+        ]
+        engine.generate(rollout, requests)
+        counts.append(engine.num_compilations())
+    assert counts == counts[:1] * 3
+    # What goes out is split as what came in: slots over 2, 2 heads over 2.
+    split = engine._state_shardings
+    assert split.keys[0].spec[:2] == ("fsdp", "tensor")
+    assert all(state == split for state in states)
+
+
+def test_slots_stay_full_while_samples_wait():
+    # Log-normal budgets, many short and few long, as reasoning makes them.
+    random = np.random.default_rng(3)
+    budgets = np.clip(np.exp(random.normal(2.5, 0.8, (32, 4))), 1, 56).astype(int)
+    requests = [
+        request(random, 1 + i % 8, [SamplingParams(int(b)) for b in row], i)
+        for i, row in enumerate(budgets)
+    ]
+    engine = engine_of(num_slots=16)
+    completions = engine.generate(rollout_params(), requests)
+    found = [[len(c.tokens) for c in row] for row in completions]
+    np.testing.assert_array_equal(found, budgets)
+    statistics = engine.statistics
+    assert statistics.occupancy > 0.9
+    # The first token of each sample comes from its prompt.
+    assert statistics.decode_tokens == budgets.sum() - budgets.size
+    assert statistics.prefill_tokens == sum(len(r.tokens) for r in requests)
+    assert budgets.max() <= statistics.decode_steps <= budgets.sum() / 16 + budgets.max()
+    assert engine.speed() == (statistics.decode_tokens, statistics.decode_s, statistics.occupancy)
+
+
+def test_a_failed_call_leaves_the_engine_as_it_was(monkeypatch):
+    engine, params = engine_of(num_slots=4), rollout_params()
+    generate, calls = engine._generate, []
+
+    def fails_once(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "_generate", fails_once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(params, workload())
+    assert_same(engine.generate(params, workload()), expected())
+
+
+def test_logits_that_are_no_numbers_end_like_others():
+    engine, params = engine_of(), rollout_params()
+    broken = jax.tree.map(lambda a: a * np.nan, params)
+    for completions, wanted in zip(engine.generate(broken, workload()), workload(), strict=True):
+        for completion, sampled in zip(completions, wanted.params, strict=True):
+            assert len(completion.tokens) == sampled.max_tokens or completion.stopped
+            assert all(0 <= token < 96 for token in completion.tokens)
+            assert np.isnan(completion.log_probs).all()
+    assert_same(engine.generate(params, workload()), expected())
+
+
+def test_low_precision_stays_near_one_pass():
+    network = dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16")
+    params = tiny.rollout_params(weights(), ONE, dtype="bfloat16")
+    plain = [r for r in workload() if not any(p.is_filtered for p in r.params)]
+    completions = engine_of(network=network).generate(params, plain)
+    ours, theirs = one_pass(plain, completions, network)
+    # bfloat16 keeps 8 bits of hidden states; log-probs here are of size 3.
+    assert np.abs(ours - theirs).mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "message"),
+    [
+        (0, SamplingParams(1), "request 1: a prompt of 0 tokens; this engine takes 1 to 40"),
+        (41, SamplingParams(1), "request 1: a prompt of 41 tokens"),
+        (40, SamplingParams(25), "max_tokens=25 after a prompt of 40 must lie between 1 and 24"),
+        (5, SamplingParams(0), "max_tokens=0"),
+        (5, SamplingParams(1, stop_tokens=tuple(range(9))), "9 stop tokens, at most 8"),
+    ],
+)
+def test_impossible_requests_are_refused(length, params, message):
+    random = np.random.default_rng(0)
+    bad = request(random, length, [params], 0)
+    with pytest.raises(ValueError, match=message):
+        engine_of().generate({}, [workload()[0], bad])

@@ -1,0 +1,114 @@
+"""Meshes and the rules from dim names to their axes."""
+
+import jax
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+
+def test_the_rest_goes_to_the_open_axis():
+    mesh = mesh_lib.make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
+    mesh = mesh_lib.make_mesh(MeshConfig(fsdp=2, tensor=-1))
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 4}
+
+
+def test_all_meshes_have_the_same_flat_device_order():
+    for config in (MeshConfig(), MeshConfig(tensor=8), MeshConfig(data=2, sequence=2, tensor=2)):
+        assert list(mesh_lib.make_mesh(config).devices.flat) == jax.devices()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 4}, {"fsdp": 16}, {"tensor": 3}, {"data": 16, "fsdp": -1}], ids=str
+)
+def test_sizes_that_do_not_fill_the_devices_are_refused(sizes):
+    with pytest.raises(ConfigError, match=r"does not fill the\s+8 devices; set one axis to -1"):
+        mesh_lib.make_mesh(MeshConfig(**sizes))
+
+
+def spec(shape, names, rules=mesh_lib.TRAIN, units=None, **sizes):
+    sizes = {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1} | sizes
+    return mesh_lib.partition_spec(shape, names, rules, sizes, units or {})
+
+
+def test_partition_spec_by_hand():
+    assert spec((96, 32), ("vocab", "embed"), fsdp=4, tensor=2) == P(("tensor", "fsdp"), None)
+    assert spec((96, 32), ("vocab", "embed"), tensor=2) == P("tensor", None)
+    assert spec((96, 32), ("vocab", None)) == P(None, None)
+    # 98 is 2 x 49: tensor divides it, fsdp does not divide the rest.
+    assert spec((98,), ("vocab",), fsdp=4, tensor=2) == P("tensor")
+    # 97 divides by neither; 99 by fsdp alone.
+    assert spec((97,), ("vocab",), fsdp=3, tensor=2) == P(None)
+    assert spec((99,), ("vocab",), fsdp=3, tensor=2) == P("fsdp")
+
+
+def test_the_tensor_axis_takes_whole_heads():
+    # Two heads of 8: over two devices, not over four; fsdp does not compute and cuts anywhere.
+    units = {"kv_heads": 8}
+    assert spec((16,), ("kv_heads",), units=units, tensor=2) == P("tensor")
+    assert spec((16,), ("kv_heads",), units=units, tensor=4) == P(None)
+    assert spec((16,), ("kv_heads",), units=units, fsdp=8) == P("fsdp")
+    assert spec((16,), ("kv_heads",), units=units, tensor=2, fsdp=4) == P(("tensor", "fsdp"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dim=st.integers(1, 512),
+    unit=st.sampled_from([1, 4, 8]),
+    fsdp=st.sampled_from([1, 2, 3, 4, 8]),
+    tensor=st.sampled_from([1, 2, 3, 4, 8]),
+    name=st.sampled_from(sorted(mesh_lib.TRAIN)),
+)
+def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, name):
+    def axes(rules):
+        (found,) = spec((dim,), (name,), rules, {name: unit}, fsdp=fsdp, tensor=tensor)
+        return (found,) if isinstance(found, str) else found or ()
+
+    train, rollout = axes(mesh_lib.TRAIN), axes(mesh_lib.ROLLOUT)
+    assert train[: len(rollout)] == rollout
+    sizes = {"fsdp": fsdp, "tensor": tensor}
+    parts = 1
+    for axis in train:
+        parts *= sizes[axis]
+    assert dim % parts == 0
+
+
+def test_rules_name_the_same_dims():
+    assert set(mesh_lib.ROLLOUT) == set(mesh_lib.TRAIN)
+    for layout in MeshConfig.__dataclass_fields__["rollout"].type.__args__:
+        assert layout in mesh_lib.LAYOUTS
+
+
+def test_parameters_are_split_by_name():
+    mesh = tiny.make_mesh(fsdp=2, tensor=4)
+    network = tiny.NETWORK
+    found = mesh_lib.shardings(
+        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+    )
+    both = ("tensor", "fsdp")
+    assert found["embed"].spec == P(both, None)
+    attention = found["layers"]["attention"]
+    assert attention["q"]["kernel"].spec == P(None, None, both)
+    assert attention["k"]["kernel"].spec == P(None, None, "fsdp")  # 2 heads, 4 tensor devices
+    assert attention["k"]["bias"].spec == P(None, "fsdp")
+    assert found["layers"]["mlp"]["down"]["kernel"].spec == P(None, both, None)
+    assert found["norm"]["scale"].spec == P(None)
+
+
+def test_constrain_without_a_mesh_is_nothing():
+    x = jax.numpy.ones((4, 6))
+    assert mesh_lib.constrain(x, "batch", "embed") is x
+    with jax.set_mesh(tiny.make_mesh()):
+        assert mesh_lib.constrain(x, "batch", "embed") is x
+    mesh = tiny.make_mesh(fsdp=4)
+    with jax.set_mesh(mesh):
+        split = jax.jit(lambda x: mesh_lib.constrain(x, "batch", "embed"))(x)
+    assert split.sharding.is_equivalent_to(
+        mesh_lib.sharding_of(x.shape, ("batch", "embed"), mesh), 2
+    )
+    assert split.sharding.shard_shape(x.shape) == (1, 6)

@@ -1,0 +1,75 @@
+"""A network small enough for every test, and its weights on any mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding.reshard import Resharder
+
+SHAPE = Shape(
+    family="qwen2",
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    mlp_size=48,
+    qkv_bias=True,
+)
+NETWORK = Network(SHAPE)
+
+
+def make_mesh(**sizes: int):
+    """Returns a mesh of as many of the fake devices as the sizes multiply to."""
+    config = MeshConfig(**{"fsdp": 1, **sizes})
+    count = config.data * config.fsdp * config.sequence * config.tensor
+    return mesh_lib.make_mesh(config, jax.devices()[:count])
+
+
+def params(network=NETWORK, seed=0, scale=8.0):
+    """Returns random weights that make some tokens much likelier than others, biases too."""
+    weights = network.init(jax.random.key(seed))
+    leaves, structure = jax.tree.flatten(weights)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noise = [jax.random.normal(k, a.shape) * 0.02 for k, a in zip(keys, leaves, strict=True)]
+    return jax.tree.map(lambda a, n: a + n * scale, weights, structure.unflatten(noise))
+
+
+def sharded(weights, mesh, network=NETWORK):
+    """Returns weights in the training layout."""
+    shardings = mesh_lib.shardings(
+        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+    )
+    return jax.device_put(weights, shardings)
+
+
+def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor"):
+    return Resharder(network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout)
+
+
+def rollout_params(weights, mesh, network=NETWORK, **settings):
+    """Returns training weights in the rollout layout."""
+    mover = resharder(mesh, network, **settings)
+    with jax.set_mesh(mesh):
+        return mover.reshard(mover.empty(), sharded(weights, mesh, network))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def teacher_forced(tokens, temperature, network, weights):
+    """Returns [B, T] log-probs of right-padded rows from one pass over each; column 0 is 0."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = network.hidden(weights, tokens, positions, jnp.ones_like(tokens))
+    logits = network.logits(weights, hidden) / temperature[:, None, None]
+    log_p = jax.nn.log_softmax(logits)[:, :-1]
+    return jnp.pad(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))
+
+
+def with_sizes(network=NETWORK, **sizes):
+    return dataclasses.replace(network, shape=dataclasses.replace(network.shape, **sizes))
