@@ -5,6 +5,7 @@ import json
 import pytest
 import runs
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer
@@ -63,8 +64,6 @@ def test_safetensors_that_are_cut_short(tmp_path, folder):
 
 
 def test_a_tensor_that_is_missing(tmp_path, folder):
-    from safetensors.numpy import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     assert name in open_folder(folder)
@@ -143,11 +142,11 @@ def test_a_prompt_longer_than_allowed(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_data_source_without_a_reward(tmp_path, cache):
     """Known only when the row is scored; the run stops with the terms that there are."""
-    settings = from_rows(tmp_path, GOOD, GOOD) | {
-        "rewards.functions.answer.data_source": "products",
-    }
+    terms = {"answer": {"function": "arithmetic", "data_source": "products"}}
+    settings = from_rows(tmp_path, GOOD, GOOD) | {"rewards.functions": terms}
     arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={tmp_path / 'run'}"]
     said = runs.refused("train", arguments, cache)
     assert "no reward applies to data source 'sums'" in said

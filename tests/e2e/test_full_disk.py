@@ -63,7 +63,7 @@ def test_going_on_without_a_checkpoint(tmp_path, cache):
     assert list(runs.metrics(workdir)) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("program", ["train", "export"])
+@pytest.mark.parametrize("program", ["train", pytest.param("export", marks=pytest.mark.slow)])
 def test_a_folder_that_cannot_be_made(tmp_path, grpo_run, cache, program):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "run"

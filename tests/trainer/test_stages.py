@@ -104,6 +104,7 @@ def test_a_damaged_product_is_refused(roles, tmp_path):
         supervised.warm_start(roles, params, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_whole_run_as_a_function(tmp_path):
     """Reward model trained, PPO against its score, held-out answers judged by the function."""
     few = SupervisedConfig(num_steps=2, batch_size=8, optimizer=OptimizerConfig())
