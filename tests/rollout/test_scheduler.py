@@ -29,9 +29,7 @@ def test_one_run_by_hand():
     placements = scheduler.admit()
     assert placements == [Placement(0, 0, 0), Placement(0, 1, 1)]
     padding = (9, -0.9, 0)  # an insert is wider than what enters
-    scheduler.first_tokens(
-        placements, *zip((1, -0.1, 3), (2, -0.2, 0), padding, strict=True)
-    )
+    scheduler.first_tokens(placements, *zip((1, -0.1, 3), (2, -0.2, 0), padding, strict=True))
     assert (scheduler.num_waiting, scheduler.num_active) == (2, 1)
     assert scheduler.max_active_tokens() == 3
 
