@@ -41,7 +41,7 @@ def params(network=NETWORK, seed=0, scale=8.0):
     leaves, structure = jax.tree.flatten(weights)
     random = np.random.default_rng(seed)
     noise = [random.standard_normal(a.shape, np.float32) * 0.02 * scale for a in leaves]
-    return structure.unflatten([a + n for a, n in zip(leaves, noise, strict=True)])
+    return structure.unflatten([np.asarray(a) + n for a, n in zip(leaves, noise, strict=True)])
 
 
 def sharded(weights, mesh, network=NETWORK):
@@ -49,7 +49,8 @@ def sharded(weights, mesh, network=NETWORK):
     shardings = mesh_lib.shardings(
         network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
     )
-    return jax.device_put(weights, shardings, may_alias=False)
+    # A copy: what is donated later must not be the caller's.
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=shardings)(weights)
 
 
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor"):
