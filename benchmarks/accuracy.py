@@ -39,7 +39,7 @@ def run(config: str, seed: int, overrides: list[str]) -> tuple[float, float, flo
         )
         seconds = time.perf_counter() - began
         lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    name = "val-core/arithmetic/mean@1"
+    name = "val-core/arithmetic/mean@4"
     accuracies = [data[name] for line in lines if name in (data := json.loads(line)["data"])]
     return accuracies[0], accuracies[-1], seconds
 

@@ -1,7 +1,8 @@
 """GRPO on sums of digits: a random 0.4M-parameter model, in minutes on two CPU cores.
 
 The run carries everything with it: a character tokenizer, a seeded task, a supervised warm
-start on worked examples that stops too early, then RL that finishes the job.
+start on the worked examples of a teacher who errs in every second one, then RL, which leaves
+the errors behind. Accuracy on held-out sums is that of answers sampled at temperature 1.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict
@@ -19,24 +20,29 @@ def get_config():
 
     config.data.task = "arithmetic"
     config.data.arithmetic_terms = 3
+    config.data.arithmetic_errors = 0.5
     config.data.max_prompt_tokens = 32
     config.data.chat_template = False
     config.rollout.max_response_tokens = 32
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    config.warm_start.num_steps = 170
+    config.warm_start.num_steps = 400
     config.warm_start.batch_size = 64
     config.warm_start.optimizer.learning_rate = 1e-3
 
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
     config.algorithm.kl_coef = 0.001
-    config.trainer.num_steps = 150
+    config.trainer.num_steps = 80
     config.trainer.prompts_per_step = 32
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4
     config.trainer.optimizer.warmup_steps = 10
+    config.trainer.optimizer.schedule = "cosine"
+    config.trainer.optimizer.min_lr_ratio = 0.1
     config.trainer.optimizer.weight_decay = 0.0
-    config.evaluation.every = 50
-    config.checkpoint.every = 50
+    config.evaluation.every = 20
+    config.evaluation.samples_per_prompt = 4
+    config.evaluation.temperature = 1.0
+    config.checkpoint.every = 20
     return config

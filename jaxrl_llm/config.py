@@ -343,6 +343,7 @@ class DataConfig:
     arithmetic_terms: int = 3
     arithmetic_train_prompts: int = 512
     arithmetic_eval_prompts: int = 128
+    arithmetic_errors: float = 0.0  # share of worked examples that are wrong
 
     def problems(self) -> Iterator[Problem]:
         if self.task != "arithmetic" and not self.train_files:
@@ -354,6 +355,8 @@ class DataConfig:
         for name in ("arithmetic_train_prompts", "arithmetic_eval_prompts"):
             if getattr(self, name) < 1:
                 yield name, f"must be at least 1, got {getattr(self, name)}"
+        if not 0.0 <= self.arithmetic_errors < 1.0:
+            yield "arithmetic_errors", f"must lie in [0, 1), got {self.arithmetic_errors}"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
         if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
             yield (
@@ -491,6 +494,8 @@ class SupervisedConfig:
 class EvaluationConfig:
     """Held-out evaluation: mean@k, pass@k and maj@k per data source."""
 
+    # What an answer is worth here. Empty: `rewards`; a reward model's score is no accuracy.
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     every: int = 0  # RL steps; 0: only before and after
     before: bool = True
     after: bool = True
@@ -600,6 +605,19 @@ class Config:
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def evaluation_rewards(self) -> RewardsConfig:
+        """What held-out answers are judged by: `evaluation.functions`, or all that RL uses."""
+        if not self.evaluation.functions:
+            return self.rewards
+        return dataclasses.replace(
+            self.rewards,
+            functions=self.evaluation.functions,
+            models={},
+            cost_functions={},
+            cost_models={},
+        )
 
     def problems(self) -> Iterator[Problem]:
         if not 0 <= self.seed < 2**32:

@@ -336,8 +336,12 @@ def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool =
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
-        os.replace(partial, path)
+        try:
+            partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def load_config(workdir: str | os.PathLike[str]) -> Config:

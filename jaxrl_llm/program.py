@@ -1,5 +1,6 @@
 """What every command of `launch/` does around its work."""
 
+import errno
 import logging as std_logging
 import os
 import pathlib
@@ -15,6 +16,21 @@ from jaxrl_llm.errors import UserError
 
 # Libraries that report at INFO what only their own developers want to know.
 _CHATTY = ("orbax", "tensorboardX", "xla_bridge")
+# A folder that cannot be written or read is the user's to mend, whoever noticed it.
+_DISK_ERRORS = frozenset(
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EEXIST,
+        errno.EFBIG,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -27,6 +43,11 @@ def run(main: Callable[[], None]) -> None:
             main()
         except UserError as error:
             logging.error("%s", error)
+            sys.exit(1)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            logging.error("%s; check free space, quota and permission of the folder", error)
             sys.exit(1)
 
     app.run(guarded, flags_parser=config_bridge.parse_flags)

@@ -15,12 +15,11 @@ from jaxrl_llm.learner import saved
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer.evaluate import Evaluator
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 SAMPLES = flags.DEFINE_integer("samples_per_prompt", 1, "k of mean@k, pass@k and maj@k.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy; needed above 0 for k > 1.")
 PROMPTS = flags.DEFINE_integer("num_prompts", 0, "How many prompts; 0: all.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
-flags.mark_flag_as_required("workdir")
 
 
 def main():
@@ -36,7 +35,11 @@ def main():
     roles = dataclasses.replace(roles, config=dataclasses.replace(roles.config, evaluation=wanted))
     config = roles.config
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
-    only_functions = dataclasses.replace(config.rewards, models={}, cost_models={})
+    rewards = config.evaluation_rewards
+    if rewards.models:
+        message = f"{WORKDIR.value}: this run's rewards are models; set evaluation.functions in it"
+        program.refuse([("workdir", message)])
+    only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
     with rewards_lib.build(only_functions, {}) as scorer:
         evaluator = Evaluator(roles, held_out, scorer.score)
         found = evaluator.run(roles.rollout_layout(params), jax.random.key(SEED.value))

@@ -9,12 +9,13 @@ from jaxrl_llm import program
 from jaxrl_llm.learner import saved
 from jaxrl_llm.models import families, huggingface
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
-OUT = flags.DEFINE_string("out", None, "Folder to write; absent, empty or an earlier export.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+OUT = flags.DEFINE_string(
+    "out", None, "Folder to write; absent, empty or an earlier export.", required=True
+)
 DTYPE = flags.DEFINE_enum(
     "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: the run's."
 )
-flags.mark_flags_as_required(["workdir", "out"])
 
 
 def main():

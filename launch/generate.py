@@ -17,13 +17,12 @@ from jaxrl_llm.rollout import agent
 from jaxrl_llm.rollout.scheduler import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 PROMPT = flags.DEFINE_multi_string("prompt", [], "A question; may be repeated.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Answers to each prompt.", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.", lower_bound=0.0)
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Share of probability kept.", 1e-6, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
-flags.mark_flag_as_required("workdir")
 
 
 def main():

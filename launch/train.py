@@ -11,8 +11,8 @@ from jaxrl_llm import config_bridge, program
 from jaxrl_llm.trainer import rl
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missing.")
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flag_as_required("config")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missing.", required=True)
 
 
 def main():

@@ -19,6 +19,9 @@ def worked_examples(
 ) -> list[tuple[Tokens, Tokens]]:
     """Returns prompt and worked answer of every row, as tokens; the answer ends the sequence.
 
+    The arithmetic task can have a teacher that errs: with `config.arithmetic_errors` above 0
+    every row comes four times, each time wrong in one step with that probability.
+
     Args:
       seed: as for `load_dataset`; with another one the splits of the arithmetic task would mix.
 
@@ -28,8 +31,12 @@ def worked_examples(
     if config.task == "files":
         raise DataError("config.data.task: 'files' has no worked answers; use another task")
     rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
-    answers = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
-    return list(zip(prompts, answers, strict=True))
+    if config.task == "arithmetic" and config.arithmetic_errors:
+        texts = [_by_erring_teacher(config, row, seed, i) for i in range(4) for row in rows]
+        prompts = prompts * 4
+    else:
+        texts = [row["extra_info"]["answer"] for row in rows]
+    return list(zip(prompts, _responses(tokenizer, texts), strict=True))
 
 
 def preference_pairs(
@@ -54,9 +61,16 @@ def preference_pairs(
     return list(zip(prompts, chosen, rejected, strict=True))
 
 
-def _wrong_answer(row: Row, seed: int) -> str:
+def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) -> str:
+    draw = random.Random(f"teacher {seed} {attempt} {row['extra_info']['question']}")
+    if draw.random() >= config.arithmetic_errors:
+        return row["extra_info"]["answer"]
+    return _wrong_answer(row, seed, attempt)
+
+
+def _wrong_answer(row: Row, seed: int, attempt: int = 0) -> str:
     question = row["extra_info"]["question"]
-    draw = random.Random(f"wrong answer {seed} {question}")
+    draw = random.Random(f"wrong answer {seed} {attempt} {question}")
     digits = [int(digit) for digit in question.rstrip("=").split("+")]
     step = draw.randrange(len(digits) - 1)
     right = sum(digits[: step + 2])

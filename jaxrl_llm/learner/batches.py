@@ -8,6 +8,7 @@ host, and no array of the step is moved or copied for it.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,8 +143,10 @@ class Layout:
                     start, place = end, place + 1
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
-        microbatches = Microbatch(segment_ids, positions, sequences, rows, starts)
-        return Plan(microbatches, np.int32(len(groups)), mask)
+        # Host arrays: they go to the device with the program that uses them.
+        fields: list[Any] = [segment_ids, positions, sequences, rows, starts]
+        of_plan: list[Any] = [np.int32(len(groups)), mask]
+        return Plan(Microbatch(*fields), *of_plan)
 
 
 def add_up(plan: Plan, function, like):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import shaping
@@ -64,7 +65,9 @@ def collect(
             rollouts, rewards = _split_baseline(rollouts, rewards, len(samples))
         seen += len(taken.prompts)
         if algorithm.dynamic_sampling:
-            uniform = np.asarray(shaping.uniform_groups(rewards.scores, rollouts.group_ids))
+            uniform = np.asarray(
+                shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
+            )
             rollouts, rewards = select(rollouts, rewards, np.flatnonzero(~uniform))
         kept.append((rollouts, rewards))
         found += len(rollouts.lengths) // algorithm.samples_per_prompt

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
     )
 
 
-def network(config: ModelConfig, shape: Shape, head: str) -> Network:
+def network(config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
     """Returns the network of one role."""
     return Network(
         shape,
@@ -201,6 +201,31 @@ def num_slots(config: Config) -> int:
 def train_shardings(net: Network, mesh: Mesh) -> Params:
     """Returns how the parameters of a network are split in training and scoring."""
     return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
+
+
+def check_folders(roles: Roles) -> None:
+    """Checks every model folder of the run by its headers, before any weights are read.
+
+    Raises:
+      CheckpointFormatError: If one is missing, cut short, or does not fit its role.
+    """
+    config = roles.config
+    folders = [(config.model.path, roles.policy)]
+    if config.algorithm.needs_reference:
+        folders.append((config.reference.path, roles.policy))
+    if config.algorithm.needs_critic:
+        folders.append((config.critic.path, roles.value))
+    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+        if model.path:
+            folders.append((model.path, scorer_network(config, model.path)))
+    for path, net in folders:
+        if path:
+            huggingface.check(path, net)
+
+
+def scorer_network(config: Config, path: str) -> Network:
+    """Returns the network of a reward or cost model in a folder; its shape is its own."""
+    return network(config.model, huggingface.read_shape(path), "scalar")
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -295,7 +320,7 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = network(config.model, huggingface.read_shape(model.path), "scalar")
+            net = scorer_network(config, model.path)
             params = huggingface.load(model.path, net, train_shardings(net, roles.mesh))
             scorers[name] = Scalar(net, params)
         else:

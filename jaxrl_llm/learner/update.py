@@ -194,8 +194,11 @@ def updater(roles: Roles, state: LearnerState):
     def run(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True):
         learners = (state.policy, state.critic, state.cost_critic)
         with jax.set_mesh(roles.mesh):
-            learners, metrics = update(learners, batch, plan, key, train_policy=train_policy)
-        return LearnerState(*learners, state.kl_coef, state.log_multiplier), metrics
+            (policy, critic, cost_critic), metrics = update(
+                learners, batch, plan, key, train_policy=train_policy
+            )
+        state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
+        return state, metrics
 
     return run
 

@@ -3,11 +3,12 @@
 Files are JSON lines under verl's keys, readable by its viewers.
 """
 
+import contextlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,5 +76,19 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     """Writes `path` so that a reader sees the file before or after, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate becomes "?"
-    os.replace(partial, path)
+    try:
+        with naming(path):
+            partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Puts `path` into an OSError raised inside: that of a failed write does not name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

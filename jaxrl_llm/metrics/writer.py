@@ -117,8 +117,9 @@ class Writer:
 
         def sink(step: int, data: Mapping[str, float]) -> None:
             record = {"step": step, "data": dumps.jsonable(data)}
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
+            with dumps.naming(path):
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+                file.flush()
 
         self._sinks.append(sink)
         self._closers.append(file.close)

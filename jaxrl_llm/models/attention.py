@@ -1,5 +1,7 @@
 """Attention of a whole sequence at once, as in training, scoring and prefill."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -17,7 +19,7 @@ def full_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
-    implementation: str = "xla",
+    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 

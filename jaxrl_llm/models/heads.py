@@ -87,7 +87,8 @@ def _statistics(hidden, weight, targets, valid, temperature, chunk, with_entropy
 
 
 def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, with_entropy):
-    layout = _Layout.of(*targets.shape, chunk)
+    rows, length = targets.shape
+    layout = _Layout.of(rows, length, chunk)
     shared = constrain(weight.astype(hidden.dtype), "vocab", None)
 
     def body(carry, piece):
@@ -118,7 +119,8 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, with
 def _statistics_backward(chunk, with_entropy, residuals, cotangents):
     hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
     log_prob_bar, entropy_bar, _ = (jnp.where(valid, bar, 0.0) for bar in cotangents)
-    layout = _Layout.of(*targets.shape, chunk)
+    rows, length = targets.shape
+    layout = _Layout.of(rows, length, chunk)
     shared = constrain(weight.astype(hidden.dtype), "vocab", None)
 
     def body(weight_bar, piece):
@@ -141,8 +143,8 @@ def _statistics_backward(chunk, with_entropy, residuals, cotangents):
         weight_bar += jnp.einsum("rsnv,rsnd->rsvd", bar, h, preferred_element_type=jnp.float32)
         return constrain(weight_bar, "batch", "length", "vocab", None), hidden_bar
 
-    sums = (layout.row_shards, layout.length_shards, *weight.shape)
-    sums = constrain(jnp.zeros(sums, jnp.float32), "batch", "length", "vocab", None)
+    sums = jnp.zeros((layout.row_shards, layout.length_shards, *weight.shape), jnp.float32)
+    sums = constrain(sums, "batch", "length", "vocab", None)
     pieces = (hidden, targets, valid, top, log_sum, log_prob_bar, entropies, entropy_bar)
     weight_bar, hidden_bar = jax.lax.scan(body, sums, tuple(layout.split(x) for x in pieces))
     return (

@@ -60,6 +60,15 @@ def check_vocabulary(shape: Shape, tokenizer: Any) -> None:
 # Reading.
 
 
+def check(folder: str | pathlib.Path, network: Network) -> None:
+    """Checks that `load` could read the folder into this network; reads no weights.
+
+    Raises:
+      CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
+    """
+    _checked(pathlib.Path(folder), network)
+
+
 def load(
     folder: str | pathlib.Path,
     network: Network,
@@ -81,16 +90,8 @@ def load(
       CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
         Everything is checked before device memory is used.
     """
-    folder = pathlib.Path(folder)
-    config = families.read_config(folder)
-    _check_shape(folder, config, network)
-    stored = safetensors_file.open_folder(folder)
+    names, stored, absent = _checked(pathlib.Path(folder), network)
     leaves = traverse_util.flatten_dict(network.abstract())
-    names = families.tensor_names(network.shape, network.head)
-    _, head = families.architecture(config, str(folder / "config.json"))
-    absent = {"score.weight"} if head == "lm" and "score.weight" not in stored else set()
-    _check_tensors(folder, network, leaves, [n for n in names if n.name not in absent], stored)
-
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         places = dict.fromkeys(leaves, one)
@@ -106,6 +107,19 @@ def load(
             read = functools.partial(_read_block, name, tensors, dtype)
         arrays[name.path] = _assemble(leaves[name.path].shape, places[name.path], read)
     return traverse_util.unflatten_dict(arrays)
+
+
+def _checked(folder: pathlib.Path, network: Network):
+    """Returns the tensors of a network, those stored in the folder, and which may be absent."""
+    config = families.read_config(folder)
+    _check_shape(folder, config, network)
+    stored = safetensors_file.open_folder(folder)
+    leaves = traverse_util.flatten_dict(network.abstract())
+    names = families.tensor_names(network.shape, network.head)
+    _, head = families.architecture(config, str(folder / "config.json"))
+    absent = {"score.weight"} if head == "lm" and "score.weight" not in stored else set()
+    _check_tensors(folder, network, leaves, [n for n in names if n.name not in absent], stored)
+    return names, stored, absent
 
 
 def _check_shape(folder: pathlib.Path, config: Mapping[str, Any], network: Network) -> None:

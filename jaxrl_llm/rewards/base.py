@@ -35,7 +35,10 @@ def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "S
 def check(config: RewardsConfig) -> None:
     """Raises RewardError if a function cannot be found; before anything is allocated."""
     for term in (*config.functions.values(), *config.cost_functions.values()):
-        functions.resolve(term.function)
+        try:
+            functions.resolve(term.function)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
 
 
 class Scorer:

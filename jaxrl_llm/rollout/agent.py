@@ -73,7 +73,9 @@ def rollout(
         group_ids=group_ids,
         stopped=np.array([c.stopped for c in completions]),
         prompts=prompts.prompts,
-        responses=tuple(tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions),
+        responses=tuple(
+            str(tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions
+        ),
     )
 
 

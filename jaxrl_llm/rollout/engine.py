@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ class Engine:
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        jitted = (self._empty, self._prefill, self._insert, self._generate)
+        jitted: tuple[Any, ...] = (self._empty, self._prefill, self._insert, self._generate)
         return sum(function._cache_size() for function in jitted)
 
     def speed(self) -> tuple[int, float, float]:
@@ -193,9 +194,8 @@ class Engine:
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:
-    return (
-        ("batch", "kv_heads", None, None)[:ndim] if ndim == 4 else ("batch",) + (None,) * (ndim - 1)
-    )
+    """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
+    return ("batch", "kv_heads", None, None) if ndim == 4 else ("batch", *[None] * (ndim - 1))
 
 
 class _Prefixes:
@@ -206,7 +206,8 @@ class _Prefixes:
         widest = self._width(engine, requests)
         room = max(1, _PREFILL_TOKENS // widest)
         self.batch_size = min(bucket(len(requests)), room)
-        self._first, self._prefix = 0, None
+        self._first = 0
+        self._prefix: programs.Prefix | None = None
 
     @staticmethod
     def _width(engine: Engine, requests: Sequence[Request]) -> int:
@@ -252,19 +253,20 @@ def _admission(requests, placements, rows, size: int, num_slots: int) -> program
     keys = np.zeros((size, 2), np.uint32)
     for i, p in enumerate(placements):
         keys[i] = requests[p.request].keys[p.sample]
-    return programs.Admission(
-        rows=column(rows, 0, np.int32),
-        slots=column([p.slot for p in placements], num_slots, np.int32),
-        limits=np.array([p.max_tokens for p in params], np.int32),
-        stops=stops,
-        sampler=SamplerState(
-            keys=keys,
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            min_p=np.array([p.min_p for p in params], np.float32),
-        ),
-    )
+    sampler: dict[str, Any] = {
+        "keys": keys,
+        "temperature": np.array([p.temperature for p in params], np.float32),
+        "top_k": np.array([p.top_k for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+    }
+    fields: dict[str, Any] = {
+        "rows": column(rows, 0, np.int32),
+        "slots": column([p.slot for p in placements], num_slots, np.int32),
+        "limits": np.array([p.max_tokens for p in params], np.int32),
+        "stops": stops,
+    }
+    return programs.Admission(**fields, sampler=SamplerState(**sampler))
 
 
 class _Tally:

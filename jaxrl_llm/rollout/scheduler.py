@@ -89,8 +89,10 @@ class Scheduler:
     def first_tokens(self, placements, tokens, log_probs, remaining) -> None:
         """Takes in what `insert` sampled, arrays of [n] in the order of `placements`."""
         for p, token, log_prob, left in zip(placements, tokens, log_probs, remaining, strict=False):
-            self._append(p.slot, int(token), float(log_prob))
-            self._release_if_done(p.slot, int(left))
+            completion = self.completions[p.request][p.sample]
+            completion.tokens.append(int(token))
+            completion.log_probs.append(float(log_prob))
+            self._release_if_done(p.slot, p.request, p.sample, int(left))
 
     def take(self, tokens, log_probs, remaining) -> int:
         """Takes in the outputs of `generate`; returns how many tokens were sampled."""
@@ -103,18 +105,12 @@ class Scheduler:
             completion.tokens.extend(tokens[:count, slot].tolist())
             completion.log_probs.extend(log_probs[:count, slot].tolist())
             taken += count
-            self._release_if_done(slot, int(remaining[slot]))
+            self._release_if_done(slot, *owner, int(remaining[slot]))
         return taken
 
-    def _append(self, slot: int, token: int, log_prob: float) -> None:
-        request, sample = self._owners[slot]
-        self.completions[request][sample].tokens.append(token)
-        self.completions[request][sample].log_probs.append(log_prob)
-
-    def _release_if_done(self, slot: int, remaining: int) -> None:
+    def _release_if_done(self, slot: int, request: int, sample: int, remaining: int) -> None:
         if remaining > 0:
             return
-        request, sample = self._owners[slot]
         completion = self.completions[request][sample]
         params = self.requests[request].params[sample]
         completion.stopped = completion.tokens[-1] in params.stop_tokens

@@ -85,9 +85,9 @@ def partition_spec(
     spec = []
     for dim, name in zip(shape, names, strict=True):
         axes: list[str] = []
-        for axis in rules.get(name, ()) if name else ():
+        for axis in rules.get(name or "", ()):
             parts = math.prod(axis_sizes[a] for a in axes) * axis_sizes[axis]
-            unit = units.get(name, 1) if axis == "tensor" else 1
+            unit = units.get(name or "", 1) if axis == "tensor" else 1
             if axis_sizes[axis] > 1 and dim % (parts * unit) == 0:
                 axes.append(axis)
         spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
@@ -97,11 +97,10 @@ def partition_spec(
 def shardings(abstract, logical_axes, mesh: Mesh, rules: Rules, units: Mapping[str, int]):
     """Returns a tree of `NamedSharding` for a tree of shapes and a tree of logical names."""
     sizes = dict(mesh.shape)
-    leaves, structure = jax.tree.flatten(abstract)
-    names = structure.flatten_up_to(logical_axes)
-    return structure.unflatten(
-        NamedSharding(mesh, partition_spec(a.shape, n, rules, sizes, units))
-        for a, n in zip(leaves, names, strict=True)
+    return jax.tree.map(
+        lambda a, names: NamedSharding(mesh, partition_spec(a.shape, names, rules, sizes, units)),
+        abstract,
+        logical_axes,
     )
 
 

@@ -1,18 +1,24 @@
 """Held-out evaluation: mean@k, pass@k and maj@k of each data source."""
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards.base import Scorer
 from jaxrl_llm.rollout import agent
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts
+
+ScoreFn = Callable[[Rollouts], Rewards]
 
 _WAVE = 512  # sequences sampled at one time
 
@@ -20,7 +26,7 @@ _WAVE = 512  # sequences sampled at one time
 class Evaluator:
     """Samples the held-out prompts and says how good the answers are."""
 
-    def __init__(self, roles: Roles, dataset: Dataset, score: Callable[[Rollouts], Rewards]):
+    def __init__(self, roles: Roles, dataset: Dataset, score: ScoreFn):
         self._roles = roles
         self._score = score
         limit = roles.config.evaluation.num_prompts or len(dataset)
@@ -81,6 +87,16 @@ class Evaluator:
             for name, value in summary(np.stack(scores[source]), answers[source]).items():
                 found[f"val-core/{source}/{name}"] = value
         return found
+
+
+@contextlib.contextmanager
+def judge(config: Config, scorer: Scorer) -> Iterator[ScoreFn]:
+    """Yields what scores held-out answers: `evaluation.functions`, without them `scorer`."""
+    if config.evaluation.functions:
+        with rewards_lib.build(config.evaluation_rewards, {}) as own:
+            yield own.score
+    else:
+        yield scorer.score
 
 
 def summary(scores: np.ndarray, answers: list[tuple[str, ...]]) -> Mapping[str, float]:

@@ -30,7 +30,7 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer import supervised
-from jaxrl_llm.trainer.evaluate import Evaluator
+from jaxrl_llm.trainer.evaluate import Evaluator, judge
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerState:
@@ -60,7 +60,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
+    roles_lib.check_folders(roles)
     rewards_lib.check(config.rewards)
+    rewards_lib.check(config.evaluation_rewards)
     claim_workdir(config, workdir)
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
@@ -86,9 +88,10 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
     with (
         rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
+        judge(config, scorer) as score_held_out,
         Writer(workdir, config.metrics, first + bool(first), total) as writer,
     ):
-        evaluator = Evaluator(roles, held_out, scorer.score)
+        evaluator = Evaluator(roles, held_out, score_held_out)
         if first == 0 and evaluator.due(0):
             writer.write(0, evaluator.run(rollout_params, eval_key))
 
@@ -101,6 +104,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 rollouts, rewards = collection.collect(
                     roles, rollout_params, prompts, scorer.score, rollout_key
                 )  # [B, T], [B]
+                of_engine = statistics.of_engine(*roles.engine.speed())
 
             # What the models say about those tokens.
             with clock("predict"):
@@ -115,7 +119,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
             # Learn.
             with clock("update"):
                 batch = experience.assemble(rollouts, predictions, estimates)
-                of_updates = []
+                updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
                     state, of_update = learn(
                         state,
@@ -124,8 +128,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    of_updates.append(of_update)
-                of_updates = statistics.mean(of_updates)
+                    updates.append(of_update)
+                of_updates = statistics.mean(updates)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
@@ -136,10 +140,6 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_evaluation = evaluator.run(rollout_params, eval_key)
             else:
                 of_evaluation = {}
-            if saver.due(step, total):
-                with clock("save_checkpoint"):
-                    positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
-                    saver.save(step, state, positions)
             if writer.due(step):
                 seconds = clock.seconds()
                 writer.write(
@@ -148,11 +148,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_updates,
                     of_estimates,
                     of_evaluation,
-                    statistics.of_engine(*roles.engine.speed()),
+                    of_engine,
                     statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)
+
+            # Last, so that a step that was saved is a step whose numbers were written.
+            if saver.due(step, total):
+                positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
+                saver.save(step, state, positions)
 
     saver.close()
     return state

@@ -1,0 +1,133 @@
+"""Runs of the programs in `launch/`, as a user starts them, in sizes that take seconds."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.config_bridge import from_config_dict
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# 15 thousand parameters and 16 short sequences a step; everything else is the config's.
+TINY: Mapping[str, Any] = {
+    "model.hidden_size": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_size": 16,
+    "model.mlp_size": 64,
+    "data.max_prompt_tokens": 16,
+    "rollout.max_response_tokens": 16,
+    "rollout.num_slots": 0,
+    "warm_start.num_steps": 4,
+    "warm_start.batch_size": 16,
+    "algorithm.samples_per_prompt": 4,
+    "trainer.num_steps": 12,
+    "trainer.prompts_per_step": 4,
+    "trainer.minibatch_size": 8,
+    "evaluation.num_prompts": 8,
+    "evaluation.every": 5,
+    "checkpoint.every": 3,
+    "metrics.tensorboard": False,
+}
+
+# How long something took differs from run to run; all other numbers must not.
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/decode_tokens_per_s")
+
+
+def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
+    """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
+    spec = importlib.util.spec_from_file_location("config_file", ROOT / "configs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    values = module.get_config()
+    values.update_from_flattened_dict({**TINY, **settings})
+    return from_config_dict(values)
+
+
+def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
+    """Returns the command line of the same run."""
+    changes = {**TINY, **settings}
+    return [
+        f"--config={ROOT / 'configs' / name}.py",
+        *(f"--config.{key}={value}" for key, value in changes.items()),
+    ]
+
+
+def start(program: str, arguments: Iterable[Any], cache: Any, **options: Any) -> subprocess.Popen:
+    """Starts `launch/PROGRAM.py` on one CPU device; `cache` keeps compiled programs."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, ROOT / "launch" / f"{program}.py", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen, timeout_s: float = 400.0) -> subprocess.CompletedProcess:
+    """Returns what the process said and its exit code."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def launch(program: str, arguments: Iterable[Any], cache: Any, **options: Any) -> str:
+    """Runs `launch/PROGRAM.py` to its end, which must be a good one; returns its output."""
+    result = finish(start(program, arguments, cache, **options))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def refused(program: str, arguments: Iterable[Any], cache: Any, **options: Any) -> str:
+    """Runs `launch/PROGRAM.py`, which must end with a message; returns the message."""
+    result = finish(start(program, arguments, cache, **options))
+    said = result.stdout + result.stderr
+    assert result.returncode == 1, said[-4000:]
+    assert "Traceback" not in said, said[-4000:]
+    return said
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, limit_s=300.0) -> None:
+    """Returns once the condition holds; the process must still be running then."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[1][-4000:]
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
+    """Returns the numbers of each step, in the order of the file; a step has one line."""
+    path = workdir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), steps
+    return {line["step"]: line["data"] for line in lines}
+
+
+def repeatable(data: Mapping[str, float]) -> dict[str, float]:
+    """Returns the numbers of a step that another run of the same seed must repeat."""
+    return {name: value for name, value in data.items() if not name.startswith(MEASURED)}

@@ -1,0 +1,97 @@
+"""A finished run: what is in its folder, and what the other programs make of it."""
+
+import json
+
+import numpy as np
+import pytest
+import runs
+
+GRPO_NUMBERS = {
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/kl_loss",
+    "actor/entropy",
+    "response_length/mean",
+    "training/rollout_probs_diff_mean",
+    "timing_s/gen",
+    "timing_s/step",
+    "perf/throughput",
+    "rollout/decode_tokens_per_s",
+    "reward/answer/mean",
+}
+PPO_NUMBERS = {"critic/loss", "critic/vf_explained_var", "critic/values/mean"}
+
+
+def check_folder(workdir, wanted: set[str]) -> None:
+    """Every step has its line, its numbers, its dump; the last steps are kept."""
+    found = runs.metrics(workdir)
+    assert list(found) == list(range(13))
+    held_out = [step for step, data in found.items() if "val-core/arithmetic/mean@1" in data]
+    assert held_out == [0, 5, 10, 12]
+    for step in range(1, 13):
+        assert wanted <= found[step].keys(), wanted - found[step].keys()
+        rows = (workdir / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+        assert len(rows) == 16
+        scores = [json.loads(row)["score"] for row in rows]
+        assert np.mean(scores) == pytest.approx(found[step]["critic/score/mean"])
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"9", "12"}
+    # Nothing half-written is left: no temporary file or folder of any writer.
+    assert not [path for path in workdir.rglob("*") if "tmp" in path.name]
+
+
+def test_grpo(grpo_run):
+    check_folder(grpo_run, GRPO_NUMBERS)
+    row = json.loads((grpo_run / "rollouts" / "1.jsonl").read_text().splitlines()[0])
+    assert row["input"].count("+") == 2 and row["step"] == 1
+    # Four samples stand next to each other behind one prompt.
+    rows = [json.loads(r) for r in (grpo_run / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert all(len({row["input"] for row in rows[i : i + 4]}) == 1 for i in range(0, 16, 4))
+
+
+def test_ppo(ppo_run):
+    check_folder(ppo_run, (GRPO_NUMBERS - {"actor/kl_loss"}) | PPO_NUMBERS)
+
+
+def test_the_engine_and_the_learner_agree(grpo_run):
+    """The same weights and network: what differs is rounding, float32 on both sides."""
+    for step, data in runs.metrics(grpo_run).items():
+        if step:
+            assert data["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_a_finished_run_has_nothing_left_to_do(grpo_run, cache):
+    before = (grpo_run / "metrics.jsonl").read_bytes()
+    runs.launch("train", [*runs.flags("grpo_tiny"), f"--workdir={grpo_run}"], cache)
+    assert (grpo_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_evaluate_repeats_the_run_s_own_number(grpo_run, cache):
+    """Greedy on the same prompts with the last checkpoint: what the run found after step 12."""
+    said = runs.launch("evaluate", [f"--workdir={grpo_run}", "--num_prompts=8"], cache)
+    found = json.loads(said)
+    last = runs.metrics(grpo_run)[12]
+    assert found["step"] == 12
+    assert found["data"] == {name: last[name] for name in found["data"]}
+    assert {"val-core/arithmetic/mean@1", "val-core/arithmetic/pass@1"} <= found["data"].keys()
+
+
+def test_generate_answers_each_prompt(grpo_run, cache):
+    options = ["--prompt=3+4+2=", "--prompt=1+1+1=", "--samples=2", "--temperature=1.0"]
+    said = runs.launch("generate", [f"--workdir={grpo_run}", *options], cache)
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row["prompt"] for row in rows] == ["3+4+2="] * 2 + ["1+1+1="] * 2
+    assert all(row["log_prob"] < 0 for row in rows)
+    too_long = runs.refused("generate", [f"--workdir={grpo_run}", f"--prompt={'1+' * 20}"], cache)
+    assert "has 40 tokens, the run allows 16" in too_long
+
+
+@pytest.mark.parametrize("program", ["evaluate", "generate", "export"])
+def test_a_folder_that_is_no_run_is_named(tmp_path, cache, program):
+    out = [f"--out={tmp_path / 'out'}"] if program == "export" else []
+    said = runs.refused(program, [f"--workdir={tmp_path}", *out], cache)
+    assert f"{tmp_path}/config.json: cannot be read" in said
+    assert not (tmp_path / "out").exists()
