@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 MESHES = [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
@@ -125,11 +126,9 @@ def test_the_wire_of_a_tpu_carries_bfloat16(topology, sizes, monkeypatch):
 
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    from jaxrl_llm.config import MeshConfig
-
     mesh = mesh_lib.make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), list(devices))
     network = tiny.with_sizes(hidden_size=512, head_size=128, mlp_size=1024, vocab_size=2048)
-    mover = tiny.abstract_resharder(mesh, network)
+    mover = tiny.resharder(mesh, network, dtype="bfloat16")
     found = collectives(mover, mesh, abstract_train(mesh, network))
     assert found
     for result, kind in found:
