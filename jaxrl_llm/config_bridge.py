@@ -57,7 +57,8 @@ def default_config_dict() -> ml_config.ConfigDict:
 
 def _defaults(group: Any) -> ml_config.ConfigDict:
     hints = typing.get_type_hints(type(group))
-    values = ml_config.ConfigDict()
+    # A wrong type is no exception in the user's file; `from_config_dict` reports it with the rest.
+    values = ml_config.ConfigDict(type_safe=False)
     for name, value in _values(group).items():
         if dataclasses.is_dataclass(value):
             values[name] = _defaults(value)
@@ -206,14 +207,17 @@ def _describe(expected: Any) -> str:
 
 
 def unknown_overrides(argv: Sequence[str], name: str = "config") -> list[str]:
-    """Returns what is wrong with the keys of `--config.key=value` arguments.
+    """Returns what is wrong with `--config=FILE` and the keys of `--config.key=value`.
 
     Args:
       argv: Arguments of the process.
       name: Name of the config flag.
     """
-    match = [re.match(rf"--?{name}=(.+)", argument) for argument in argv]
-    file = next((found[1] for found in match if found), "")
+    text = "\n".join(argv)
+    match = re.search(rf"^--?{name}[=\n](.+)$", text, re.MULTILINE)
+    file = match[1] if match else ""
+    if match and not pathlib.Path(file.partition(":")[0]).is_file():
+        return [f"--{name}: {file}: no such file"]
     errors: list[str] = []
     for argument in argv:
         if found := re.match(rf"--?(?:no)?{name}\.([^=]+)", argument):
@@ -241,6 +245,13 @@ def _unknown_key(parts: Sequence[str], expected: Any, path: str, file: str) -> I
                 )
                 return
             expected = typing.get_args(expected)[1]
+            if parts[-1] in typing.get_type_hints(expected) and parts[-1] not in entries[part]:
+                yield (
+                    f"{path}.{part}.{parts[-1]}: the config file leaves it out, and what it leaves"
+                    f" out cannot be set here; add it to {part!r} in the config file, or set the"
+                    f" whole entry, --{path}=\"{{'{part}': {{...}}}}\""
+                )
+                return
         else:
             yield f"{path}.{part}: {path} is {_describe(expected)} and has no fields"
             return

@@ -22,7 +22,7 @@ def test_links_and_named_files_exist():
 
 
 def test_every_config_has_its_row():
-    rows = set(re.findall(r"^\| \[`configs/(\w+)\.py`\]", README, flags=re.MULTILINE))
+    rows = set(re.findall(r"^\| \[`configs/([\w.]+)\.py`\]", README, flags=re.MULTILINE))
     assert rows == {path.stem for path in (ROOT / "configs").glob("*.py")}
 
 

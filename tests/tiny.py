@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.shape import Shape
@@ -33,13 +34,14 @@ def make_mesh(**sizes: int):
     return mesh_lib.make_mesh(config, jax.devices()[:count])
 
 
+@functools.cache
 def params(network=NETWORK, seed=0, scale=8.0):
     """Returns random weights that make some tokens much likelier than others, biases too."""
-    weights = network.init(jax.random.key(seed))
+    weights = jax.jit(network.init)(jax.random.key(seed))
     leaves, structure = jax.tree.flatten(weights)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noise = [jax.random.normal(k, a.shape) * 0.02 for k, a in zip(keys, leaves, strict=True)]
-    return jax.tree.map(lambda a, n: a + n * scale, weights, structure.unflatten(noise))
+    random = np.random.default_rng(seed)
+    noise = [random.standard_normal(a.shape, np.float32) * 0.02 * scale for a in leaves]
+    return structure.unflatten([np.asarray(a) + n for a, n in zip(leaves, noise, strict=True)])
 
 
 def sharded(weights, mesh, network=NETWORK):
@@ -47,7 +49,8 @@ def sharded(weights, mesh, network=NETWORK):
     shardings = mesh_lib.shardings(
         network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
     )
-    return jax.device_put(weights, shardings)
+    # A copy: what is donated later must not be the caller's.
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=shardings)(weights)
 
 
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor"):

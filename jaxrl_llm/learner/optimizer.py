@@ -61,7 +61,7 @@ def apply_if_finite(
       params and optimizer state, the global gradient norm before clipping, and whether the
       update was skipped. A skipped update changes nothing, the schedule's count included.
     """
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm)
     updates, next_state = transformation.update(gradients, opt_state, params)
 

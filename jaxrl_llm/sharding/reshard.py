@@ -40,10 +40,8 @@ class Resharder:
         ends = {k: v for k, v in abstract.items() if k != "layers"}
         self._ends = jax.tree.map(lambda a: cast(a.shape), ends)
         self._layer = jax.tree.map(lambda a: cast(a.shape[1:]), abstract["layers"])
-        num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
-        replicated = mesh_lib.replicated(mesh)
-        # On the devices already, so that handing over moves nothing from the host.
-        self._indices = [jax.device_put(np.int32(i), replicated) for i in range(num_layers)]
+        self._num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
+        self._replicated = mesh_lib.replicated(mesh)
         end_axes = {k: v for k, v in logical_axes.items() if k != "layers"}
         layer_axes = jax.tree.map(
             lambda names: names[1:], logical_axes["layers"], is_leaf=lambda n: isinstance(n, tuple)
@@ -59,6 +57,11 @@ class Resharder:
             lambda old, new, i: _cast(jax.tree.map(lambda a: a[i], new), dtype),
             out_shardings=self._layer_shardings,
         )
+
+    @functools.cached_property
+    def _indices(self) -> list[jax.Array]:
+        """Numbers of the layers, on the devices once and for all."""
+        return [jax.device_put(np.int32(i), self._replicated) for i in range(self._num_layers)]
 
     def empty(self) -> Params:
         """Returns zeros in the rollout layout, to be donated to the first `reshard`."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import from_config_dict
 
@@ -25,7 +27,6 @@ TINY: Mapping[str, Any] = {
     "model.mlp_size": 64,
     "data.max_prompt_tokens": 16,
     "rollout.max_response_tokens": 16,
-    "rollout.num_slots": 0,
     "warm_start.num_steps": 4,
     "warm_start.batch_size": 16,
     "algorithm.samples_per_prompt": 4,
@@ -33,6 +34,8 @@ TINY: Mapping[str, Any] = {
     "trainer.prompts_per_step": 4,
     "trainer.minibatch_size": 8,
     "evaluation.num_prompts": 8,
+    "evaluation.samples_per_prompt": 1,
+    "evaluation.temperature": 0.0,
     "evaluation.every": 5,
     "checkpoint.every": 3,
     "metrics.tensorboard": False,
@@ -42,15 +45,20 @@ TINY: Mapping[str, Any] = {
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/decode_tokens_per_s")
 
 
-def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
-    """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
+def values(name: str) -> ConfigDict:
+    """Returns what `configs/NAME.py` describes."""
     spec = importlib.util.spec_from_file_location("config_file", ROOT / "configs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    values = module.get_config()
-    values.update_from_flattened_dict({**TINY, **settings})
-    return from_config_dict(values)
+    return module.get_config()
+
+
+def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
+    """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
+    found = values(name)
+    found.update_from_flattened_dict({**TINY, **settings})
+    return from_config_dict(found)
 
 
 def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
@@ -116,7 +124,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, limit_s
     while not condition():
         assert process.poll() is None, process.communicate()[1][-4000:]
         assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
 def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
@@ -131,3 +139,10 @@ def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
 def repeatable(data: Mapping[str, float]) -> dict[str, float]:
     """Returns the numbers of a step that another run of the same seed must repeat."""
     return {name: value for name, value in data.items() if not name.startswith(MEASURED)}
+
+
+def metrics_written(workdir: pathlib.Path) -> set[int]:
+    """Returns the steps whose lines are complete, while the run may be writing more."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return {json.loads(line)["step"] for line in lines if line.endswith("\n")}

@@ -63,6 +63,7 @@ def test_the_engine_and_the_learner_agree(grpo_run):
             assert data["training/rollout_probs_diff_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(grpo_run, cache):
     before = (grpo_run / "metrics.jsonl").read_bytes()
     runs.launch("train", [*runs.flags("grpo_tiny"), f"--workdir={grpo_run}"], cache)
@@ -85,11 +86,22 @@ def test_generate_answers_each_prompt(grpo_run, cache):
     rows = [json.loads(line) for line in said.splitlines()]
     assert [row["prompt"] for row in rows] == ["3+4+2="] * 2 + ["1+1+1="] * 2
     assert all(row["log_prob"] < 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_generate_refuses_a_prompt_that_is_too_long(grpo_run, cache):
     too_long = runs.refused("generate", [f"--workdir={grpo_run}", f"--prompt={'1+' * 20}"], cache)
     assert "has 40 tokens, the run allows 16" in too_long
 
 
-@pytest.mark.parametrize("program", ["evaluate", "generate", "export"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "evaluate",
+        pytest.param("generate", marks=pytest.mark.slow),
+        pytest.param("export", marks=pytest.mark.slow),
+    ],
+)
 def test_a_folder_that_is_no_run_is_named(tmp_path, cache, program):
     out = [f"--out={tmp_path / 'out'}"] if program == "export" else []
     said = runs.refused(program, [f"--workdir={tmp_path}", *out], cache)

@@ -1,0 +1,115 @@
+"""Settings that cannot work end the program with a message before anything is written."""
+
+import pytest
+import runs
+
+from jaxrl_llm import config_bridge
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.trainer import rl
+
+
+def test_every_mistake_of_a_config_file_is_named(tmp_path, cache):
+    file = tmp_path / "run.py"
+    file.write_text(
+        "from jaxrl_llm.config_bridge import default_config_dict\n"
+        "def get_config():\n"
+        "    config = default_config_dict()\n"
+        "    config.algorithm.clip_lwo = 0.1\n"
+        "    config.rewards.functions.answer = {'function': 'arithmetic'}\n"
+        "    config.trainer.num_steps = 'ten'\n"
+        "    config.mesh.data = 0\n"
+        "    return config\n"
+    )
+    workdir = tmp_path / "run"
+    said = runs.refused("train", [f"--config={file}", f"--workdir={workdir}"], cache)
+    assert "3 problems in this config" in said
+    assert "config.algorithm.clip_lwo: unknown field; did you mean 'clip_low'?" in said
+    assert "config.trainer.num_steps: expected int, got 'ten'" in said
+    assert "config.mesh.data: must be positive or -1 (the rest), got 0" in said
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        (
+            "--config.trainer.optimizer.learning_rat=1",
+            "config.trainer.optimizer.learning_rat: unknown field; did you mean 'learning_rate'?",
+        ),
+        ("--config.trainer.num_steps=ten", "--config.trainer.num_steps=ten"),
+        (
+            "--config.rewards.functions.answer.data_source=sums",
+            "config.rewards.functions.answer.data_source: the config file leaves it out",
+        ),
+    ],
+    ids=["unknown", "type", "left_out"],
+)
+def test_a_mistake_on_the_command_line_is_named(tmp_path, cache, argument, message):
+    arguments = [*runs.flags("grpo_tiny"), argument, f"--workdir={tmp_path / 'run'}"]
+    assert message in runs.refused("train", arguments, cache)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_missing_config_file_is_named(tmp_path, cache):
+    arguments = [f"--config={tmp_path / 'grpo.py'}", f"--workdir={tmp_path / 'run'}"]
+    assert str(tmp_path / "grpo.py") in runs.refused("train", arguments, cache)
+
+
+def refused(tmp_path, settings, error=UserError) -> str:
+    """Returns the message of a run in this process; its folder must not even be made."""
+    with pytest.raises(error) as raised:
+        rl.train(runs.config("grpo_tiny", settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    return str(raised.value)
+
+
+def test_sizes_that_do_not_divide(tmp_path):
+    said = refused(tmp_path, {"trainer.minibatch_size": 6}, ConfigError)
+    assert (
+        "6 does not divide the 16 sequences of a step (4 prompts x 4 samples); use 4 or 8" in said
+    )
+
+
+def test_a_mesh_that_does_not_fill_the_devices(tmp_path):
+    said = refused(tmp_path, {"mesh.data": 3}, ConfigError)
+    assert (
+        "config.mesh: data 3 x fsdp -1 x sequence 1 x tensor 1 does not fill the 8 devices" in said
+    )
+
+
+@pytest.mark.parametrize(
+    "where, content, message",
+    [
+        ("missing.py:score", None, "cannot be imported"),
+        ("broken.py:score", "def score(", "cannot be imported: SyntaxError"),
+        ("other.py:score", "def scor(**_): return 0.0\n", "has no function 'score'"),
+        ("short.py:score", "def score(text): return 0.0\n", "must take data_source, solution_str"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_used(tmp_path, where, content, message):
+    name = f"{tmp_path}/{where}"
+    if content is not None:
+        (tmp_path / where.partition(":")[0]).write_text(content)
+    settings = {"rewards.functions": {"answer": {"function": name}}}
+    assert message in refused(tmp_path, settings, RewardError)
+    settings = {"evaluation.functions": {"answer": {"function": name}}}
+    assert message in refused(tmp_path, settings, RewardError)
+
+
+def test_an_unknown_reward_function_names_the_known_ones(tmp_path):
+    said = refused(tmp_path, {"rewards.functions": {"answer": {"function": "arithmetik"}}})
+    assert "unknown reward function 'arithmetik'; known: arithmetic, gsm8k" in said
+
+
+def test_the_folder_of_another_run(tmp_path):
+    config = runs.config("grpo_tiny", {"seed": 3})
+    (tmp_path / "run").mkdir()
+    config_bridge.claim_workdir(config, tmp_path / "run")
+    with pytest.raises(ConfigError) as error:
+        rl.train(runs.config("grpo_tiny"), tmp_path / "run")
+    assert "belongs to another run; use another --workdir" in str(error.value)
+    assert "config.seed: 0 here, 3 there" in str(error.value)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]

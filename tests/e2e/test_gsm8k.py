@@ -1,0 +1,152 @@
+"""Real questions and a Hugging Face folder, all the way to a folder that transformers loads."""
+
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import runs
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrl_llm.learner import saved
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OWN_QUESTIONS = [
+    {
+        "question": f"Ann has {a} apples and gets {b} bags of {c} more. How many has she now?",
+        "answer": f"The bags hold {b}*{c}=<<{b}*{c}={b * c}>>{b * c}.\n#### {a + b * c:,}",
+    }
+    for a in range(1, 9)
+    for b, c in ((2, 3), (40, 50), (7, 1))
+]
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """The real files, from `JAXRL_GSM8K` or beside the repository; else a few in their format."""
+    beside = runs.ROOT.parent / "shared" / "data" / "gsm8k"
+    folder = pathlib.Path(os.environ.get("JAXRL_GSM8K", beside))
+    if not folder.is_dir():
+        folder = tmp_path_factory.mktemp("gsm8k")
+        text = "".join(json.dumps(row) + "\n" for row in OWN_QUESTIONS)
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text(text)
+    return {split: folder / f"{split}.jsonl" for split in ("train", "test")}
+
+
+def rows_of(path: pathlib.Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, gsm8k) -> pathlib.Path:
+    """A random Qwen2 with a byte-level tokenizer trained on some of the questions."""
+    folder = tmp_path_factory.mktemp("model")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [row["question"] + row["answer"] for row in rows_of(gsm8k["train"])[:200]]
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder)
+    config = transformers.Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config)
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, samples", [("grpo", 4), ("ppo", 1)])
+def test_three_steps_then_export(recipe, samples, tmp_path, cache, gsm8k, model):
+    workdir, out = tmp_path / "run", tmp_path / "export"
+    settings = {
+        "model.path": model,
+        "model.compute_dtype": "float32",
+        "data.train_files": (str(gsm8k["train"]),),
+        "data.eval_files": (str(gsm8k["test"]),),
+        "data.max_prompt_tokens": 192,
+        "rollout.max_response_tokens": 32,
+        "algorithm.recipe": recipe,
+        "algorithm.samples_per_prompt": samples,
+        "trainer.num_steps": 3,
+        "trainer.prompts_per_step": 16 // samples,
+        "trainer.minibatch_size": 8,
+        "trainer.optimizer.learning_rate": 1e-3,
+        "evaluation.num_prompts": 8,
+        "metrics.tensorboard": False,
+    }
+    arguments = [
+        f"--config={runs.ROOT}/configs/grpo_qwen2.5_0.5b_gsm8k.py",
+        *(f"--config.{name}={value}" for name, value in settings.items()),
+    ]
+    runs.launch("train", [*arguments, f"--workdir={workdir}"], cache)
+
+    found = runs.metrics(workdir)
+    assert list(found) == [0, 1, 2, 3]
+    assert "val-core/openai/gsm8k/mean@1" in found[0].keys() & found[3].keys()
+    # Prompts are real questions in the template, with their own answers.
+    answers = {row["question"]: row["answer"] for row in rows_of(gsm8k["train"])}
+    dump = (workdir / "rollouts" / "1.jsonl").read_text().splitlines()
+    assert len(dump) == 16
+    for row in map(json.loads, dump):
+        question = row["input"].removeprefix("<|im_start|>user\n").partition(" Let's think")[0]
+        assert row["input"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert answers[question].rpartition("#### ")[2].replace(",", "") == row["gts"]
+
+    runs.launch("export", [f"--workdir={workdir}", f"--out={out}"], cache)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    before = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    moved = [
+        float((a - b).abs().max())
+        for a, b in zip(theirs.parameters(), before.parameters(), strict=True)
+    ]
+    assert max(moved) > 1e-4  # three steps of 1e-3 did something
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    messages = [{"role": "user", "content": next(iter(answers))}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = np.array([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits[0].numpy()
+    roles, params, step = saved.load_policy(workdir)
+    assert step == 3
+    positions = np.arange(tokens.shape[1])[None]
+
+    @jax.jit
+    def forward(params, tokens):
+        hidden = roles.policy.hidden(params, tokens, positions, np.ones_like(tokens))
+        return roles.policy.logits(params, hidden)
+
+    with jax.set_mesh(roles.mesh):
+        logits = np.asarray(forward(params, tokens))[0]
+    # float32 in another order of summation: relative to the largest logit.
+    assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()

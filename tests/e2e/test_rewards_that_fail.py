@@ -1,0 +1,75 @@
+"""A reward function that raises, hangs or returns no number: the run stops, or counts it."""
+
+import json
+
+import pytest
+import runs
+
+FUNCTIONS = '''
+import time
+
+def raises(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("no idea")
+
+def hangs(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(3600)
+
+def nan(data_source, solution_str, ground_truth, extra_info):
+    return float("nan")
+
+def some(data_source, solution_str, ground_truth, extra_info):
+    """Every kind of failure on rows of their own, and a score on the others."""
+    if ground_truth.endswith("1"):
+        raise ValueError("no idea")
+    if ground_truth.endswith("2"):
+        return float("nan")
+    return 1.0
+'''
+
+
+def settings(tmp_path, function, **rewards) -> dict:
+    file = tmp_path / "rewards.py"
+    file.write_text(FUNCTIONS)
+    return {
+        "rewards.functions": {"answer": {"function": f"{file}:{function}"}},
+        "rewards.timeout_s": 0.5,
+        "warm_start.num_steps": 0,
+        **{f"rewards.{name}": value for name, value in rewards.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        ("raises", "ValueError: no idea"),
+        pytest.param("hangs", "no answer within rewards.timeout_s=0.5", marks=pytest.mark.slow),
+        pytest.param("nan", "returned nan; a reward function returns", marks=pytest.mark.slow),
+    ],
+)
+def test_the_run_stops_with_function_and_row(tmp_path, cache, function, message):
+    workdir = tmp_path / "run"
+    arguments = runs.flags("grpo_tiny", settings(tmp_path, function))
+    result = runs.finish(runs.start("train", [*arguments, f"--workdir={workdir}"], cache))
+    assert result.returncode == 1
+    assert f"rewards.py:{function}', row 0, data source 'arithmetic'" in result.stderr
+    assert message in result.stderr
+    assert "set rewards.on_failure='score' to give such responses 0" in result.stderr
+    # The only trace is that of the user's own function.
+    assert "jaxrl_llm/trainer" not in result.stderr
+    assert runs.metrics(workdir) == {}
+
+
+@pytest.mark.slow
+def test_failures_are_scored_and_counted(tmp_path, cache):
+    workdir = tmp_path / "run"
+    changes = settings(tmp_path, "some", on_failure="score", failure_score=-1.0)
+    changes["trainer.num_steps"] = 3
+    runs.launch("train", [*runs.flags("grpo_tiny", changes), f"--workdir={workdir}"], cache)
+    found = runs.metrics(workdir)
+    for step in (1, 2, 3):
+        dump = (workdir / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+        rows = [json.loads(row) for row in dump]
+        failed = [row["gts"][-1] in "12" for row in rows]
+        assert [row["score"] for row in rows] == [-1.0 if bad else 1.0 for bad in failed]
+        assert found[step]["reward/num_failures"] == sum(failed)
+    assert any(found[step]["reward/num_failures"] > 0 for step in (1, 2, 3))

@@ -1,0 +1,145 @@
+"""Layouts: every token in one place, and back; budgets kept; shapes few."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.learner import batches
+from jaxrl_llm.learner.batches import Layout
+
+B, W, SHARDS = 12, 16, 2
+BUDGET = 40  # two rows of 16 a device, four in a microbatch
+
+
+@st.composite
+def steps(draw):
+    lengths = np.array(draw(st.lists(st.integers(1, W), min_size=B, max_size=B)), np.int32)
+    chosen = draw(st.sets(st.integers(0, B - 1), min_size=1))
+    return lengths, np.array(sorted(chosen))
+
+
+def plan_of(lengths, chosen, budget=BUDGET, width=W):
+    return Layout(budget, SHARDS).plan(lengths, chosen, width=width)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps())
+def test_every_token_has_one_place(step):
+    lengths, chosen = step
+    plan = plan_of(lengths, chosen)
+    m, count = plan.microbatches, int(plan.count)
+    rows = m.segment_ids.shape[1]
+    assert rows % SHARDS == 0
+    assert rows // SHARDS * W <= BUDGET
+    assert (m.segment_ids[count:] == 0).all()
+    assert (m.sequences[count:] == B).all()
+    assert (m.segment_ids[:count] > 0).any((1, 2)).all()
+    used = m.segment_ids > 0
+    places = list(zip(m.segment_ids[used] - 1, m.positions[used], strict=True))
+    assert sorted(places) == [(s, t) for s in chosen for t in range(lengths[s])]
+    listed = m.sequences[m.sequences < B]
+    assert sorted(listed) == chosen.tolist()
+    np.testing.assert_array_equal(np.flatnonzero(plan.chosen), chosen)
+    # Where a sequence is said to begin, it does.
+    for g, place in zip(*np.nonzero(m.sequences < B), strict=True):
+        row, start = m.rows[g, place], m.starts[g, place]
+        assert m.segment_ids[g, row, start] == m.sequences[g, place] + 1
+        assert m.positions[g, row, start] == 0
+    share = 1 - lengths[chosen].sum() / (count * rows * W)
+    assert plan.padding_share() == pytest.approx(share)
+
+
+@jax.jit
+def there_and_back(plan, tokens, lengths):
+    def back(microbatch):
+        return microbatch.unpacked(microbatch.packed(tokens), lengths, W)
+
+    return batches.collect(plan, back, B, W)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps())
+def test_unpacking_undoes_packing(step):
+    lengths, chosen = step
+    tokens = np.random.default_rng(0).integers(1, 1000, (B, W)).astype(np.int32)
+    found = there_and_back(plan_of(lengths, chosen), tokens, lengths)
+    kept = np.isin(np.arange(B), chosen)[:, None] & (np.arange(W) < lengths[:, None])
+    np.testing.assert_array_equal(found, np.where(kept, tokens, 0))
+
+
+def test_take_and_put_are_inverse():
+    lengths = np.random.default_rng(1).integers(1, W, B)
+    plan = plan_of(lengths, np.array([0, 2, 3, 4, 7, 8, 9, 11]))
+    values = {"x": jnp.arange(B * 3.0).reshape(B, 3) + 1, "on": jnp.ones(B, bool)}
+    target = jax.tree.map(jnp.zeros_like, values)
+    for g in range(int(plan.count)):
+        microbatch = jax.tree.map(lambda a, g=g: a[g], plan.microbatches)
+        taken = jax.tree.map(microbatch.take, values)
+        assert taken["on"].dtype == bool
+        np.testing.assert_array_equal(taken["on"], microbatch.sequences < B)
+        assert (taken["x"][microbatch.sequences == B] == 0).all()
+        target = jax.tree.map(microbatch.put, target, taken)
+    np.testing.assert_array_equal(target["on"], plan.chosen)
+    np.testing.assert_array_equal(target["x"], np.where(plan.chosen[:, None], values["x"], 0))
+
+
+def test_add_up_sums_over_what_is_used():
+    lengths = np.full(B, W)
+    for budget in (BUDGET, 1000):  # three microbatches and one of padding; a single one
+        plan = plan_of(lengths, np.arange(B), budget)
+        assert int(plan.count) == (3 if budget == BUDGET else 1)
+        weights = jnp.arange(float(B))
+
+        def function(microbatch, weights=weights):
+            return {"sum": microbatch.take(weights).sum(), "calls": jnp.float32(1.0)}
+
+        like = {"sum": weights[0], "calls": weights[0]}
+        found = jax.jit(lambda p, f=function, like=like: batches.add_up(p, f, like))(plan)
+        assert found == {"sum": 66.0, "calls": int(plan.count)}
+
+
+def test_by_hand():
+    # Rows of 8: [6, 2], [5, 3], [4]; one shard, two rows a microbatch.
+    lengths = np.array([4, 6, 3, 5, 2, 7])
+    plan = Layout(16, 1).plan(lengths, np.array([0, 1, 2, 3, 4]), width=8)
+    m = plan.microbatches
+    assert int(plan.count) == 2
+    np.testing.assert_array_equal(
+        m.segment_ids,
+        [
+            [[2, 2, 2, 2, 2, 2, 5, 5], [3, 3, 3, 4, 4, 4, 4, 4]],
+            [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]],
+        ],
+    )
+    np.testing.assert_array_equal(
+        m.positions[0], [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4]]
+    )
+    np.testing.assert_array_equal(m.sequences, [[1, 4, 2, 3], [0, 6, 6, 6]])
+    np.testing.assert_array_equal(m.rows, [[0, 0, 1, 1], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(m.starts, [[0, 6, 0, 3], [0, 0, 0, 0]])
+    assert plan.padding_share() == 12 / 32
+
+
+def shapes(layout, seeds, spread=1.0):
+    found = []
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        lengths = np.clip(np.exp(random.normal(5.0, spread, 128)), 8, 1024).astype(int)
+        plan = layout.plan(lengths, np.arange(128), width=1024)
+        found.append(jax.tree.map(np.shape, plan))
+    return [str(shape) for shape in found]
+
+
+def test_shapes_are_few():
+    # Log-normal lengths: the number of rows differs every step, shapes settle.
+    layout = Layout(1024 * 64, 2)
+    found = shapes(layout, range(100))
+    assert len(set(found)) <= 5
+    assert len(set(found[20:])) <= 3
+    # A resumed run makes the shapes that the interrupted one would have made.
+    resumed = Layout(1024 * 64, 2)
+    resumed.set_state(layout.get_state())
+    assert shapes(resumed, range(100, 120)) == shapes(layout, range(100, 120))

@@ -1,0 +1,86 @@
+"""Schedules by hand, AdamW by hand, and the update that is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.learner import optimizer
+
+BASE = OptimizerConfig(learning_rate=8.0, warmup_steps=3, min_lr_ratio=0.25)
+# Warm-up in quarters: 2, 4, 6, then 8. Eight updates of decay, from update 3 to update 11.
+SCHEDULES = {
+    "constant": [2, 4, 6, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8],
+    "linear": [2, 4, 6, 8, 7.25, 6.5, 5.75, 5, 4.25, 3.5, 2.75, 2, 2],
+    "cosine": [2, 4, 6] + [5 + 3 * np.cos(np.pi * i / 8) for i in range(9)] + [2],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_by_hand(name):
+    schedule = optimizer.learning_rate(dataclasses.replace(BASE, schedule=name), 11)
+    np.testing.assert_allclose([schedule(i) for i in range(13)], SCHEDULES[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_at_their_edges(name):
+    config = OptimizerConfig(learning_rate=0.5, schedule=name)
+    assert optimizer.learning_rate(config, 4)(0) == 0.5  # no warm-up
+    still = dataclasses.replace(config, learning_rate=0.0, warmup_steps=2)
+    assert all(optimizer.learning_rate(still, 4)(i) == 0.0 for i in range(5))
+    # A run that ends within its warm-up never decays.
+    short = optimizer.learning_rate(dataclasses.replace(config, warmup_steps=9), 3)
+    np.testing.assert_allclose([short(i) for i in range(3)], [0.05, 0.1, 0.15], rtol=1e-6)
+
+
+def test_first_update_by_hand():
+    # Norm 5 clipped to 1: gradient (0.6, 0.8). Adam's first step is sign(g) of size one;
+    # decay takes 0.1 of the weight; both times the learning rate 0.5.
+    config = OptimizerConfig(
+        learning_rate=0.5, weight_decay=0.1, max_grad_norm=1.0, eps=1e-30, moment_dtype="bfloat16"
+    )
+    make = optimizer.make(config, 10)
+    params = {"w": jnp.array([1.0, -2.0])}
+    params, state, norm, skipped = optimizer.apply_if_finite(
+        make, {"w": jnp.array([3.0, 4.0])}, make.init(params), params
+    )
+    # 1 - 0.999, which the step is divided by the root of, has four digits fewer in float32.
+    np.testing.assert_allclose(params["w"], [1 - 0.5 - 0.05, -2 - 0.5 + 0.1], rtol=1e-5)
+    assert norm == 5.0
+    assert not skipped
+    adam = state[1][0]
+    assert adam.mu["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(adam.mu["w"].astype(float), [0.06, 0.08], rtol=4e-3)
+    np.testing.assert_allclose(adam.nu["w"], [0.36e-3, 0.64e-3], rtol=1e-4)
+
+
+def test_no_clipping_at_infinity():
+    config = OptimizerConfig(max_grad_norm=float("inf"))
+    make = optimizer.make(config, 1)
+    gradients = {"w": jnp.array([3e10, 4e10])}
+    _, state, norm, _ = optimizer.apply_if_finite(make, gradients, make.init(gradients), gradients)
+    np.testing.assert_allclose(state[1][0].mu["w"], [3e9, 4e9], rtol=1e-6)
+    assert norm == 5e10
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad):
+    make = optimizer.make(OptimizerConfig(learning_rate=0.1), 10)
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
+    apply = jax.jit(lambda *args: optimizer.apply_if_finite(make, *args))
+    good = jax.tree.map(jnp.ones_like, params)
+    params, state, _, skipped = apply(good, make.init(params), params)
+    assert not skipped
+    broken = good | {"a": jnp.array([1.0, bad, bad])}
+    kept, kept_state, norm, skipped = apply(broken, state, params)
+    assert skipped
+    assert not np.isfinite(norm)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (kept, kept_state), (params, state))
+    assert jax.tree.all(same)
+    # The count too: the update after it is the second, with the second's bias correction.
+    after, _, _, _ = apply(good, kept_state, kept)
+    want, _, _, _ = apply(good, state, params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, want))

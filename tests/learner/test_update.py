@@ -1,0 +1,274 @@
+"""One update: the plain gradient, however it is cut, packed, padded and split."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxrl_llm.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
+from jaxrl_llm.learner import optimizer, roles, update
+from jaxrl_llm.learner.batches import Layout
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.types import Minibatch
+
+B, T = 10, 24
+ONE = tiny.make_mesh()
+PLAIN = AlgorithmConfig(policy_loss="vanilla", dual_clip=float("inf"))
+# Everything at once: entropy and KL with gradient, means of sequences, a critic.
+FULL = AlgorithmConfig(
+    advantage="gae",
+    aggregation="seq-mean-token-mean",
+    entropy_coef=0.1,
+    kl_in="loss",
+    kl_coef=0.5,
+)
+CHOSEN = np.array([0, 2, 3, 4, 5, 7, 8, 9])
+
+
+@pytest.fixture(autouse=True)
+def plain_steps(monkeypatch):
+    """Parameters move by minus the gradient: what differs is seen, not hidden by Adam's root."""
+    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: optax.sgd(1.0))
+
+
+def roles_on(mesh, algorithm, monkeypatch):
+    monkeypatch.setattr(mesh_lib, "make_mesh", lambda config: mesh)
+    model = ModelConfig(
+        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, mlp_size=48
+    )
+    return roles.build(
+        Config(
+            model=model,
+            algorithm=algorithm,
+            trainer=TrainerConfig(max_tokens_per_microbatch=1024),
+            rollout=RolloutConfig(temperature=0.8),
+        )
+    )
+
+
+def initial(run, policy=None):
+    weights = tiny.params(run.policy) if policy is None else policy
+    state = roles.initial_state(run, tiny.sharded(weights, run.mesh, run.policy))
+    if not state.critic.params:
+        return state
+    score = 0.1 * np.random.default_rng(5).standard_normal((1, 32)).astype(np.float32)
+    critics = {}
+    for name in ("critic", "cost_critic"):
+        role = getattr(state, name)
+        if role.params:
+            placed = jax.device_put(score, role.params["score"].sharding, may_alias=False)
+            critics[name] = dataclasses.replace(role, params=role.params | {"score": placed})
+    return dataclasses.replace(state, **critics)
+
+
+@functools.cache
+def lengths():
+    return np.random.default_rng(1).integers(4, T + 1, B).astype(np.int32)
+
+
+def batch_of(network, width=T):
+    """Random sequences; the policy has moved a little since they were sampled."""
+    random = np.random.default_rng(1)
+    normal = lambda scale: random.normal(0, scale, (B, T)).astype(np.float32)  # noqa: E731
+    columns = np.arange(T)
+    inside = columns < lengths()[:, None]
+    tokens = np.where(inside, random.integers(0, network.shape.vocab_size, (B, T)), 0)
+    mask = inside & (columns >= 2)
+    loss_mask = mask & (random.random((B, T)) < 0.9)
+    now = np.asarray(
+        tiny.teacher_forced(
+            tokens.astype(np.int32), np.full(B, 0.8, np.float32), network, tiny.params(network)
+        )
+    )
+    fields = {
+        "tokens": tokens.astype(np.int32),
+        "response_mask": mask,
+        "loss_mask": loss_mask,
+        "old_log_probs": now + normal(0.2),
+        "ref_log_probs": now + normal(0.2),
+        "rollout_log_probs": now,
+        "advantages": normal(1.0),
+        "returns": normal(1.0),
+        "values": normal(0.3),
+        "cost_returns": normal(1.0),
+        "cost_values": normal(0.3),
+        "correction_weights": np.exp(normal(0.1)),
+    }
+    padded = {k: np.pad(v, ((0, 0), (0, width - T))) for k, v in fields.items()}
+    return Minibatch(lengths=lengths(), **padded)
+
+
+def plan_of(mesh, budget, width=T):
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    return Layout(budget, shards).plan(lengths(), CHOSEN, width=width)
+
+
+def learned(run, *, budget=1024, width=T, **settings):
+    """Returns what one update adds to the parameters, and its metrics."""
+    state = initial(run)
+    before = jax.tree.map(np.array, (state.policy.params, state.critic.params))
+    after, metrics = update.updater(run, state)(
+        state,
+        batch_of(run.policy, width),
+        plan_of(run.mesh, budget, width),
+        jax.random.key(3),
+        **settings,
+    )
+    steps = jax.tree.map(
+        lambda a, b: np.asarray(a) - b, (after.policy.params, after.critic.params), before
+    )
+    return steps, {name: float(value) for name, value in metrics.items()}
+
+
+def assert_same(got, want):
+    steps, metrics = got
+    for ours, theirs in zip(jax.tree.leaves(steps), jax.tree.leaves(want[0]), strict=True):
+        # Sums of a few hundred float32 terms in other orders; the weights of size 0.3 that
+        # the step was added to keep 3e-8.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-6 * np.abs(theirs).max() + 5e-8)
+    assert metrics == pytest.approx(want[1], rel=2e-5, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The update of one device in one microbatch, for each algorithm."""
+    found = {}
+
+    def of(algorithm, monkeypatch):
+        if algorithm not in found:
+            found[algorithm] = learned(roles_on(ONE, algorithm, monkeypatch))
+        return found[algorithm]
+
+    return of
+
+
+def test_update_is_the_plain_gradient(reference, monkeypatch):
+    run = roles_on(ONE, PLAIN, monkeypatch)
+    batch, params = batch_of(run.policy), tiny.params(run.policy)
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        hidden = run.policy.hidden(params, batch.tokens, positions, jnp.ones((B, T), jnp.int32))
+        log_p = jax.nn.log_softmax(run.policy.logits(params, hidden)[:, :-1] / 0.8)
+        log_p = jnp.take_along_axis(log_p, batch.tokens[:, 1:, None], -1)[..., 0]
+        ratio = jnp.exp(jnp.pad(log_p, ((0, 0), (1, 0))) - batch.old_log_probs)
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        gain = jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
+        mask = batch.loss_mask & np.isin(np.arange(B), CHOSEN)[:, None]
+        return -jnp.sum(jnp.where(mask, gain * batch.correction_weights, 0.0)) / mask.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    (steps, _), metrics = reference(PLAIN, monkeypatch)
+    for ours, plain in zip(jax.tree.leaves(steps), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, -plain, atol=3e-6 * float(jnp.abs(plain).max()) + 1e-7)
+    assert metrics["actor/loss"] == pytest.approx(float(value), rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
+    assert metrics["actor/skipped_updates"] == 0
+
+
+def test_the_cut_does_not_matter(reference, monkeypatch):
+    run = roles_on(ONE, FULL, monkeypatch)
+    plan = plan_of(ONE, T)
+    assert (plan.microbatches.rows.shape[0], int(plan.count)) == (8, 5)  # three do nothing
+    assert_same(learned(run, budget=T), reference(FULL, monkeypatch))
+
+
+def test_padding_does_not_matter(reference, monkeypatch):
+    run = roles_on(ONE, FULL, monkeypatch)
+    # Wider rows hold more sequences each, too.
+    assert_same(learned(run, width=2 * T), reference(FULL, monkeypatch))
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 2}], ids=str)
+def test_the_mesh_does_not_matter(sizes, reference, monkeypatch):
+    run = roles_on(tiny.make_mesh(**sizes), FULL, monkeypatch)
+    assert_same(learned(run, budget=2 * T), reference(FULL, monkeypatch))
+
+
+@pytest.mark.parametrize("policy_loss", ["clip_cov", "kl_cov"])
+def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypatch):
+    algorithm = AlgorithmConfig(
+        policy_loss=policy_loss,
+        clip_cov_share=0.1,
+        clip_cov_low=0.0,
+        clip_cov_high=9.0,
+        kl_cov_share=0.1,
+        kl_cov_coef=5.0,
+    )
+    run = roles_on(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
+    assert_same(learned(run, budget=T), reference(algorithm, monkeypatch))
+    # The choice is felt: it is not the loss without one.
+    chosen, _ = reference(algorithm, monkeypatch)
+    unchosen, _ = reference(PLAIN, monkeypatch)
+    assert (
+        np.abs(chosen[0]["embed"] - unchosen[0]["embed"]).max()
+        > 1e-3 * np.abs(unchosen[0]["embed"]).max()
+    )
+
+
+def test_what_is_not_finite_changes_nothing(monkeypatch):
+    algorithm = dataclasses.replace(FULL, safe=True, kl_in="none", entropy_coef=0.0)
+    run = roles_on(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
+    batch, plan, key = batch_of(run.policy), plan_of(run.mesh, 1024), jax.random.key(0)
+    row, column = CHOSEN[1], int(np.flatnonzero(batch.loss_mask[CHOSEN[1]])[0])
+    state = initial(run)
+    step = update.updater(run, state)
+    before = jax.tree.map(np.array, state)
+
+    def spoiled(name, row):
+        values = getattr(batch, name).copy()
+        values[row, column] = np.nan
+        return dataclasses.replace(batch, **{name: values})
+
+    state, metrics = step(state, spoiled("advantages", row), plan, key)
+    assert metrics["actor/skipped_updates"] == 1
+    assert metrics["critic/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
+    for name in ("critic", "cost_critic"):
+        role = getattr(state, name)
+        assert role.num_updates == 1
+        assert not np.array_equal(role.params["embed"], getattr(before, name).params["embed"])
+
+    moved = jax.tree.map(np.array, state)
+    state, metrics = step(state, spoiled("returns", row), plan, key)
+    assert metrics["critic/skipped_updates"] == 1
+    assert metrics["actor/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.critic, moved.critic)
+    assert (state.policy.num_updates, state.cost_critic.num_updates) == (1, 2)
+
+    # Rows that are not of this minibatch are not looked at, whatever they hold.
+    clean, _ = step(initial(run), batch, plan, key)
+    beside, metrics = step(initial(run), spoiled("advantages", 1), plan, key)
+    assert 1 not in CHOSEN
+    jax.tree.map(np.testing.assert_array_equal, beside.policy.params, clean.policy.params)
+
+    # While critics warm up the policy rests.
+    state, metrics = step(initial(run), batch, plan, key, train_policy=False)
+    jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
+    jax.tree.map(np.testing.assert_array_equal, state.critic, clean.critic)
+    assert not any(name.startswith("actor/") for name in metrics)
+
+
+def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
+    run = roles_on(ONE, FULL, monkeypatch)
+    batch, params = batch_of(run.policy), initial(run).critic.params
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        hidden = run.value.hidden(params, batch.tokens, positions, jnp.ones((B, T), jnp.int32))
+        values = jnp.pad((hidden @ params["score"][0])[:, :-1], ((0, 0), (1, 0)))
+        near = jnp.clip(values, batch.values - 0.5, batch.values + 0.5)
+        error = jnp.maximum((values - batch.returns) ** 2, (near - batch.returns) ** 2)
+        mask = batch.loss_mask & np.isin(np.arange(B), CHOSEN)[:, None]
+        means = jnp.sum(jnp.where(mask, error, 0.0), 1) / jnp.maximum(mask.sum(1), 1)
+        return 0.5 * means.sum() / mask.any(1).sum()
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    (_, steps), _ = reference(FULL, monkeypatch)
+    for ours, plain in zip(jax.tree.leaves(steps), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, -plain, atol=3e-6 * float(jnp.abs(plain).max()) + 1e-7)

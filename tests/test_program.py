@@ -1,0 +1,83 @@
+"""How a program ends: with a message for what the user can mend, with a trace for the rest."""
+
+import errno
+
+import jax
+import pytest
+from absl import app
+
+from jaxrl_llm import program
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.errors import UserError
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a main function without reading this process's command line."""
+    monkeypatch.setattr(app, "run", lambda main, flags_parser: main([]))
+    return program.run
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (UserError("give another folder"), "give another folder"),
+        (ConfigError(["config.seed: too large"]), "1 problem in this config:\n  config.seed"),
+        (OSError(errno.ENOSPC, "No space left on device", "/a/b"), "'/a/b'; check free space"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a"), "Permission denied: '/a'"),
+    ],
+)
+def test_what_the_user_can_mend_is_a_message(run, caplog, error, message):
+    with pytest.raises(SystemExit) as ended:
+        run(raising(error))
+    assert ended.value.code == 1
+    assert message in caplog.text and "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x")])
+def test_a_fault_of_the_program_keeps_its_trace(run, error):
+    with pytest.raises(type(error)):
+        run(raising(error))
+
+
+def test_a_good_end_is_silent(run, caplog):
+    assert run(lambda: None) is None
+    assert not caplog.records
+
+
+def test_problems_of_flags_are_reported_together():
+    program.refuse([])
+    with pytest.raises(ConfigError) as error:
+        program.refuse([("samples", "must be 1"), ("prompt", "too long")])
+    assert error.value.problems == ("--samples: must be 1", "--prompt: too long")
+
+
+@pytest.fixture
+def cache_setting():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield lambda: jax.config.jax_compilation_cache_dir
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_stay_beside_the_folder(monkeypatch, tmp_path, cache_setting):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    program.keep_compilations(tmp_path / "runs" / "a")
+    assert cache_setting() == str(tmp_path / "runs" / ".jax_cache")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("named", ["", "/somewhere"])
+def test_the_environment_decides_first(monkeypatch, tmp_path, cache_setting, named):
+    before = cache_setting()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", named)
+    program.keep_compilations(tmp_path / "a")
+    assert cache_setting() == before
