@@ -57,6 +57,9 @@ def test_dapo_replaces_uniform_groups_and_penalizes_length(train, waves):
     _, workdir = train("dapo", two_steps(overlong_buffer_tokens=8, overlong_penalty=0.5))
     assert len(waves) > 2  # some groups were uniform, and others sampled in their place
     found = recipe_settings.metrics(workdir)
+    sampled = 8 * sum(len(requests) for requests, _ in waves)
+    dropped = [found[step]["training/filter_groups/evicted_samples"] for step in (1, 2)]
+    assert sampled - sum(dropped) == 2 * recipe_settings.SEQUENCES
     for step in (1, 2):
         rows = recipe_settings.dump(workdir, step)
         assert len(rows) == recipe_settings.SEQUENCES
