@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import group_advantages, token_baselines
-from jaxrl_llm.algorithms.lookup import call_by_name, resolve
+from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import whiten, zero_outside
 from jaxrl_llm.config import AlgorithmConfig
 
@@ -216,7 +216,7 @@ def estimate(
       returns: Zero outside `response_mask`.
 
     Raises:
-      ValueError, ImportError, AttributeError, TypeError: The function cannot be found
+      ValueError, ImportError, AttributeError, FunctionError: The function cannot be found
         (see `lookup.resolve`), names what is not available, or returns something else.
 
     Example:
@@ -240,7 +240,7 @@ def estimate(
     shapes = [jnp.shape(array) for array in result] if isinstance(result, tuple | list) else []
     if shapes != [response_mask.shape, response_mask.shape]:
         got = f"arrays of shapes {shapes}" if shapes else type(result).__name__
-        raise TypeError(
+        raise FunctionError(
             f"{where}: returned {got}; an estimator returns (advantages, returns), both of"
             f" response_mask's shape {response_mask.shape}"
         )

@@ -13,6 +13,12 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from jaxrl_llm.errors import UserError
+
+
+class FunctionError(UserError, TypeError):
+    """A user's function that asks for what there is not, or returns something else."""
+
 
 @functools.lru_cache
 def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
@@ -96,7 +102,7 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
       where: Who asked for the function, to begin an error with.
 
     Raises:
-      TypeError: A parameter without default that is not available, or positional-only.
+      FunctionError: A parameter without default that is not available, or positional-only.
 
     Example:
       >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
@@ -109,14 +115,14 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise TypeError(
+            raise FunctionError(
                 f"{where}: parameter {name!r} is positional-only, but arguments are passed by"
                 " name; remove the '/' from the signature"
             )
         if name in available:
             arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
-            raise TypeError(
+            raise FunctionError(
                 f"{where}: parameter {name!r} is not available; available:"
                 f" {', '.join(sorted(available))}; rename it or give it a default"
             )

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.aggregation import (
     token_mean,
 )
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
-from jaxrl_llm.algorithms.lookup import call_by_name, resolve
+from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import zero_outside
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
@@ -195,7 +195,7 @@ def policy_objective(
       metrics: Scalars named `actor/...`, to be summed as well.
 
     Raises:
-      ValueError, ImportError, AttributeError, TypeError: The loss cannot be found (see
+      ValueError, ImportError, AttributeError, FunctionError: The loss cannot be found (see
         `lookup.resolve`), names what is not available, or returns something else.
 
     Example:
@@ -231,7 +231,7 @@ def policy_objective(
         resolve(config.policy_loss, POLICY_LOSSES, "policy loss"), available, where
     )
     if not (isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()):
-        raise TypeError(
+        raise FunctionError(
             f"{where}: returned {type(result).__name__}; a policy loss returns"
             " (scalar loss, dict of metrics)"
         )

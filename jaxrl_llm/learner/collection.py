@@ -68,6 +68,7 @@ def collect(
             uniform = np.asarray(
                 shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
             )
+            rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
             rollouts, rewards = select(rollouts, rewards, np.flatnonzero(~uniform))
         kept.append((rollouts, rewards))
         found += len(rollouts.lengths) // algorithm.samples_per_prompt
@@ -109,6 +110,7 @@ def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Roll
             baselines=rewards.baselines[rows],
             details=tuple(rewards.details[i] for i in rows),
             num_failures=rewards.num_failures,
+            num_dropped=rewards.num_dropped,
         ),
     )
 
@@ -159,6 +161,7 @@ def _concatenate(waves: list[tuple[Rollouts, Rewards]]) -> tuple[Rollouts, Rewar
             baselines=joined("baselines", 1),
             details=tuple(d for _, rewards in waves for d in rewards.details),
             num_failures=sum(rewards.num_failures for _, rewards in waves),
+            num_dropped=sum(rewards.num_dropped for _, rewards in waves),
         ),
     )
 

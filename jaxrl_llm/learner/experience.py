@@ -182,7 +182,7 @@ def _estimate(
     available = {
         "rewards": shaped,
         "values": predictions.values,
-        "response_mask": loss_mask,
+        "response_mask": mask,  # what a rejected token earned still counts
         "old_log_probs": predictions.old_log_probs,
         "sum_squared_probs": predictions.sum_squared_probs,
         "correction_weights": weights,
@@ -212,9 +212,10 @@ def _estimate(
             costs,
             predictions.values,
             predictions.cost_values,
-            loss_mask,
+            mask,
         )
-    estimates = Estimates(shaped, advantage, returns, cost_returns, loss_mask, weights)
+    kept = [jnp.where(loss_mask, a, 0.0) for a in (advantage, returns, cost_returns)]
+    estimates = Estimates(shaped, *kept, loss_mask, weights)
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
     return estimates, next_coef, log_multiplier, metrics
 

@@ -33,7 +33,8 @@ def of_rollouts(
     sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
     returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
     by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
-    a critic, costs only with Safe-RLHF.
+    a critic, costs only with Safe-RLHF; with dynamic sampling
+    `training/filter_groups/evicted_samples`, the sequences whose groups were replaced.
 
     Args:
       config: For the length limits and what the algorithm uses.
@@ -61,6 +62,8 @@ def of_rollouts(
         }
     if config.algorithm.safe:
         found |= _summary("critic/cost", rewards.costs)
+    if config.algorithm.dynamic_sampling:
+        found["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
     return found
 
 

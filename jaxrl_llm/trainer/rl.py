@@ -20,6 +20,7 @@ import jax
 from absl import logging
 
 from jaxrl_llm import checkpoint
+from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
@@ -47,7 +48,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
       The learner state after the last step.
 
     Raises:
-      ConfigError: If the mesh does not fit the devices, or `workdir` belongs to another run.
+      ConfigError: If the mesh does not fit the devices, a function of the user's cannot work, or
+        `workdir` belongs to another run.
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
     """
     for warning in config.warnings():
@@ -61,6 +63,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
+    custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
     claim_workdir(config, workdir)

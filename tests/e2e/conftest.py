@@ -1,9 +1,17 @@
-"""Runs that several tests look at: each is made once a session."""
+"""Runs that several tests look at, each made once a session, and what they share."""
 
+import functools
 import pathlib
+import shutil
 
+import jax
 import pytest
+import recipe_settings
 import runs
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import rl
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +34,48 @@ def ppo_run(tmp_path_factory, cache) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("ppo") / "run"
     runs.launch("train", [*runs.flags("ppo_tiny"), f"--workdir={workdir}"], cache)
     return workdir
+
+
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory):
+    """Keeps compiled programs in one folder for all runs of the session in this process."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    folder = str(tmp_path_factory.mktemp("compiled_here"))
+    for name, value in zip(names, (folder, 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def one_device(compiled_once):
+    """Makes meshes of one device: eight on two cores would wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+        patch.setattr(mesh_lib, "make_mesh", make)
+        yield
+
+
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory, one_device) -> pathlib.Path:
+    """The product of the warm start that all runs on sums begin from."""
+    workdir = tmp_path_factory.mktemp("taught")
+    rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
+    return workdir / "warm_start"
+
+
+@pytest.fixture
+def train(taught, tmp_path):
+    """Returns `train(recipe, changes, name) -> (state, workdir)`, begun from `taught`."""
+
+    def run(recipe: str, changes=None, name: str = "run"):
+        workdir = tmp_path / name
+        shutil.copytree(taught, workdir / "warm_start")
+        config = recipe_settings.config(recipe, changes or {})
+        return rl.train(config, workdir), workdir
+
+    return run

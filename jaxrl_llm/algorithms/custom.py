@@ -1,0 +1,88 @@
+"""Whether a user's own advantage and policy loss can work, found out before a run begins."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
+from jaxrl_llm.algorithms.lookup import FunctionError, resolve
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES, minibatch_denominators, policy_objective
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, is_import_path
+from jaxrl_llm.types import Minibatch
+
+_ROWS, _WIDTH, _TERMS = 4, 3, 2
+_TOKENS = jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32)
+_MASK = jax.ShapeDtypeStruct((_ROWS, _WIDTH), bool)
+_SEQUENCES = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
+_NUMBERS = jax.ShapeDtypeStruct((_ROWS,), jnp.int32)
+_BY_TERM = jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32)
+
+# What the learner hands to an estimator, by name.
+STEP = {
+    "response_mask": _MASK,
+    **dict.fromkeys(
+        ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights"), _TOKENS
+    ),
+    "group_ids": _NUMBERS,
+    "baselines": _SEQUENCES,
+    "term_rewards": _BY_TERM,
+    "term_weights": _BY_TERM,
+}
+_MINIBATCH = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
+    "tokens": jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.int32),
+    "lengths": _NUMBERS,
+    "response_mask": _MASK,
+    "loss_mask": _MASK,
+}
+
+
+def check(config: AlgorithmConfig) -> None:
+    """Raises if a function that the config names by import path cannot work.
+
+    The function is found, then traced with arrays of small shapes: it must name what is
+    available and return what is wanted. Nothing is computed.
+
+    Args:
+      config: Reads `advantage` and `policy_loss`; names of the tables are taken as they are.
+
+    Raises:
+      ConfigError: A function cannot be found, or a parameter or result of it is wrong.
+
+    Example:
+      >>> check(AlgorithmConfig(advantage="grpo"))
+    """
+    problems = []
+    for field, table, trace in (
+        ("advantage", ESTIMATORS, _trace_advantage),
+        ("policy_loss", POLICY_LOSSES, _trace_policy_loss),
+    ):
+        name = getattr(config, field)
+        if not is_import_path(name):
+            continue
+        try:
+            resolve(name, table, field.replace("_", " "))
+        except (ValueError, ImportError, FileNotFoundError, AttributeError, TypeError) as error:
+            problems.append(f"config.algorithm.{field}: {error}")
+            continue
+        try:
+            trace(config)
+        except FunctionError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _trace_advantage(config: AlgorithmConfig) -> None:
+    jax.eval_shape(lambda step: estimate(config, **step), STEP)
+
+
+def _trace_policy_loss(config: AlgorithmConfig) -> None:
+    def objective(minibatch: Minibatch):
+        denominators = minibatch_denominators(minibatch.loss_mask, loss_scale=1.0)
+        tokens = minibatch.old_log_probs
+        return policy_objective(
+            config, tokens, tokens, minibatch, minibatch.loss_mask, denominators
+        )
+
+    jax.eval_shape(objective, Minibatch(**_MINIBATCH))
