@@ -1,6 +1,7 @@
 """Whether a user's own advantage and policy loss can work, found out before a run begins."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ STEP = {
     "term_rewards": _BY_TERM,
     "term_weights": _BY_TERM,
 }
-_MINIBATCH = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
+_MINIBATCH: dict[str, Any] = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
     "tokens": jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.int32),
     "lengths": _NUMBERS,
     "response_mask": _MASK,

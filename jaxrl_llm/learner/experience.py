@@ -214,8 +214,14 @@ def _estimate(
             predictions.cost_values,
             mask,
         )
-    kept = [jnp.where(loss_mask, a, 0.0) for a in (advantage, returns, cost_returns)]
-    estimates = Estimates(shaped, *kept, loss_mask, weights)
+    estimates = Estimates(
+        shaped_rewards=shaped,
+        advantages=jnp.where(loss_mask, advantage, 0.0),
+        returns=jnp.where(loss_mask, returns, 0.0),
+        cost_returns=jnp.where(loss_mask, cost_returns, 0.0),
+        loss_mask=loss_mask,
+        correction_weights=weights,
+    )
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
     return estimates, next_coef, log_multiplier, metrics
 
