@@ -3,7 +3,6 @@
 import pytest
 import runs
 
-
 # The built-in reward, but in step 7 it waits to be killed; the numbers are the same.
 REWARD = """
 import pathlib, time
