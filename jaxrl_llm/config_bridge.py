@@ -25,6 +25,7 @@ from ml_collections import config_dict as ml_config
 from ml_collections.config_flags import config_flags
 
 from jaxrl_llm.config import AlgorithmConfig, Config, ConfigError
+from jaxrl_llm.errors import naming
 from jaxrl_llm.recipes import RECIPES
 
 # What a resumed run may change: how long it goes on, what is reported and saved, and how the
@@ -348,7 +349,8 @@ def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool =
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+            with naming(path):
+                partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)

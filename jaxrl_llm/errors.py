@@ -1,4 +1,8 @@
-"""The root of all errors that a user can mend."""
+"""The root of all errors that a user can mend, and what they must name."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
 
 
 class UserError(Exception):
@@ -6,3 +10,12 @@ class UserError(Exception):
 
     Programs in `launch/` show the message without a traceback.
     """
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Puts `path` into an OSError raised inside: that of a failed write does not name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

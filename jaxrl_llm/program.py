@@ -60,6 +60,8 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 
 def _is_ours(record: std_logging.LogRecord) -> bool:
+    if "orbax" in record.pathname and record.exc_info:
+        return False  # raised once more, and reported by who asked for the save
     chatty = any(name in record.pathname for name in _CHATTY)
     return record.levelno >= std_logging.WARNING or not chatty
 

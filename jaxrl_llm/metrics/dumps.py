@@ -3,16 +3,16 @@
 Files are JSON lines under verl's keys, readable by its viewers.
 """
 
-import contextlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.errors import naming
 from jaxrl_llm.types import Rewards, Rollouts
 
 
@@ -83,12 +83,3 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def naming(path: pathlib.Path) -> Iterator[None]:
-    """Puts `path` into an OSError raised inside: that of a failed write does not name the file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -21,6 +21,7 @@ from rich import console as rich_console
 from rich import progress
 
 from jaxrl_llm.config import MetricsConfig
+from jaxrl_llm.errors import naming
 from jaxrl_llm.metrics import dumps
 from jaxrl_llm.types import Rewards, Rollouts
 
@@ -117,7 +118,7 @@ class Writer:
 
         def sink(step: int, data: Mapping[str, float]) -> None:
             record = {"step": step, "data": dumps.jsonable(data)}
-            with dumps.naming(path):
+            with naming(path):
                 file.write(json.dumps(record, allow_nan=False) + "\n")
                 file.flush()
 

@@ -108,6 +108,5 @@ def test_pack_errors():
 
 
 def test_bucket():
-    assert [bucket(n, (8, 2, 4)) for n in (0, 2, 3, 8)] == [2, 2, 4, 8]
-    with pytest.raises(ValueError, match=r"9 exceeds every allowed size: \[2, 4, 8\]"):
-        bucket(9, (8, 2, 4))
+    assert [bucket(n) for n in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 16]
+    assert [bucket(n, smallest=3, largest=10) for n in (1, 4, 7, 10)] == [3, 6, 10, 10]

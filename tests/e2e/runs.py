@@ -114,7 +114,9 @@ def refused(program: str, arguments: Iterable[Any], cache: Any, **options: Any) 
     result = finish(start(program, arguments, cache, **options))
     said = result.stdout + result.stderr
     assert result.returncode == 1, said[-4000:]
-    assert "Traceback" not in said, said[-4000:]
+    # Threads of tensorstore print their own traces when a disk is full; the program shows none.
+    trace = "Traceback" in said and "Event loop is closed" not in said
+    assert not trace and f'File "{ROOT}' not in said, said[-4000:]
     return said
 
 

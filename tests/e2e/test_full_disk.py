@@ -22,7 +22,7 @@ def limited(num_bytes: int):
         pytest.param(8_000, "warm_start: could not be saved", marks=pytest.mark.slow),
     ],
 )
-def test_the_run_ends_with_a_message_and_goes_on_later(tmp_path, grpo_run, cache, num_bytes, what):
+def test_the_run_ends_with_a_message(tmp_path, cache, num_bytes, what):
     workdir = tmp_path / "run"
     arguments = [*runs.flags("grpo_tiny"), f"--workdir={workdir}"]
     said = runs.refused("train", arguments, cache, preexec_fn=limited(num_bytes))

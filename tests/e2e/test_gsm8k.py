@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
@@ -143,7 +144,7 @@ def test_three_steps_then_export(recipe, samples, tmp_path, cache, gsm8k, model)
 
     @jax.jit
     def forward(params, tokens):
-        hidden = roles.policy.hidden(params, tokens, positions, np.ones_like(tokens))
+        hidden = roles.policy.hidden(params, tokens, positions, jnp.ones_like(tokens))
         return roles.policy.logits(params, hidden)
 
     with jax.set_mesh(roles.mesh):
