@@ -84,8 +84,7 @@ class ModelConfig:
     # Numbers and memory.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full", "dots", "block_inputs", "offload"] = "none"
-    attention: Literal["auto", "xla", "splash", "cudnn", "ulysses", "ring"] = "auto"
+    remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
     vocab_chunk: int = 512  # tokens whose logits exist at one time
 
     def problems(self) -> Iterator[Problem]:
@@ -320,7 +319,6 @@ class ReferenceConfig:
     """The frozen policy of the KL terms."""
 
     path: str = ""  # "": the policy's weights when RL begins
-    offload: bool = False  # rest in host memory between uses
 
     def problems(self) -> Iterator[Problem]:
         yield from ()

@@ -38,7 +38,6 @@ RESUMABLE = (
     "metrics",
     "mesh",
     "model.remat",
-    "reference.offload",
     "rollout.num_slots",
     "rollout.chunk_steps",
     "rewards.num_workers",
