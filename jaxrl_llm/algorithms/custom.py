@@ -1,6 +1,7 @@
 """Whether a user's own advantage and policy loss can work, found out before a run begins."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ _NUMBERS = jax.ShapeDtypeStruct((_ROWS,), jnp.int32)
 _BY_TERM = jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32)
 
 # What the learner hands to an estimator, by name.
-STEP = {
+_STEP = {
     "response_mask": _MASK,
     **dict.fromkeys(
         ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights"), _TOKENS
@@ -29,7 +30,7 @@ STEP = {
     "term_rewards": _BY_TERM,
     "term_weights": _BY_TERM,
 }
-_MINIBATCH = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
+_MINIBATCH: dict[str, Any] = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
     "tokens": jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.int32),
     "lengths": _NUMBERS,
     "response_mask": _MASK,
@@ -74,7 +75,7 @@ def check(config: AlgorithmConfig) -> None:
 
 
 def _trace_advantage(config: AlgorithmConfig) -> None:
-    jax.eval_shape(lambda step: estimate(config, **step), STEP)
+    jax.eval_shape(lambda step: estimate(config, **step), _STEP)
 
 
 def _trace_policy_loss(config: AlgorithmConfig) -> None:

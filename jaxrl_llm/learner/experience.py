@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
-from jaxrl_llm.algorithms.masked import masked_mean
+from jaxrl_llm.algorithms.masked import masked_mean, zero_outside
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
@@ -214,8 +214,8 @@ def _estimate(
             predictions.cost_values,
             mask,
         )
-    kept = [jnp.where(loss_mask, a, 0.0) for a in (advantage, returns, cost_returns)]
-    estimates = Estimates(shaped, *kept, loss_mask, weights)
+    advantage, returns, cost_returns = zero_outside(loss_mask, advantage, returns, cost_returns)
+    estimates = Estimates(shaped, advantage, returns, cost_returns, loss_mask, weights)
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
     return estimates, next_coef, log_multiplier, metrics
 
