@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
-from jaxrl_llm.algorithms.masked import masked_mean, zero_outside
+from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
@@ -214,8 +214,14 @@ def _estimate(
             predictions.cost_values,
             mask,
         )
-    advantage, returns, cost_returns = zero_outside(loss_mask, advantage, returns, cost_returns)
-    estimates = Estimates(shaped, advantage, returns, cost_returns, loss_mask, weights)
+    estimates = Estimates(
+        shaped_rewards=shaped,
+        advantages=jnp.where(loss_mask, advantage, 0.0),
+        returns=jnp.where(loss_mask, returns, 0.0),
+        cost_returns=jnp.where(loss_mask, cost_returns, 0.0),
+        loss_mask=loss_mask,
+        correction_weights=weights,
+    )
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
     return estimates, next_coef, log_multiplier, metrics
 

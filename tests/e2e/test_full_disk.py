@@ -5,6 +5,7 @@ import resource
 import pytest
 import runs
 
+# Compiled programs that such a run keeps may be cut short, so it has a folder of its own for them.
 # Root ignores file permissions; a limit on the size of a file stops a writer as a full disk does.
 
 
@@ -22,10 +23,10 @@ def limited(num_bytes: int):
         pytest.param(8_000, "warm_start: could not be saved", marks=pytest.mark.slow),
     ],
 )
-def test_the_run_ends_with_a_message(tmp_path, cache, num_bytes, what):
+def test_the_run_ends_with_a_message(tmp_path, num_bytes, what):
     workdir = tmp_path / "run"
     arguments = [*runs.flags("grpo_tiny"), f"--workdir={workdir}"]
-    said = runs.refused("train", arguments, cache, preexec_fn=limited(num_bytes))
+    said = runs.refused("train", arguments, tmp_path / "compiled", preexec_fn=limited(num_bytes))
     assert f"{workdir}/{what}" in said and "File too large" in said and "check free space" in said
     assert not (workdir / "warm_start").exists()
     assert [path.name for path in workdir.iterdir() if path.is_file()] == (
@@ -39,7 +40,7 @@ def test_a_checkpoint_that_cannot_be_saved(tmp_path, cache):
     workdir = tmp_path / "run"
     settings = {"warm_start.num_steps": 0, "metrics.rollouts_every": 0}
     arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={workdir}"]
-    said = runs.refused("train", arguments, cache, preexec_fn=limited(20_000))
+    said = runs.refused("train", arguments, tmp_path / "compiled", preexec_fn=limited(20_000))
     assert f"{workdir}/checkpoints/3: could not be saved" in said
     assert "File too large" in said and "earlier checkpoints are untouched" in said
     assert not (workdir / "checkpoints" / "3").exists()
@@ -48,7 +49,7 @@ def test_a_checkpoint_that_cannot_be_saved(tmp_path, cache):
 
 
 @pytest.mark.slow
-def test_going_on_without_a_checkpoint(tmp_path, cache):
+def test_going_on_without_a_checkpoint(tmp_path):
     workdir = tmp_path / "run"
     settings = {
         "warm_start.num_steps": 0,
@@ -57,7 +58,9 @@ def test_going_on_without_a_checkpoint(tmp_path, cache):
         "checkpoint.on_failure": "continue",
     }
     arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={workdir}"]
-    result = runs.finish(runs.start("train", arguments, cache, preexec_fn=limited(20_000)))
+    result = runs.finish(
+        runs.start("train", arguments, tmp_path / "compiled", preexec_fn=limited(20_000))
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "going on without this checkpoint" in result.stderr
     assert list(runs.metrics(workdir)) == [0, 1, 2, 3, 4]

@@ -3,10 +3,24 @@
 import pytest
 import runs
 
+# The built-in reward, but in step 7 it waits to be killed; the numbers are the same.
+REWARD = """
+import pathlib, time
+from jaxrl_llm.rewards.functions import arithmetic
 
-def killed_when(moment, name, workdir, cache) -> None:
+HERE = pathlib.Path(__file__).parent
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if (HERE / "run/rollouts/6.jsonl").exists() and not (HERE / "killed").exists():
+        (HERE / "in_step_7").touch()
+        time.sleep(3600)
+    return arithmetic(data_source, solution_str, ground_truth, extra_info)
+"""
+
+
+def killed_when(moment, arguments, workdir, cache) -> None:
     """Starts the run and kills it, with no chance to tidy up, once `moment(workdir)` holds."""
-    process = runs.start("train", [*runs.flags(name), f"--workdir={workdir}"], cache)
+    process = runs.start("train", arguments, cache)
     runs.wait_until(lambda: moment(workdir), process)
     process.kill()
     process.communicate()
@@ -24,22 +38,21 @@ def check_same_run(workdir, reference) -> None:
         assert (workdir / dump).read_bytes() == (reference / dump).read_bytes()
 
 
-def resume(name, workdir, cache) -> str:
-    """Runs to the end; returns what was said."""
-    process = runs.start("train", [*runs.flags(name), f"--workdir={workdir}"], cache)
-    result = runs.finish(process)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stderr
-
-
 @pytest.mark.parametrize("name", ["grpo_tiny", pytest.param("ppo_tiny", marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_step_7(name, tmp_path, cache, request):
     reference = request.getfixturevalue(name.replace("_tiny", "_run"))
-    killed_when(lambda workdir: 6 in runs.metrics_written(workdir), name, tmp_path / "run", cache)
-    said = resume(name, tmp_path / "run", cache)
+    (tmp_path / "reward.py").write_text(REWARD)
+    workdir = tmp_path / "run"
+    function = {"answer": {"function": f"{tmp_path}/reward.py:score"}}
+    arguments = [*runs.flags(name, {"rewards.functions": function}), f"--workdir={workdir}"]
+    killed_when(lambda _: (tmp_path / "in_step_7").exists(), arguments, workdir, cache)
+    assert max(runs.metrics_written(workdir)) == 6
+    (tmp_path / "killed").touch()
+    result = runs.finish(runs.start("train", arguments, cache))
+    assert result.returncode == 0, result.stderr[-4000:]
     # The save after step 6 may or may not have been complete.
-    assert "resumed after step 6" in said or "resumed after step 3" in said
-    check_same_run(tmp_path / "run", reference)
+    assert any(f"resumed after step {step}" in result.stderr for step in (3, 6))
+    check_same_run(workdir, reference)
 
 
 MOMENTS = {
@@ -53,20 +66,22 @@ MOMENTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_another_moment(moment, tmp_path, grpo_run, cache):
-    killed_when(MOMENTS[moment], "grpo_tiny", tmp_path / "run", cache)
-    resume("grpo_tiny", tmp_path / "run", cache)
+    arguments = [*runs.flags("grpo_tiny"), f"--workdir={tmp_path / 'run'}"]
+    killed_when(MOMENTS[moment], arguments, tmp_path / "run", cache)
+    runs.launch("train", arguments, cache)
     check_same_run(tmp_path / "run", grpo_run)
     assert not [path for path in (tmp_path / "run").rglob("*") if "tmp" in path.name]
 
 
 @pytest.mark.slow
 def test_killed_three_times(tmp_path, ppo_run, cache):
-    for step in (2, 5, 9):
+    arguments = [*runs.flags("ppo_tiny"), f"--workdir={tmp_path / 'run'}"]
+    for step in (2, 4, 6):
         killed_when(
             lambda workdir, step=step: step in runs.metrics_written(workdir),
-            "ppo_tiny",
+            arguments,
             tmp_path / "run",
             cache,
         )
-    resume("ppo_tiny", tmp_path / "run", cache)
+    runs.launch("train", arguments, cache)
     check_same_run(tmp_path / "run", ppo_run)
