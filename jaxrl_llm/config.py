@@ -655,10 +655,15 @@ class Config:
                 "rewards.cost_models",
                 "algorithm.safe needs a cost: add cost_models or cost_functions",
             )
-        untrained = [name for name, model in self.rewards.models.items() if not model.path]
+        untrained = [
+            f"{group}.{name}"
+            for group in ("models", "cost_models")
+            for name, model in getattr(self.rewards, group).items()
+            if not model.path
+        ]
         if untrained and not self.preference.num_steps:
             yield (
-                f"rewards.models.{untrained[0]}.path",
+                f"rewards.{untrained[0]}.path",
                 "required: a folder, or preference.num_steps > 0 to train one first",
             )
         if self.warm_start.num_steps and self.data.task == "files":

@@ -323,3 +323,19 @@ def test_every_resumable_field_exists():
     """A renamed field must not silently become one that forbids a resume."""
     for path in config_bridge.RESUMABLE:
         value_at(Config(), path)
+
+
+@pytest.mark.parametrize("group", ["models", "cost_models"])
+def test_a_model_without_a_folder_must_be_trained(group):
+    values = {
+        "data": {"task": "arithmetic"},
+        "algorithm": {"recipe": "safe_rlhf"},
+        "rewards": {
+            "functions": {"answer": {"function": "arithmetic"}},
+            "cost_functions": {"harm": {"function": "length"}},
+            group: {"judge": {}},
+        },
+    }
+    with pytest.raises(ConfigError, match=rf"config.rewards.{group}.judge.path: required"):
+        from_config_dict(values)
+    assert from_config_dict(values | {"preference": {"num_steps": 1}})

@@ -20,7 +20,7 @@ _NUMBERS = jax.ShapeDtypeStruct((_ROWS,), jnp.int32)
 _BY_TERM = jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32)
 
 # What the learner hands to an estimator, by name.
-STEP = {
+_STEP = {
     "response_mask": _MASK,
     **dict.fromkeys(
         ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights"), _TOKENS
@@ -75,7 +75,7 @@ def check(config: AlgorithmConfig) -> None:
 
 
 def _trace_advantage(config: AlgorithmConfig) -> None:
-    jax.eval_shape(lambda step: estimate(config, **step), STEP)
+    jax.eval_shape(lambda step: estimate(config, **step), _STEP)
 
 
 def _trace_policy_loss(config: AlgorithmConfig) -> None:

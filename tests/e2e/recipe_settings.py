@@ -57,7 +57,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     result = dict(copy.deepcopy(dict(values)))
     for key, change in changes.items():
         inner = result.get(key)
-        both = isinstance(change, Mapping) and isinstance(inner, Mapping)
+        # An empty mapping takes away what was there.
+        both = isinstance(change, Mapping) and isinstance(inner, Mapping) and change
         result[key] = merged(inner, change) if both else change
     return result
 

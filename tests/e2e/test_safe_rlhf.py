@@ -70,3 +70,20 @@ def test_without_its_multiplier_it_is_ppo_to_the_bit(train):
     assert found[3]["safe/cost"] > 0.0 and found[3]["cost_critic/grad_norm"] > 0.0
     for step, data in recipe_settings.metrics(of_ppo).items():
         assert data.items() <= found[step].items()
+
+
+@pytest.mark.slow
+def test_reward_and_cost_may_be_models(train):
+    """Trained on pairs of right and wrong sums: what the reward model likes is not harmful."""
+    models = {"models": {"good": {}}, "cost_models": {"harm": {"weight": -1.0}}}
+    changes = {
+        "rewards": {**models, "functions": {}, "cost_functions": {}},
+        "preference": {"num_steps": 20, "batch_size": 16},
+        "algorithm": {"cost_limit": 0.0},
+        "trainer": {"num_steps": 2},
+    }
+    state, workdir = train("safe_rlhf", changes)
+    for data in recipe_settings.metrics(workdir).values():
+        assert data["critic/cost/mean"] == pytest.approx(-data["critic/score/mean"], rel=1e-5)
+        assert data["critic/cost/max"] > data["critic/cost/min"]
+    assert np.isfinite(state.log_multiplier) and state.log_multiplier != 0.0
