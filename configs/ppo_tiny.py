@@ -26,13 +26,13 @@ def get_config():
     config.rollout.max_response_tokens = 32
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    config.warm_start.num_steps = 400
+    config.warm_start.num_steps = 600
     config.warm_start.batch_size = 64
     config.warm_start.optimizer.learning_rate = 1e-3
 
     config.algorithm.recipe = "ppo"
     config.critic.optimizer.learning_rate = 1e-3
-    config.trainer.num_steps = 80
+    config.trainer.num_steps = 100
     config.trainer.prompts_per_step = 256
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4
