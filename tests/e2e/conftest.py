@@ -1,5 +1,6 @@
 """Runs that several tests look at, each made once a session, and what they share."""
 
+import contextlib
 import functools
 import pathlib
 import shutil
@@ -37,39 +38,54 @@ def ppo_run(tmp_path_factory, cache) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory):
-    """Keeps compiled programs in one folder for all runs of the session in this process."""
+def compiled_here(tmp_path_factory) -> pathlib.Path:
+    """Compiled programs of the runs in this process."""
+    return tmp_path_factory.mktemp("compiled_here")
+
+
+@contextlib.contextmanager
+def compiled_once(folder: pathlib.Path):
+    """Keeps compiled programs in `folder` while it is entered."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
-    folder = str(tmp_path_factory.mktemp("compiled_here"))
-    for name, value in zip(names, (folder, 0.0), strict=True):
+    for name, value in zip(names, (str(folder), 0.0), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
-@pytest.fixture(scope="session")
-def one_device(compiled_once):
+@contextlib.contextmanager
+def on_one_device(folder: pathlib.Path):
     """Makes meshes of one device: eight on two cores would wait for each other."""
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_once(folder), pytest.MonkeyPatch.context() as patch:
         make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
         patch.setattr(mesh_lib, "make_mesh", make)
         yield
 
 
+@pytest.fixture
+def one_device(compiled_here):
+    """Runs of the test in this process have one device; those of other tests have eight."""
+    with on_one_device(compiled_here):
+        yield
+
+
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory, one_device) -> pathlib.Path:
+def taught(tmp_path_factory, compiled_here) -> pathlib.Path:
     """The product of the warm start that all runs on sums begin from."""
     workdir = tmp_path_factory.mktemp("taught")
-    rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
+    with on_one_device(compiled_here):
+        rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
     return workdir / "warm_start"
 
 
 @pytest.fixture
-def train(taught, tmp_path):
+def train(taught, one_device, tmp_path):
     """Returns `train(recipe, changes, name) -> (state, workdir)`, begun from `taught`."""
 
     def run(recipe: str, changes=None, name: str = "run"):
