@@ -1,6 +1,7 @@
 """Import and export by two processes that each hold half of every parameter."""
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def test_two_processes_export_what_they_imported(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    paths = [str(pathlib.Path(__file__).parent), *(p for p in sys.path if p)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     processes = [
         subprocess.Popen(
