@@ -19,8 +19,7 @@ from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
-from jaxrl_llm.learner.update import token_statistics, token_values
-from jaxrl_llm.models import heads
+from jaxrl_llm.learner.update import sequence_scores, token_statistics, token_values
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
@@ -101,14 +100,7 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
             num_sequences, _ = tokens.shape
 
             def ask(microbatch: Microbatch):
-                packed = microbatch.packed(tokens)
-                hidden = network.hidden(
-                    params, packed, microbatch.positions, microbatch.segment_ids
-                )
-                last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
-                at_end = hidden[microbatch.rows, last][:, None]
-                zero = jnp.zeros_like(last)
-                return heads.sequence_scores(at_end, network.head_weight(params), zero)[:, None]
+                return sequence_scores(network, params, tokens, lengths, microbatch)[:, None]
 
             return batches.collect(plan, ask, num_sequences, 1)[:, 0]
 

@@ -90,6 +90,17 @@ def token_values(
     return heads.token_values(hidden, network.head_weight(params), microbatch.segment_ids)
 
 
+def sequence_scores(
+    network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
+) -> Float[Array, " b"]:
+    """Returns the score at the last token of each of the microbatch's sequences."""
+    packed = microbatch.packed(tokens)
+    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
+    last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
+    at_end = hidden[microbatch.rows, last][:, None]
+    return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
+
+
 def updater(roles: Roles, state: LearnerState):
     """Returns `update(state, batch, plan, key, train_policy) -> (state, metrics)`, compiled once.
 

@@ -22,7 +22,6 @@ from jaxrl_llm.learner import optimizer, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.batches import Layout, Microbatch
 from jaxrl_llm.learner.roles import Roles
-from jaxrl_llm.models import heads
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -72,11 +71,7 @@ def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[s
     network = roles.value
 
     def loss(params, microbatch: Microbatch, tokens, lengths, mask):
-        packed = microbatch.packed(tokens)
-        hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-        last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
-        at_end = hidden[microbatch.rows, last][:, None]
-        scores = heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
+        scores = update.sequence_scores(network, params, tokens, lengths, microbatch)
         by_sequence = microbatch.put(jnp.zeros(tokens.shape[0]), scores)
         num_pairs = tokens.shape[0] // 2
         return supervised_losses.bradley_terry(
