@@ -97,10 +97,36 @@ class Engine:
             out_shardings=(self._state_shardings, replicated),
         )
 
+    @property
+    def jitted(self) -> dict[str, Any]:
+        """The jitted functions by name; what a planner lowers without running them."""
+        return {
+            "empty": self._empty,
+            "prefill": self._prefill,
+            "insert": self._insert,
+            "generate": self._generate,
+        }
+
+    def abstract_state(self) -> programs.DecodeState:
+        """Returns shapes and shardings of the decode state."""
+        with jax.set_mesh(self.mesh):
+            shapes = jax.eval_shape(self._empty)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            shapes,
+            self._state_shardings,
+        )
+
+    def widest_prefill(self, num_prompts: int) -> tuple[int, int]:
+        """Returns rows and width of the largest batch in which so many prompts are read."""
+        width = bucket(
+            self.max_prompt_tokens, smallest=_SMALLEST_BUCKET, largest=self.max_prompt_tokens
+        )
+        return min(bucket(num_prompts), max(1, _PREFILL_TOKENS // width)), width
+
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        jitted: tuple[Any, ...] = (self._empty, self._prefill, self._insert, self._generate)
-        return sum(function._cache_size() for function in jitted)
+        return sum(function._cache_size() for function in self.jitted.values())
 
     def speed(self) -> tuple[int, float, float]:
         """Returns tokens decoded, seconds taken and slot occupancy of the last call."""
