@@ -5,7 +5,6 @@ so new weights of the same layout cost nothing. One host loop serves one process
 its decisions follow from replicated device outputs and from the requests alone.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import prefixes, programs
+from jaxrl_llm.rollout.compiled import Compiled
 from jaxrl_llm.rollout.requests import (
     MAX_TOP_LOG_PROBS,
     NUM_STOP_TOKENS,
@@ -28,7 +28,6 @@ from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
-from jaxrl_llm.sharding import mesh as mesh_lib
 
 
 def _no_decoder(tokens: Sequence[int]) -> str:
@@ -67,43 +66,17 @@ class Engine:
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
         self._decode = decode
-        replicated = mesh_lib.replicated(mesh)
-
-        def empty():
-            return programs.empty_state(
-                network, num_slots, max_tokens, NUM_STOP_TOKENS, network.compute_dtype
-            )
-
-        with jax.set_mesh(mesh):
-            # Left to the compiler, the state could come back split in another way than it
-            # went in, and the next call would compile again.
-            self._state_shardings = jax.tree.map(
-                lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh),
-                jax.eval_shape(empty),
-            )
-        self._empty = jax.jit(empty, out_shardings=self._state_shardings)
-        self._prefill = jax.jit(functools.partial(programs.prefill, network))
-        self._insert = jax.jit(
-            programs.insert,
-            static_argnames=("filtered", "num_top"),
-            donate_argnums=0,
-            out_shardings=(self._state_shardings, replicated),
-        )
-        self._generate = jax.jit(
-            functools.partial(programs.generate, network),
-            static_argnames=("num_steps", "window", "filtered", "num_top"),
-            donate_argnums=1,
-            out_shardings=(self._state_shardings, replicated),
-        )
-        self._release = jax.jit(
-            programs.release, donate_argnums=0, out_shardings=self._state_shardings
+        self.compiled = Compiled(
+            network, mesh, num_slots=num_slots, max_tokens=max_tokens, chunk_steps=chunk_steps
         )
         self.reset()
 
     def reset(self) -> None:
         """Forgets every request and gives the cache's memory back; keeps compiled programs."""
         self._scheduler = Scheduler(self.num_slots, self._decode)
-        self._prefixes = prefixes.Prefixes(lambda *args: self._prefill(*args), self.max_tokens)
+        self._prefixes = prefixes.Prefixes(
+            lambda *args: self.compiled.prefill(*args), self.max_tokens
+        )
         self._tally = Tally(self.num_slots)
         self._state: programs.DecodeState | None = None
 
@@ -124,14 +97,7 @@ class Engine:
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        jitted: tuple[Any, ...] = (
-            self._empty,
-            self._prefill,
-            self._insert,
-            self._generate,
-            self._release,
-        )
-        return sum(function._cache_size() for function in jitted)
+        return self.compiled.count()
 
     def speed(self) -> tuple[int, float, float]:
         """Returns tokens decoded, seconds taken and slot occupancy since the last reset."""
@@ -178,7 +144,7 @@ class Engine:
             if stale := scheduler.stale_slots():
                 mask = np.zeros(self.num_slots, bool)
                 mask[stale] = True
-                self._state = self._release(self._state, mask)
+                self._state = self.compiled.release(self._state, mask)
             if scheduler.num_active:
                 with self._tally.decode():
                     self._decode_chunk(params)
@@ -260,8 +226,8 @@ class Engine:
         drawn = [
             (scheduler.request(p.request).keys[p.sample], scheduler.params(p)) for p in placements
         ]
-        state = self._empty() if self._state is None else self._state
-        self._state, outputs = self._insert(
+        state = self.compiled.empty() if self._state is None else self._state
+        self._state, outputs = self.compiled.insert(
             state,
             prefix,
             _admission(drawn, [p.slot for p in placements], rows, size, self.num_slots),
@@ -272,13 +238,12 @@ class Engine:
     def _decode_chunk(self, params: Params) -> None:
         scheduler = self._scheduler
         queue_waits = scheduler.num_waiting > 0
-        self._state, outputs = self._generate(
+        self._state, outputs = self.compiled.generate(
             params,
             self._state,
             # While samples wait all slots are taken, and a sixteenth of them is worth a refill;
             # afterwards the device runs on until its chunk or its work is done.
             np.int32(max(1, self.num_slots // 16) if queue_waits else self.num_slots),
-            num_steps=self.chunk_steps,
             window=bucket(
                 scheduler.max_active_tokens() + self.chunk_steps,
                 smallest=prefixes.SMALLEST_WIDTH,
@@ -301,11 +266,6 @@ class Engine:
             "filtered": any(p.is_filtered for p in params),
             "num_top": bucket(most, largest=widest) if most else 0,
         }
-
-
-def _cache_axes(ndim: int) -> tuple[str | None, ...]:
-    """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
-    return ("batch", "kv_heads", None, None) if ndim == 4 else ("batch", *[None] * (ndim - 1))
 
 
 def _read(outputs: programs.Outputs) -> Sampled:

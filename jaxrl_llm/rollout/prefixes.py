@@ -55,13 +55,13 @@ class Prefixes:
         waiting = scheduler.requests_from(first)
         for number in waiting:
             prompt = scheduler.request(number).tokens
-            wider = max(width, self._width(len(prompt)))
+            wider = max(width, _width(len(prompt), self._max_tokens))
             if prompts and (len(prompts) + 1) * wider > _TOKENS:
                 break
             prompts.append(prompt)
             width = wider
         self._rows = {number: row for row, number in enumerate(waiting[: len(prompts)])}
-        count = min(bucket(len(prompts)), max(1, _TOKENS // width))
+        count = _num_rows(len(prompts), width)
         tokens = np.zeros((count, width), np.int32)
         lengths = np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -70,5 +70,16 @@ class Prefixes:
             self.num_tokens += len(prompt)
         self._batch = self._read(params, tokens, lengths)
 
-    def _width(self, length: int) -> int:
-        return bucket(length, smallest=SMALLEST_WIDTH, largest=self._max_tokens)
+
+def widest(num_prompts: int, prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Returns rows and width of the largest batch in which such prompts are read."""
+    width = _width(prompt_tokens, max_tokens)
+    return _num_rows(min(num_prompts, max(1, _TOKENS // width)), width), width
+
+
+def _width(length: int, max_tokens: int) -> int:
+    return bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
+
+
+def _num_rows(count: int, width: int) -> int:
+    return min(bucket(count), max(1, _TOKENS // width))

@@ -80,14 +80,14 @@ def assert_same(got, want):
 
 def count_prompts_read(engine, monkeypatch):
     """Makes the engine note every row that it prefills, fillers left out."""
-    read, prefill = [], engine._prefill
+    read, prefill = [], engine.compiled.prefill
 
     def counted(params, tokens, lengths):
         rows = (tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True))
         read.extend(row for row in rows if row != (0,))
         return prefill(params, tokens, lengths)
 
-    monkeypatch.setattr(engine, "_prefill", counted)
+    monkeypatch.setattr(engine.compiled, "prefill", counted)
     return read
 
 
@@ -330,7 +330,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     states = []
 
     def watch(name):
-        program = getattr(engine, name)
+        program = getattr(engine.compiled, name)
 
         def watched(*args, **kwargs):
             out = program(*args, **kwargs)
@@ -338,10 +338,10 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
             return out
 
         watched._cache_size = program._cache_size
-        monkeypatch.setattr(engine, name, watched)
+        monkeypatch.setattr(engine.compiled, name, watched)
 
-    watch("_insert")
-    watch("_generate")
+    watch("insert")
+    watch("generate")
     random = np.random.default_rng(2)
     rollout, counts = mover.empty(), []
     for seed in range(3):
@@ -358,7 +358,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
         counts.append(engine.num_compilations())
     assert counts == counts[:1] * 3
     # What goes out is split as what came in: slots over 2, 2 heads over 2.
-    split = engine._state_shardings
+    split = engine.compiled.state_shardings
     assert split.keys[0].spec[:2] == ("fsdp", "tensor")
     assert all(state == split for state in states)
 
@@ -386,7 +386,7 @@ def test_slots_stay_full_while_samples_wait(one_window):
 
 def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
     engine, params = engine_of(num_slots=4), rollout_params()
-    generate, calls = engine._generate, []
+    generate, calls = engine.compiled.generate, []
 
     def fails_once(*args, **kwargs):
         calls.append(None)
@@ -394,7 +394,7 @@ def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "_generate", fails_once)
+    monkeypatch.setattr(engine.compiled, "generate", fails_once)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(params, workload())
     assert_same(engine.generate(params, workload()), expected())
