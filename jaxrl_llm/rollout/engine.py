@@ -29,6 +29,8 @@ from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
 
+_MOVES = 4  # samples moved by one call
+
 
 def _no_decoder(tokens: Sequence[int]) -> str:
     raise AssertionError("requests with stop strings are refused by an engine without decoder")
@@ -141,13 +143,10 @@ class Engine:
                 while placements := scheduler.admit():
                     for batch in self._prefixes.split(params, placements, scheduler):
                         self._admit(*batch)
-            if stale := scheduler.stale_slots():
-                mask = np.zeros(self.num_slots, bool)
-                mask[stale] = True
-                self._state = self.compiled.release(self._state, mask)
             if scheduler.num_active:
+                num_slots = self._settle()
                 with self._tally.decode():
-                    self._decode_chunk(params)
+                    self._decode_chunk(params, num_slots)
         return scheduler.progress()
 
     def generate(self, params: Params, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -235,20 +234,36 @@ class Engine:
         )
         scheduler.take_first(placements, _read(outputs))
 
-    def _decode_chunk(self, params: Params) -> None:
+    def _settle(self) -> int:
+        """Brings the device in step with the scheduler; returns how many slots need to decode.
+
+        Fewer active samples move together at the front, where a smaller program decodes them.
+        """
+        scheduler = self._scheduler
+        num_slots = next(n for n in self.compiled.slot_counts if n >= scheduler.num_active)
+        moves = scheduler.compact(num_slots)
+        for i in range(0, len(moves), _MOVES):
+            pairs = np.full((_MOVES, 2), self.num_slots, np.int32)
+            pairs[: len(moves[i : i + _MOVES])] = moves[i : i + _MOVES]
+            self._state = self.compiled.move(self._state, pairs[:, 0], pairs[:, 1])
+        if stale := [slot for slot in scheduler.stale_slots() if slot < self.num_slots]:
+            mask = np.zeros(self.num_slots, bool)
+            mask[stale] = True
+            self._state = self.compiled.release(self._state, mask)
+        return num_slots
+
+    def _decode_chunk(self, params: Params, num_slots: int) -> None:
         scheduler = self._scheduler
         queue_waits = scheduler.num_waiting > 0
+        longest = scheduler.max_active_tokens() + self.chunk_steps
         self._state, outputs = self.compiled.generate(
             params,
             self._state,
             # While samples wait all slots are taken, and a sixteenth of them is worth a refill;
             # afterwards the device runs on until its chunk or its work is done.
-            np.int32(max(1, self.num_slots // 16) if queue_waits else self.num_slots),
-            window=bucket(
-                scheduler.max_active_tokens() + self.chunk_steps,
-                smallest=prefixes.SMALLEST_WIDTH,
-                largest=self.max_tokens,
-            ),
+            np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
+            num_slots=num_slots,
+            window=next((w for w in self.compiled.windows if w >= longest), self.max_tokens),
             **self._switches(scheduler.active_params),
         )
         sampled = _read(outputs)
