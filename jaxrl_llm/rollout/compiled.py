@@ -13,6 +13,8 @@ from jaxrl_llm.rollout import prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
+PIECE_TOKENS = 2048  # of one prompt, read at one time
+
 
 class Compiled:
     """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
@@ -38,7 +40,9 @@ class Compiled:
             lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh), self._state_shapes
         )
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
-        self.prefill = jax.jit(functools.partial(programs.prefill, network))
+        self.prefill = jax.jit(
+            functools.partial(programs.prefill, network, piece_tokens=PIECE_TOKENS)
+        )
         self.insert = jax.jit(
             programs.insert,
             static_argnames=("filtered", "num_top"),
@@ -92,17 +96,23 @@ class Compiled:
         tokens = self._abstract((rows, width), jnp.int32)
         return self.prefill.lower(params, tokens, self._abstract((rows,), jnp.int32))
 
-    def lower_generate(self, params: Params) -> jax.stages.Lowered:
-        """Returns the program of a decode chunk with the widest window."""
-        return self.generate.lower(
-            params,
-            self.abstract_state(),
-            self._abstract((), jnp.int32),
-            num_slots=self._state_shapes.tokens.shape[0],
-            window=self._max_tokens,
-            filtered=False,
-            num_top=0,
-        )
+    def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
+        """Returns the program of a decode chunk of all slots.
+
+        Args:
+          params: Shapes and shardings of rollout parameters.
+          window: One of `windows`; 0 is the widest.
+        """
+        with jax.set_mesh(self._mesh):
+            return self.generate.lower(
+                params,
+                self.abstract_state(),
+                self._abstract((), jnp.int32),
+                num_slots=self._state_shapes.tokens.shape[0],
+                window=window or self._max_tokens,
+                filtered=False,
+                num_top=0,
+            )
 
     def _abstract(self, shape: tuple[int, ...], dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self._mesh))

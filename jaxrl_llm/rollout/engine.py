@@ -67,6 +67,8 @@ class Engine:
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
+        # Two sizes, so two programs: of a refill, and of the first fill.
+        self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self._decode = decode
         self.compiled = Compiled(
             network, mesh, num_slots=num_slots, max_tokens=max_tokens, chunk_steps=chunk_steps
@@ -101,10 +103,47 @@ class Engine:
         """Returns how many programs were compiled so far."""
         return self.compiled.count()
 
-    def speed(self) -> tuple[int, float, float]:
-        """Returns tokens decoded, seconds taken and slot occupancy since the last reset."""
-        last = self.statistics
-        return last.decode_tokens, last.decode_s, last.occupancy
+    def speed(self) -> tuple[int, float, int, float, float]:
+        """Returns prompt tokens read and the seconds taken, tokens decoded and theirs, occupancy.
+
+        Since the last reset.
+        """
+        s = self.statistics
+        return s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s, s.occupancy
+
+    def warm_up(self, params: Params, num_prompts: int, prompt_tokens: int) -> None:
+        """Compiles what requests without filters and likeliest tokens run.
+
+        Afterwards nothing compiles while they come in groups of `num_prompts` that are read
+        together (4096 tokens, padding included), each prompt of up to `prompt_tokens`. Otherwise
+        programs compile when they are first needed.
+
+        Raises:
+          ValueError: If submitted samples are not finished.
+        """
+        self._want_idle("warm_up")
+        compiled, switches = self.compiled, self._switches([])
+        nowhere = np.full(_MOVES, self.num_slots, np.int32)
+        with jax.set_mesh(self.mesh):
+            state = compiled.empty()
+            for tokens, lengths in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
+                prefix = compiled.prefill(params, tokens, lengths)
+                for size in self._insert_sizes:
+                    admission = _admission([], [], [], size, self.num_slots)
+                    state, _ = compiled.insert(state, prefix, admission, **switches)
+            state = compiled.move(state, nowhere, nowhere)
+            state = compiled.release(state, np.ones(self.num_slots, bool))
+            for slots in compiled.slot_counts:
+                for window in compiled.windows:
+                    # All slots are free: no step is taken.
+                    state, _ = compiled.generate(
+                        params,
+                        state,
+                        np.int32(slots),
+                        num_slots=slots,
+                        window=window,
+                        **switches,
+                    )
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number, never given twice between two resets.
@@ -159,11 +198,7 @@ class Engine:
         Raises:
           ValueError: If a request does not fit (see `submit`), or submitted ones are not finished.
         """
-        if self.num_waiting or self.num_active:
-            raise ValueError(
-                f"generate: {self.num_waiting} submitted samples are waiting and"
-                f" {self.num_active} running; finish them with step, abort them, or reset"
-            )
+        self._want_idle("generate")
         for i, request in enumerate(requests):
             self._check(request, f"request {i}")
         self.reset()
@@ -182,6 +217,13 @@ class Engine:
             raise
         finally:
             self._state = None  # the cache's memory; statistics stay
+
+    def _want_idle(self, name: str) -> None:
+        if self.num_waiting or self.num_active:
+            raise ValueError(
+                f"{name}: {self.num_waiting} submitted samples are waiting and"
+                f" {self.num_active} running; finish them with step, abort them, or reset"
+            )
 
     def _check(self, request: Request, name: str) -> None:
         length = len(request.tokens)
@@ -218,9 +260,7 @@ class Engine:
                 raise ValueError(f"{name}: a stop string is empty; leave it out")
 
     def _admit(self, prefix: programs.Prefix, rows, placements: list[Placement]) -> None:
-        # Two sizes, so two programs: of the first fill, and of a refill.
-        size = min(self.num_slots, max(8, self.num_slots // 8))
-        size = size if len(placements) <= size else self.num_slots
+        size = next(size for size in self._insert_sizes if size >= len(placements))
         scheduler = self._scheduler
         drawn = [
             (scheduler.request(p.request).keys[p.sample], scheduler.params(p)) for p in placements
@@ -275,7 +315,7 @@ class Engine:
 
     def _switches(self, params: list[SamplingParams]) -> dict[str, Any]:
         """Returns what these samples need of a program that others can do without."""
-        most = max(p.num_top_log_probs for p in params)
+        most = max((p.num_top_log_probs for p in params), default=0)
         widest = min(MAX_TOP_LOG_PROBS, self.network.shape.vocab_size)
         return {
             "filtered": any(p.is_filtered for p in params),

@@ -102,25 +102,81 @@ def empty_state(
 
 
 def prefill(
-    network: Network, params: Params, tokens: Int[Array, "P T"], lengths: Int[Array, " P"]
+    network: Network,
+    params: Params,
+    tokens: Int[Array, "P T"],
+    lengths: Int[Array, " P"],
+    *,
+    piece_tokens: int,
 ) -> Prefix:
-    """Reads right-padded prompts. Causality keeps padding out of what is kept."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = (positions < lengths[:, None]).astype(jnp.int32)
-    rotary = network.rotary(positions)
+    """Reads right-padded prompts. Causality keeps padding out of what is kept.
 
-    def attend(q, k, v):
-        return full_attention(q, k, v, segments), (k.swapaxes(1, 2), v.swapaxes(1, 2))
+    Args:
+      piece_tokens: Longer rows are read so many tokens at a time, each piece attending to
+        those before it, so that activations are of one piece; static.
+    """
+    width = tokens.shape[1]
+    if width <= piece_tokens:
+        positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
 
-    x = network.embed(params, tokens)
-    kept = []
-    for layer in params["layers"]:
-        x, key_values = network.block(layer, x, rotary, attend)
-        kept.append(key_values)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        def attend(q, k, v):
+            return full_attention(q, k, v, segments), (k, v)
+
+        x = network.embed(params, tokens)
+        rotary = network.rotary(positions)
+        caches = []
+        for layer in params["layers"]:
+            x, key_values = network.block(layer, x, rotary, attend)
+            caches.append(key_values)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    else:
+        caches, last = _read_in_pieces(network, params, tokens, lengths, piece_tokens)
     logits = network.logits(params, network.norm(params, last))[:, 0]
-    keys, values = zip(*kept, strict=True)
-    return Prefix(keys, values, logits, lengths)
+    keys, values = zip(*caches, strict=True)
+    rows_first = lambda kept: tuple(a[:, :width].swapaxes(1, 2) for a in kept)  # noqa: E731
+    return Prefix(rows_first(keys), rows_first(values), logits, lengths)
+
+
+def _read_in_pieces(network, params, tokens, lengths, size):
+    """Returns keys and values [P, T, K, H] of each layer, and the last hidden states [P, 1, D]."""
+    rows, width = tokens.shape
+    count = -(-width // size)
+    tokens = jnp.pad(tokens, ((0, 0), (0, count * size - width)))
+    shape = network.shape
+    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size))
+    blank = blank.astype(network.compute_dtype)
+    last = jnp.zeros((rows, 1, shape.hidden_size), network.compute_dtype)
+
+    def read(i, carry):
+        caches, last = carry
+        start = i * size
+        positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
+        seen = jnp.arange(count * size) <= positions[:, None, :, None]
+
+        def attend_to(cache_k, cache_v):
+            def attend(q, k, v):
+                kept = tuple(
+                    lax.dynamic_update_slice_in_dim(cache, piece.astype(cache.dtype), start, 1)
+                    for cache, piece in ((cache_k, k), (cache_v, v))
+                )
+                return jax.nn.dot_product_attention(q, *kept, mask=seen), kept
+
+            return attend
+
+        x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
+        rotary = network.rotary(positions)
+        kept = []
+        for layer, cache in zip(params["layers"], caches, strict=True):
+            x, cache = network.block(layer, x, rotary, attend_to(*cache))
+            kept.append(cache)
+        # Where the row ends in this piece; elsewhere any entry, not taken.
+        place = jnp.clip(lengths - 1 - start, 0, size - 1)[:, None, None]
+        ends = (lengths - 1) // size == i
+        return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
+
+    caches = [(blank, blank) for _ in params["layers"]]
+    return lax.fori_loop(0, count, read, (caches, last))
 
 
 def insert(
