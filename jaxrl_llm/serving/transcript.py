@@ -13,7 +13,8 @@ from jaxrl_llm.rollout.stopping import text_before
 Decode = Callable[[Sequence[int]], str]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MAX_CHARACTER_BYTES = 4
+_MAX_MISSING_CHARACTERS = 3  # shown broken until the fourth byte of a character comes
+_MAX_WINDOW = 32  # tokens that are decoded together, of text that never becomes whole
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -48,11 +49,11 @@ class Transcript:
         self._decode = decode
         self._stop_tokens = frozenset(stop_tokens)
         self._stop_strings = tuple(stop_strings)
-        # Tokens whose text is told, which give those after them their place, and their text;
-        # and tokens whose text is not.
-        self._context: list[int] = []
-        self._context_text = ""
-        self._pending: list[int] = []
+        # The last tokens: first those that give the others their place, their text told.
+        self._window: list[int] = []
+        self._num_context = 0
+        self._text = ""  # of the window
+        self._num_told = 0  # characters of it
         self._held = ""  # text that may turn out to begin a stop string
         self._num_characters = 0
         self.offsets: list[int] = []  # where the text of each token of the last `extend` begins
@@ -82,27 +83,39 @@ class Transcript:
         return text[: len(text) - keep]
 
     def _push(self, token: int) -> str:
-        self._pending.append(token)
-        text = self._decode([*self._context, *self._pending])
-        if text == self._context_text:
-            # Special tokens have no text. They must not become the context either: the first
-            # word of a text may be written without its space.
-            if len(self._pending) > _MAX_CHARACTER_BYTES:
-                self._pending = []
+        text = self._decode([*self._window, token])
+        is_whole = not text.endswith(_BROKEN)
+        if is_whole and text == self._text:
+            # A special token. It must not become the context either: the first word of a text
+            # may be written without its space.
             return ""
-        if text.endswith(_BROKEN) and len(self._pending) < _MAX_CHARACTER_BYTES:
-            return ""  # perhaps a character whose last bytes are yet to come
-        return self._tell(text)
+        self._window.append(token)
+        self._text = text
+        # At the end there may be a character whose last bytes are yet to come.
+        sure = len(text) if is_whole else len(text.rstrip(_BROKEN))
+        added = self._tell(max(sure, len(text) - _MAX_MISSING_CHARACTERS))
+        if is_whole:
+            self._keep(len(self._window) - self._num_context)
+        elif len(self._window) > _MAX_WINDOW:
+            self._keep(_MAX_WINDOW // 2)
+        return added
 
     def _flush(self) -> str:
-        return self._tell(self._decode([*self._context, *self._pending]))
+        return self._tell(len(self._text))
 
-    def _tell(self, text: str) -> str:
-        added = text[len(self._context_text) :]
-        self._context, self._pending = self._pending or self._context, []
-        self._context_text = self._decode(self._context)
+    def _tell(self, end: int) -> str:
+        added = self._text[self._num_told : end]
+        self._num_told = max(self._num_told, end)
         self._num_characters += len(added)
         return added
+
+    def _keep(self, count: int) -> None:
+        """Forgets all of the window but the last `count` tokens, which become the context."""
+        num_untold = len(self._text) - self._num_told
+        self._window = self._window[-count:]
+        self._num_context = count
+        self._text = self._decode(self._window)
+        self._num_told = max(0, len(self._text) - num_untold)
 
 
 def _length_of_a_beginning(text: str, stop_strings: Sequence[str]) -> int:

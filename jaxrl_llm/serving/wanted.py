@@ -134,7 +134,7 @@ def _wanted(
                 f"{len(stop_tokens)} stop tokens with the model's own, at most {NUM_STOP_TOKENS}",
                 param="stop_token_ids",
             )
-    keys = _keys(body.seed, len(prompts), body.num_samples)
+    keys = random_keys(body.seed, len(prompts), body.num_samples)
     requests = []
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         _check_length(served, len(prompt), limit)
@@ -166,7 +166,7 @@ def _check_length(served: Served, prompt_tokens: int, max_tokens: int) -> None:
         )
 
 
-def _keys(seed: int | None, num_prompts: int, num_samples: int) -> np.ndarray:
+def random_keys(seed: int | None, num_prompts: int, num_samples: int) -> np.ndarray:
     """Returns [prompts, samples, 2] raw keys: of the seed, or never seen before."""
     entropy = secrets.randbits(128) if seed is None else [seed % 2**64, 1]
     words = np.random.SeedSequence(entropy).generate_state(2 * num_prompts * num_samples)
