@@ -91,13 +91,16 @@ class Transcript:
             return ""
         self._window.append(token)
         self._text = text
-        # At the end there may be a character whose last bytes are yet to come.
+        # At the end there may be a character whose last bytes are yet to come. Until they do,
+        # some decoders show all bytes before it as broken too.
         sure = len(text) if is_whole else len(text.rstrip(_BROKEN))
-        added = self._tell(max(sure, len(text) - _MAX_MISSING_CHARACTERS))
+        added = self._tell(max(sure, len(text) - _MAX_MISSING_CHARACTERS - self._num_context))
         if is_whole:
             self._keep(len(self._window) - self._num_context)
+            self._num_context = len(self._window)
         elif len(self._window) > _MAX_WINDOW:
-            self._keep(_MAX_WINDOW // 2)
+            self._keep(_MAX_WINDOW * 3 // 4)
+            self._num_context = 0
         return added
 
     def _flush(self) -> str:
@@ -110,10 +113,9 @@ class Transcript:
         return added
 
     def _keep(self, count: int) -> None:
-        """Forgets all of the window but the last `count` tokens, which become the context."""
+        """Forgets all of the window but the last `count` tokens."""
         num_untold = len(self._text) - self._num_told
         self._window = self._window[-count:]
-        self._num_context = count
         self._text = self._decode(self._window)
         self._num_told = max(0, len(self._text) - num_untold)
 

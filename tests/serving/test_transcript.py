@@ -110,7 +110,8 @@ def test_bytes_that_never_become_a_character_are_told_nevertheless():
     bad = BYTES.convert_tokens_to_ids("\u00ff")  # the byte 0xff in a byte-level vocabulary
     told = pieces_of(BYTES, [bad] * 90, range(90))
     broken = "\N{REPLACEMENT CHARACTER}"
-    assert told == ["", "", "", *[broken] * 86, broken * 4]
+    assert told[:4] == ["", "", "", broken]
+    assert "".join(told) == broken * 90 and max(map(len, told)) < 8
 
 
 def test_special_tokens_and_the_stop_token_have_no_text():
