@@ -38,7 +38,7 @@ def byte_tokenizer(template=TEMPLATE):
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=["<pad>", "<eos>"],
+        special_tokens=["<pad>", "<eos>", "<|endoftext|>"],  # Qwen2's class wants the last
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -47,6 +47,7 @@ def byte_tokenizer(template=TEMPLATE):
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<eos>",
+        unk_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
         chat_template=template,
     )
@@ -56,8 +57,9 @@ def network(tokenizer):
     return tiny.with_sizes(vocab_size=len(tokenizer), max_positions=512)
 
 
-def make_folder(folder, tokenizer):
+def make_folder(folder):
     """Writes the model's folder, as transformers would."""
+    tokenizer = byte_tokenizer()
     net = network(tokenizer)
     huggingface.save(folder, net, tiny.params(net, scale=5.0), tokenizer)
 

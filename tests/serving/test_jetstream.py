@@ -10,6 +10,7 @@ import pytest
 import serving_model
 import tiny
 
+from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
@@ -21,14 +22,14 @@ TEXTS = ("The quick", "brown", "In the beginning", "你好", "Übung", "fox jump
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return serving_model.byte_tokenizer()
+def tokenizer(folder):
+    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("jetstream") / "tiny-model"
-    serving_model.make_folder(path, tokenizer)
+    serving_model.make_folder(path)
     return path
 
 

@@ -12,6 +12,7 @@ import pytest
 import serving_model
 import tiny
 
+from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
@@ -23,14 +24,14 @@ LIMIT = 512
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return serving_model.byte_tokenizer()
+def tokenizer(folder):
+    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("serving") / "tiny-model"
-    serving_model.make_folder(path, tokenizer)
+    serving_model.make_folder(path)
     return path
 
 
