@@ -54,7 +54,7 @@ def byte_tokenizer(template=TEMPLATE):
 
 
 def network(tokenizer):
-    return tiny.with_sizes(vocab_size=len(tokenizer), max_positions=512)
+    return tiny.with_sizes(vocab_size=len(tokenizer), num_layers=1, max_positions=256)
 
 
 def make_folder(folder):

@@ -60,6 +60,7 @@ def completion(served: Served, body: CompletionBody) -> Wanted:
         prompts,
         # A default gives way to a long prompt; a number that was asked for does not.
         [limit if body.max_tokens else min(limit, _room(served, prompt)) for prompt in prompts],
+        prompt_param="prompt",
         with_log_probs=body.logprobs is not None,
         num_top=body.logprobs or 0,
     )
@@ -89,6 +90,7 @@ def chat(served: Served, body: ChatBody) -> Wanted:
         body,
         [prompt],
         [limit],
+        prompt_param="messages",
         with_log_probs=bool(body.logprobs),
         num_top=body.top_logprobs or 0,
     )
@@ -121,6 +123,7 @@ def _wanted(
     prompts: Sequence[tuple[int, ...]],
     limits: Sequence[int],
     *,
+    prompt_param: str,
     with_log_probs: bool,
     num_top: int,
 ) -> Wanted:
@@ -137,7 +140,7 @@ def _wanted(
     keys = random_keys(body.seed, len(prompts), body.num_samples)
     requests = []
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        _check_length(served, len(prompt), limit)
+        _check_length(served, len(prompt), limit, prompt_param)
         params = SamplingParams(
             max_tokens=limit,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -152,9 +155,9 @@ def _wanted(
     return Wanted(tuple(requests), body.stop_strings, with_log_probs, num_top)
 
 
-def _check_length(served: Served, prompt_tokens: int, max_tokens: int) -> None:
+def _check_length(served: Served, prompt_tokens: int, max_tokens: int, param: str) -> None:
     if not prompt_tokens:
-        raise ApiError(400, "the prompt has no tokens; give at least one", param="prompt")
+        raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
     if prompt_tokens + max_tokens > served.max_tokens:
         raise ApiError(
             400,
@@ -162,7 +165,7 @@ def _check_length(served: Served, prompt_tokens: int, max_tokens: int) -> None:
             f" {prompt_tokens + max_tokens}; this model takes {served.max_tokens}: shorten the"
             " prompt or lower max_tokens",
             code="context_length_exceeded",
-            param="messages" if served.max_tokens <= prompt_tokens else "max_tokens",
+            param=param if prompt_tokens >= served.max_tokens else "max_tokens",
         )
 
 
