@@ -42,7 +42,10 @@ def check_prompts(prompts: PromptBatch, key: jax.Array) -> None:
     """
     agreement.check(
         "sampling",
-        {"the prompts": prompts.prompts, "the random key": jax.device_get(jax.random.key_data(key))},
+        {
+            "the prompts": prompts.prompts,
+            "the random key": jax.device_get(jax.random.key_data(key)),
+        },
     )
 
 

@@ -122,10 +122,10 @@ class Copies:
         that rest in host memory are left out. Copies within this process are compared here.
         """
         on_device = jax.local_devices()[0].default_memory().kind
-        by_mesh: dict[Mesh, dict[str, Array]] = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.tree):
+        by_mesh: dict[Mesh, dict[str, Any]] = {}
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(self.tree):
             if leaf.sharding.memory_kind in (None, on_device):
-                by_mesh.setdefault(leaf.sharding.mesh, {})[jax.tree_util.keystr(path)] = leaf
+                by_mesh.setdefault(leaf.sharding.mesh, {})[jax.tree_util.keystr(keys)] = leaf
         for mesh, leaves in by_mesh.items():
             with jax.set_mesh(mesh):
                 table = _local_digests(mesh, _specs(leaves))(leaves)
@@ -145,7 +145,7 @@ class Copies:
                     yield f"{path}[{part}]", _UNEQUAL + text if len(values) > 1 else text
 
 
-def _specs(leaves: Mapping[str, Array]) -> tuple[tuple[str, PartitionSpec], ...]:
+def _specs(leaves: Mapping[str, Any]) -> tuple[tuple[str, PartitionSpec], ...]:
     return tuple((path, leaf.sharding.spec) for path, leaf in sorted(leaves.items()))
 
 

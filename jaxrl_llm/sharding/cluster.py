@@ -239,9 +239,7 @@ def _tpu(environ: Mapping[str, str], told: Address) -> Start:
     slices = _number(environ, "MEGASCALE_NUM_SLICES", "tpu", 1)
     slice_id = _number(environ, "MEGASCALE_SLICE_ID", "tpu", 0)
     first = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").split(":")[0] or hosts[0]
-    return Start(
-        "tpu", f"{first}:{_PORT}", len(hosts) * slices, worker + slice_id * len(hosts)
-    )
+    return Start("tpu", f"{first}:{_PORT}", len(hosts) * slices, worker + slice_id * len(hosts))
 
 
 def _metadata(environ: Mapping[str, str], key: str) -> str:

@@ -160,7 +160,7 @@ class _Board:
         # jax has no public name for the client; orbax reaches it in the same way.
         from jax._src import distributed
 
-        self._client = distributed.global_state.client
+        self._client: Any = distributed.global_state.client
 
     def write(self, process: int, text: str) -> None:
         self._client.key_value_set(f"{self._FOLDER}{process}", text, allow_overwrite=True)
@@ -258,4 +258,3 @@ def _end_now(message: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)
-

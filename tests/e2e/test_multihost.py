@@ -121,9 +121,7 @@ def test_a_killed_process_ends_the_other_and_the_next_start_resumes(reference, t
 
 
 def test_another_setting_on_one_host_stops_all_before_the_first_step(tmp_path, cache):
-    both = processes.start(
-        arguments("grpo_tiny", tmp_path), 2, 4, cache, {1: ["--config.seed=1"]}
-    )
+    both = processes.start(arguments("grpo_tiny", tmp_path), 2, 4, cache, {1: ["--config.seed=1"]})
     for process, text in zip(both, processes.finish(both), strict=True):
         assert process.returncode == 1
         assert "the processes disagree, first about config.seed (process 0: " in text
