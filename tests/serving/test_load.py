@@ -102,7 +102,7 @@ def idle(url):
 
 
 def test_sixty_four_clients(folder):
-    with serving_model.serving(folder, "--num_slots=16", "--max_waiting=64") as (server, url):
+    with serving_model.serving(folder, "--num_slots=16", "--max_waiting=200") as (server, url):
         first, outcomes = asyncio.run(round_of(url, range(400)))
         idle(url)
         asyncio.run(round_of(url, range(400)))
