@@ -38,6 +38,7 @@ RESUMABLE = (
     "metrics",
     "mesh",
     "model.remat",
+    "model.attention",
     "rollout.num_slots",
     "rollout.chunk_steps",
     "rewards.num_workers",

@@ -150,14 +150,15 @@ class Layout:
 
 
 def add_up(plan: Plan, function, like):
-    """Returns the sum of `function(microbatch)` over a plan, a tree of arrays shaped as `like`."""
+    """Returns the sum of `function(microbatch)` over a plan, in the shapes and dtypes of `like`."""
     microbatches = plan.microbatches
     if microbatches.rows.shape[0] == 1:
-        return function(jax.tree.map(lambda a: a[0], microbatches))
+        part = function(jax.tree.map(lambda a: a[0], microbatches))
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
 
     def body(i, total):
         part = function(jax.tree.map(lambda a: a[i], microbatches))
-        return jax.tree.map(jnp.add, total, part)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     return jax.lax.fori_loop(0, plan.count, body, zeros)
