@@ -515,6 +515,20 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """A window of steps that the JAX profiler records, for TensorBoard, in `WORKDIR/profile`."""
+
+    first_step: int = 0  # RL steps; 0: no window
+    num_steps: int = 1
+
+    def problems(self) -> Iterator[Problem]:
+        if self.first_step < 0:
+            yield "first_step", f"must not be negative (0: no window), got {self.first_step}"
+        if self.num_steps < 1:
+            yield "num_steps", f"must be at least 1, got {self.num_steps}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
 
@@ -552,6 +566,7 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
     mesh: MeshConfig = MeshConfig()
 
     @property

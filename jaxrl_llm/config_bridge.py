@@ -36,6 +36,7 @@ RESUMABLE = (
     "evaluation",
     "checkpoint",
     "metrics",
+    "profiler",
     "mesh",
     "model.remat",
     "model.attention",

@@ -137,7 +137,7 @@ class Updater:
                 learners, self.base, batch, plan, key, train_policy=train_policy
             )
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, metrics
+        return state, {**metrics, "perf/padding_share": plan.padding_share()}
 
 
 def updater(roles: Roles, state: LearnerState) -> Updater:
