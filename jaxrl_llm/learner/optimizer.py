@@ -82,3 +82,13 @@ def apply_if_finite(
     # Added in the wider dtype, rounded once.
     params = jax.tree.map(lambda p, u: choose((p + u).astype(p.dtype), p), params, updates)
     return params, jax.tree.map(choose, next_state, opt_state), norm, ~finite
+
+
+def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:
+    """Returns `PREFIX/MODULE`, the gradient's norm of each part of a network over all its layers.
+
+    Modules are what a parameter tree has at its top, and below `layers`: embed, attention, mlp,
+    norms, head. Their squares add up to that of the global norm.
+    """
+    modules = {k: v for k, v in gradients.items() if k != "layers"} | gradients.get("layers", {})
+    return {f"{prefix}/{name}": optax.tree.norm(part) for name, part in sorted(modules.items())}

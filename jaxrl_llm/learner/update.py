@@ -54,6 +54,7 @@ def take_update(
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
         **metrics,
+        **optimizer.module_norms(gradients, f"{prefix}/grad_norm"),
         f"{prefix}/loss": value,
         f"{prefix}/grad_norm": norm,
         f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
