@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import jax
 from absl import app, logging
 
-from jaxrl_llm import config_bridge
+from jaxrl_llm import compiler_flags, config_bridge
 from jaxrl_llm.config import ConfigError, Problem
 from jaxrl_llm.errors import UserError
 
@@ -37,6 +37,7 @@ def run(main: Callable[[], None]) -> None:
     """Parses flags and runs `main`; what the user can mend ends it with a message, not a trace."""
 
     def guarded(_):
+        compiler_flags.set_defaults()
         logging.set_verbosity(logging.INFO)
         logging.get_absl_handler().addFilter(_is_ours)
         try:
