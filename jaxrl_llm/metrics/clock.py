@@ -5,7 +5,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from absl import logging
@@ -57,7 +57,7 @@ class Clock:
           watched must not be donated before.
         """
         begin = self._now()
-        watched: list[Tree] = []
+        watched: list[Any] = []
 
         def watch(tree: Tree) -> Tree:
             watched.append(tree)
@@ -75,7 +75,7 @@ class Clock:
     def _add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
-    def _wait(self, phase: str, begin: float, watched: list[Tree]) -> None:
+    def _wait(self, phase: str, begin: float, watched: list[Any]) -> None:
         jax.block_until_ready(watched)
         ready = self._now()
         self._add(phase, ready - max(begin, self._last_ready))

@@ -57,8 +57,9 @@ def test_each_policy_keeps_what_it_says():
     each = {remat: kept(remat, 3) - kept(remat, 2) for remat in ("none", *REMAT_POLICIES)}
     shape, tokens = tiny.SHAPE, 4 * B * T  # bytes of one float32 a token
     around = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_size
-    assert each["attention"] == each["full"] + tokens * around
-    assert each["projections"] == each["full"] + tokens * (around + 2 * shape.mlp_size)
+    biases = 4 * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size  # no more needed
+    assert each["attention"] == each["full"] + tokens * around - biases
+    assert each["projections"] == each["attention"] + tokens * 2 * shape.mlp_size
     assert each["offload_full"] == each["full"]
     assert each["offload_attention"] == each["attention"]
     assert each["full"] < each["attention"] < each["projections"] <= each["dots"] < each["none"]
