@@ -6,6 +6,7 @@ import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import tiny
 import torch
@@ -73,7 +74,6 @@ def test_trees_are_taken_apart_and_put_together():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_peft_loads_what_is_written(family, tmp_path):
-    peft = pytest.importorskip("peft")
     hf_checkpoints.make(tmp_path / "base", family)
     targets = ("q", "v", "o", "gate", "down")
     network = Network(
