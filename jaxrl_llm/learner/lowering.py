@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.learner import batches, experience, networks, optimizer, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
@@ -103,11 +102,6 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
 
         return lower
 
-    def prefix():
-        rows, length = engine.widest_prefill(config.trainer.prompts_per_step)
-        prompt = _array(roles, (rows, length), jnp.int32)
-        return prompt, _array(roles, (rows,), jnp.int32)
-
     def train():
         program = update.updater(roles, state).program
         learners = (state.policy, state.critic, state.cost_critic)
@@ -120,15 +114,10 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
 
     ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
-        "prefill": lambda: engine.jitted["prefill"].lower(rollout_params, *prefix()),
-        "decode": lambda: engine.jitted["generate"].lower(
-            rollout_params,
-            engine.abstract_state(),
-            _array(roles, (), jnp.int32),
-            num_steps=config.rollout.chunk_steps,
-            window=bucket(width, smallest=32, largest=width),
-            filtered=False,
+        "prefill": lambda: engine.compiled.lower_prefill(
+            rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
         ),
+        "decode": lambda: engine.compiled.lower_generate(rollout_params),
         "score": lambda: score(of_policy, policy, with_entropy=True),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,

@@ -159,9 +159,9 @@ def assemble(
             rollout_network(config, policy),
             mesh,
             num_slots=num_slots(config, platform),
-            max_prompt_tokens=config.data.max_prompt_tokens,
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         layout=Layout(
             config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]

@@ -24,12 +24,13 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import collection, experience, throughput, update
+from jaxrl_llm.learner import collection, experience, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.trainer.evaluate import Evaluator, judge
 
@@ -66,7 +67,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
-    claim_workdir(config, workdir)
+    replicas.check_start(config, (training_set, held_out))
+    claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
     # Policy, reference, critic, reward model: what each begins as.
@@ -135,6 +137,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     )
                     updates.append(watch(of_update))
                 of_updates = statistics.mean(updates)
+                replicas.check_learned(step, state)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
