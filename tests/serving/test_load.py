@@ -41,6 +41,8 @@ async def one(client, seed, outcomes):
         "extra_body": {"ignore_eos": True},
     }
     kind = choose.choice(("whole", "stream", "stream", "leave", "bad"))
+    if kind == "leave":
+        fields["max_tokens"] = 200  # far from done when the first piece has come
     if kind == "bad":
         bad = choose.choice(({"max_tokens": 5000}, {"n": 0}, {"prompt": ""}, {"model": "x"}))
         with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
@@ -107,19 +109,20 @@ def test_sixty_four_clients(folder):
         idle(url)
         asyncio.run(round_of(url, range(400)))
         idle(url)
-        before = server.rss_bytes()
-        for _ in range(3):
+        sizes = [server.rss_bytes()]
+        for _ in range(4):
             texts, again = asyncio.run(round_of(url, range(400)))
             idle(url)
+            sizes.append(server.rss_bytes())
             # Seeds answer for the replies: none is lost, another's, or half of it twice.
             assert texts == first
             assert again == outcomes
-        growth = server.rss_bytes() - before
-        print(f"{sum(outcomes.values())} a round: {dict(outcomes)}; {growth / 2**20:.1f} MiB more")
+        growth = sizes[-1] - sizes[0]
+        print(dict(outcomes), "MiB after each round:", [size >> 20 for size in sizes])
         assert sum(outcomes.values()) == 400 and "full" not in outcomes
         assert all(outcomes[kind] > 40 for kind in ("answered", "left", "refused"))
         assert growth < GROWTH_BYTES
-        assert serving_model.metric(url, "cancelled_total") >= 4 * 0.5 * outcomes["left"]
+        assert serving_model.metric(url, "cancelled_total") > 3 * outcomes["left"]
         server.terminate()
         assert server.wait() == 0
 
@@ -140,7 +143,7 @@ def test_a_full_server_says_so_and_goes_on(folder):
 def test_a_stop_finishes_what_was_accepted_and_refuses_the_rest(folder):
     flags = ("--num_slots=4", "--max_waiting=60", "--grace_s=60", "--chunk_steps=2")
     with serving_model.serving(folder, *flags) as (server, url):
-        body = {"model": "tiny-model", "prompt": "The", "max_tokens": 220, "ignore_eos": True}
+        body = {"model": "tiny-model", "prompt": [70, 71], "max_tokens": 220, "ignore_eos": True}
         statuses, refused = collections.Counter(), []
 
         def client(seed):
@@ -151,8 +154,9 @@ def test_a_stop_finishes_what_was_accepted_and_refuses_the_rest(folder):
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(24)]
         for thread in threads:
             thread.start()
-        while serving_model.metric(url, "queue_samples") < 10:
+        while serving_model.metric(url, "prompt_tokens_total") < 24 * 2:
             time.sleep(0.01)
+        assert serving_model.metric(url, "queue_samples") > 10
         server.terminate()
         while server.process.poll() is None and len(refused) < 5:
             try:
