@@ -13,8 +13,6 @@ from jaxrl_llm.rollout import prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-PIECE_TOKENS = 2048  # of one prompt, read at one time
-
 
 class Compiled:
     """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
@@ -41,7 +39,7 @@ class Compiled:
         )
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
         self.prefill = jax.jit(
-            functools.partial(programs.prefill, network, piece_tokens=PIECE_TOKENS)
+            functools.partial(programs.prefill, network, piece_tokens=programs.PIECE_TOKENS)
         )
         self.insert = jax.jit(
             programs.insert,

@@ -19,6 +19,8 @@ from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.sharding.mesh import constrain
 
+PIECE_TOKENS = 2048  # of one prompt, read at one time
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ def prefill(
     tokens: Int[Array, "P T"],
     lengths: Int[Array, " P"],
     *,
-    piece_tokens: int,
+    piece_tokens: int = PIECE_TOKENS,
 ) -> Prefix:
     """Reads right-padded prompts. Causality keeps padding out of what is kept.
 

@@ -402,7 +402,7 @@ def test_twenty_steps_compile_nothing_after_the_warm_up():
 
 @pytest.mark.parametrize("piece", [16, 24])
 def test_long_prompts_are_read_in_pieces(piece, one_window, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.compiled.PIECE_TOKENS", piece)
+    monkeypatch.setattr("jaxrl_llm.rollout.programs.PIECE_TOKENS", piece)
     engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT)
     assert_same(engine.generate(rollout_params(), workload()), expected())
 
