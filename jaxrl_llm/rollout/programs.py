@@ -162,7 +162,7 @@ def _read_in_pieces(network, params, tokens, lengths, size):
                     lax.dynamic_update_slice_in_dim(cache, piece.astype(cache.dtype), start, 1)
                     for cache, piece in ((cache_k, k), (cache_v, v))
                 )
-                return jax.nn.dot_product_attention(q, *kept, mask=seen), kept
+                return jax.nn.dot_product_attention(q, kept[0], kept[1], mask=seen), kept
 
             return attend
 
