@@ -4,13 +4,19 @@
 accepted requests are done; reads the newest weights on SIGHUP. See docs/serving.md.
 """
 
+import sys
+
 from absl import flags, logging
 
 from jaxrl_llm import program
-from jaxrl_llm.serving import loading, server
-from jaxrl_llm.serving.app import Limits, make_app
 from jaxrl_llm.serving.driver import Driver
-from jaxrl_llm.serving.metrics import Metrics
+
+try:
+    from jaxrl_llm.serving import loading, server
+    from jaxrl_llm.serving.app import Limits, make_app
+    from jaxrl_llm.serving.metrics import Metrics
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; serving needs more than the package: pip install -e '.[serve]'")
 
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
