@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
-from jaxrl_llm.config import Config, ModelConfig, OptimizerConfig
+from jaxrl_llm.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.batches import Layout
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models import families, huggingface, sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout.engine import Engine
@@ -105,8 +105,9 @@ def build(config: Config) -> Roles:
     mesh = mesh_lib.make_mesh(config.mesh)
     tokenizer = load_tokenizer(config.model)
     shape = model_shape(config.model, tokenizer)
-    policy = network(config.model, shape, "lm")
-    value = network(config.model, shape, "scalar")
+    _check_mesh(config, mesh, shape)
+    policy = network(config, shape, "lm")
+    value = network(config, shape, "scalar")
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
@@ -126,10 +127,9 @@ def build(config: Config) -> Roles:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            layout=config.mesh.rollout,
         ),
-        layout=Layout(
-            config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]
-        ),
+        layout=Layout(config.trainer.max_tokens_per_microbatch, *mesh_lib.row_shards(mesh)),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
@@ -171,14 +171,42 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
     )
 
 
-def network(config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
+def _check_mesh(config: Config, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot hold this run's sequences and heads."""
+    shards = mesh.shape["sequence"]
+    budget = config.trainer.max_tokens_per_microbatch
+    widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
+    if widest > budget * shards:
+        raise ConfigError(
+            [
+                f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
+                f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
+            ]
+        )
+    _check_heads(config, mesh, shape)
+
+
+def _check_heads(config: Config, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot share the heads of a model."""
+    form, tensor, shards = (
+        config.mesh.sequence_attention,
+        mesh.shape["tensor"],
+        mesh.shape["sequence"],
+    )
+    if problem := sequence_attention.problem(form, shape.num_heads, tensor, shards):
+        raise ConfigError([f"config.mesh.sequence: {problem}"])
+
+
+def network(config: Config, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
     """Returns the network of one role."""
+    model = config.model
     return Network(
         shape,
         head=head,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        remat=config.remat,
+        param_dtype=model.param_dtype,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        sequence_attention=config.mesh.sequence_attention,
     )
 
 
@@ -221,11 +249,12 @@ def check_folders(roles: Roles) -> None:
     for path, net in folders:
         if path:
             huggingface.check(path, net)
+            _check_heads(config, roles.mesh, net.shape)
 
 
 def scorer_network(config: Config, path: str) -> Network:
     """Returns the network of a reward or cost model in a folder; its shape is its own."""
-    return network(config.model, huggingface.read_shape(path), "scalar")
+    return network(config, huggingface.read_shape(path), "scalar")
 
 
 def initial_policy(roles: Roles) -> Params:

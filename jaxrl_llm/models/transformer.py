@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, sequence_attention
 from jaxrl_llm.models.layers import Attend, Block, RMSNorm, _param, rotary_table
+from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -59,6 +60,7 @@ class Network:
       head: "lm" predicts tokens; "scalar" gives one number a position (critic, reward model).
       param_dtype, compute_dtype: Of the parameters as created, and of the activations.
       remat: What the backward pass recomputes; a key of `REMAT_POLICIES` or "none".
+      sequence_attention: How devices that share a row's length attend together.
     """
 
     shape: Shape
@@ -66,6 +68,7 @@ class Network:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "none"
+    sequence_attention: Form = "all_to_all"
 
     @functools.cached_property
     def _definitions(self):
@@ -166,7 +169,8 @@ class Network:
         """
 
         def attend(q, k, v):
-            return attention.full_attention(q, k, v, segment_ids), None
+            form, whole_rows = self.sequence_attention, attention.full_attention
+            return sequence_attention.attention(q, k, v, segment_ids, form, whole_rows), None
 
         rotary = self.rotary(positions)
 

@@ -51,15 +51,18 @@ class Engine:
         max_prompt_tokens: int,
         max_tokens: int,
         chunk_steps: int = 16,
+        layout: str = "tensor",
     ):
         """
         Args:
           network: The policy; its `compute_dtype` is the cache's.
-          mesh: Slots are split over data and fsdp, heads over tensor, where they divide.
+          mesh: Where weights, slots and heads are split.
           num_slots: Sequences decoded at one time.
           max_prompt_tokens: Longest prompt.
           max_tokens: Longest prompt plus response; the cache's length.
           chunk_steps: Most decode steps between two looks of the host.
+          layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
+            split over, where they divide.
         """
         self.network = network
         self.mesh = mesh
@@ -69,7 +72,9 @@ class Engine:
         self.chunk_steps = chunk_steps
         self.statistics = Statistics(0, 0, 0, 0.0, 0.0, 0.0)
         replicated = mesh_lib.replicated(mesh)
+        ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
 
+        @ruled
         def empty():
             return programs.empty_state(
                 network, num_slots, max_tokens, _NUM_STOPS, network.compute_dtype
@@ -78,20 +83,18 @@ class Engine:
         with jax.set_mesh(mesh):
             # Left to the compiler, the state could come back split in another way than it
             # went in, and the next call would compile again.
-            self._state_shardings = jax.tree.map(
-                lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh),
-                jax.eval_shape(empty),
-            )
+            sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
+            self._state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
         self._empty = jax.jit(empty, out_shardings=self._state_shardings)
-        self._prefill = jax.jit(functools.partial(programs.prefill, network))
+        self._prefill = jax.jit(ruled(functools.partial(programs.prefill, network)))
         self._insert = jax.jit(
-            programs.insert,
+            ruled(programs.insert),
             static_argnames="filtered",
             donate_argnums=0,
             out_shardings=(self._state_shardings, replicated),
         )
         self._generate = jax.jit(
-            functools.partial(programs.generate, network),
+            ruled(functools.partial(programs.generate, network)),
             static_argnames=("num_steps", "window", "filtered"),
             donate_argnums=1,
             out_shardings=(self._state_shardings, replicated),

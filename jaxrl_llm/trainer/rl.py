@@ -131,7 +131,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    updates.append(of_update)
+                    of_layout = statistics.of_balance(rollouts.lengths, roles.layout.shares(plan))
+                    updates.append({**of_update, **of_layout})
                 of_updates = statistics.mean(updates)
 
             # Hand the new weights to the engine.
