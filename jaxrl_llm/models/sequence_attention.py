@@ -77,7 +77,7 @@ def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
     tensor = tensor if num_heads % tensor == 0 else 1
     if form == "ring" or num_heads % (tensor * sequence) == 0:
         return ""
-    fits = [s for s in range(sequence, 0, -1) if num_heads % (tensor * s) == 0][0]
+    fits = next(s for s in range(sequence, 0, -1) if num_heads % (tensor * s) == 0)
     return (
         f"{num_heads} query heads do not divide by {tensor} tensor x {sequence} sequence shards;"
         f" use mesh.sequence={fits} or mesh.sequence_attention='ring'"
