@@ -88,8 +88,10 @@ def row_width(width: int, shards: int) -> int:
     """Returns the least width not below `width` that divides into what the shards work on."""
     if shards == 1:
         return width
-    # Two pieces a shard; of long rows, pieces that divide into blocks worth a matrix product.
-    multiple = 2 * shards * (128 if width > 2 * shards * _BLOCK else 1)
+    # Two pieces a shard; of long rows, pieces that divide into blocks of nearly `_BLOCK`.
+    piece = -(-width // (2 * shards))
+    blocks = -(-piece // _BLOCK)
+    multiple = 2 * shards * (blocks * 8 if blocks > 1 else 1)
     return -(-width // multiple) * multiple
 
 

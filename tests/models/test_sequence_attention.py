@@ -44,11 +44,17 @@ def with_gradients(attend, q, k, v, ids):
     ("sizes", "form", "heads"),
     [
         ({"sequence": 4}, "all_to_all", (8, 2)),  # each key head for two devices
-        ({"sequence": 2, "tensor": 2}, "all_to_all", (4, 4)),
+        pytest.param({"sequence": 2, "tensor": 2}, "all_to_all", (4, 4), marks=pytest.mark.slow),
         ({"sequence": 2, "tensor": 2, "fsdp": 2}, "ring", (4, 2)),
-        ({"sequence": 4}, "ring", (3, 1)),  # heads that nothing divides
+        pytest.param(
+            *({"sequence": 4}, "ring", (3, 1)),  # heads that nothing divides
+            marks=pytest.mark.slow,
+        ),
         ({"sequence": 3, "tensor": 2}, "ring", (3, 3)),  # whole heads on every tensor device
-        ({"sequence": 2, "tensor": 4}, "ring", (4, 2)),  # more tensor devices than key heads
+        pytest.param(
+            *({"sequence": 2, "tensor": 4}, "ring", (4, 2)),  # more tensor devices than key heads
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -95,15 +101,16 @@ def test_memory_of_the_ring_follows_the_local_tokens_alone(monkeypatch):
 
 
 def test_memory_of_the_exchange_falls_with_the_shards():
+    # Scores of 4 heads each, then of 1; what sees what is of a whole row in both.
     two, eight = temporary_bytes("all_to_all", 1024, 2), temporary_bytes("all_to_all", 1024, 8)
-    assert eight < 1.1 * two / 4
+    assert eight < two / 2
 
 
 def test_heads_that_do_not_divide_are_a_problem_of_one_form():
     problem = sequence_attention.problem
     assert problem("all_to_all", 8, tensor=2, sequence=4) == ""
     assert problem("ring", 7, tensor=2, sequence=4) == ""
-    assert "use mesh.sequence=2 or mesh.sequence_attention='ring'" in problem(
+    assert "use mesh.sequence=3 or mesh.sequence_attention='ring'" in problem(
         "all_to_all", 12, tensor=2, sequence=4
     )
     # Heads that tensor does not divide are on every tensor device.
@@ -118,7 +125,7 @@ def test_rows_become_as_wide_as_the_shards_need(shards):
         if shards > 1:
             assert wide % (2 * shards) == 0
             blocks = sequence_attention._num_blocks(wide // shards)
-            assert wide // shards // blocks >= min(128, wide // shards // 2)
+            assert wide // shards // blocks >= min(256, wide // shards // 2)
 
 
 def test_every_device_sees_as_much():
