@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
@@ -83,9 +84,13 @@ class Roles:
 
     def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if there is one."""
-        old = self.resharder.empty() if old is None else old
+        first = old is None
         with jax.set_mesh(self.mesh):
-            return self.resharder.reshard(old, params)
+            old = self.resharder.empty() if old is None else old
+            moved = jax.block_until_ready(self.resharder.reshard(old, params))
+        if first:
+            logging.info("weights for sampling: %s", self.resharder.report)
+        return moved
 
 
 @dataclasses.dataclass(frozen=True)

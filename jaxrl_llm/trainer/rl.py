@@ -153,6 +153,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_estimates,
                     of_evaluation,
                     of_engine,
+                    roles.resharder.report.metrics(),
                     statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
                     seconds,
                 )

@@ -11,6 +11,11 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 
 STEPS = 3
+# What babbling gets, now more, now less.
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return sum(character in "0123456789" for character in solution_str) / 8
+"""
 MESHES = {
     "fsdp 8": {"fsdp": 8},
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
@@ -21,23 +26,26 @@ MESHES = {
 }
 
 
-def config(recipe, mesh, **changes):
-    """Returns three steps of two updates by a model whose query heads divide by eight.
+# Adam divides by the gradient's size: with the usual eps a gradient that is zero but for rounding
+# moves a weight as far as any other, and where it goes the mesh decides.
+OPTIMIZER = {"learning_rate": 3e-3, "eps": 1e-3, "warmup_steps": 0}
 
-    Untaught, it babbles; the reward for length is one that babbling gets, so losses are real.
-    """
+
+def config(recipe, mesh, reward, **changes):
+    """Returns three steps of two updates by an untaught model whose query heads divide by 8."""
     settings = {
         "model": {"num_heads": 8, "num_kv_heads": 2, "head_size": 8, "num_layers": 2},
-        "rewards": {"functions": {"answer": {"function": "length"}}},
+        "rewards": {"functions": {"answer": {"function": f"{reward}:score"}}},
         "rollout": {"num_slots": 16},
         "warm_start": {"num_steps": 0},
+        "critic": {"optimizer": OPTIMIZER},
         "algorithm": {"samples_per_prompt": 4, "kl_in": "loss" if recipe == "grpo" else "reward"},
         "trainer": {
             "num_steps": STEPS,
             "prompts_per_step": 8,
             "minibatch_size": 16,
             "max_tokens_per_microbatch": 256,
-            "optimizer": {"warmup_steps": 0},
+            "optimizer": OPTIMIZER,
         },
         "mesh": mesh,
         **changes,
@@ -46,10 +54,12 @@ def config(recipe, mesh, **changes):
 
 
 def run(recipe, mesh, workdir, devices, **changes):
+    reward = workdir.with_suffix(".py")
+    reward.write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         make = functools.partial(mesh_lib.make_mesh, devices=devices)
         patch.setattr(mesh_lib, "make_mesh", make)
-        return rl.train(config(recipe, mesh, **changes), workdir)
+        return rl.train(config(recipe, mesh, reward, **changes), workdir)
 
 
 def assert_same_run(state, workdir, wanted_state, wanted_dir):
@@ -60,13 +70,11 @@ def assert_same_run(state, workdir, wanted_state, wanted_dir):
     found, wanted = recipe_settings.metrics(workdir), recipe_settings.metrics(wanted_dir)
     for step in range(1, STEPS + 1):
         losses = [name for name in wanted[step] if name.endswith("/loss")]
-        assert losses and any(abs(wanted[step][name]) > 1e-3 for name in losses)
-        for name in [*losses, "actor/entropy", "critic/score/mean"]:
+        assert losses and wanted[step]["actor/grad_norm"] > 1e-2
+        for name in [*losses, "actor/grad_norm", "actor/entropy", "critic/score/mean"]:
             assert found[step][name] == pytest.approx(wanted[step][name], abs=1e-5), (step, name)
-    # Adam divides by the gradient's size: a gradient of rounding errors moves a weight by up to
-    # the learning rate. Hence the mean over each array, not its largest entry.
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted_state), strict=True):
-        assert np.mean(np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))) < 1e-4
+        np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(scope="module", params=["grpo", "ppo"])
