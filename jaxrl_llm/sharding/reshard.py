@@ -8,6 +8,7 @@ in flight.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +56,14 @@ class Resharder:
     """Turns stacked training parameters into per-layer rollout parameters."""
 
     def __init__(
-        self, abstract: Params, logical_axes: Params, units, mesh: Mesh, dtype, layout: str
+        self,
+        abstract: Params,
+        logical_axes: Params,
+        units,
+        mesh: Mesh,
+        dtype,
+        layout: str,
+        merge: Callable[[Params], Params] = lambda layer: layer,
     ):
         """
         Args:
@@ -67,6 +75,8 @@ class Resharder:
           layout: "tensor": split over the tensor axis alone, a replica on the rest; "train":
             as in training; "all_tensor": over tensor, fsdp and sequence; "replicas": whole on
             every device.
+          merge: What makes a layer as in `abstract` of one as `reshard` gets it, which may carry
+            adapters.
         """
         rules, computing = mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout]
         self._train = jax.tree.map(
@@ -74,6 +84,8 @@ class Resharder:
             abstract,
             mesh_lib.shardings(abstract, logical_axes, mesh, mesh_lib.TRAIN, units),
         )
+        self._given = self._train
+        self._report: Report | None = None
         cast = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
         ends = {k: v for k, v in abstract.items() if k != "layers"}
         self._ends = jax.tree.map(lambda a: cast(a.shape), ends)
@@ -97,7 +109,7 @@ class Resharder:
             lambda old, new: _cast(new, dtype), out_shardings=self._end_shardings
         )
         self._move_layer = reuse(
-            lambda old, new, i: _cast(jax.tree.map(lambda a: a[i], new), dtype),
+            lambda old, new, i: _cast(merge(jax.tree.map(lambda a: a[i], new)), dtype),
             out_shardings=self._layer_shardings,
         )
 
@@ -118,19 +130,30 @@ class Resharder:
         ends = jax.tree.map(place, self._ends, self._end_shardings)
         return {**ends, "layers": (layer,) * self._num_layers}
 
-    @functools.cached_property
     def report(self) -> Report:
-        """What the compiled programs do to go from the training layout to the rollout layout."""
+        """Returns what the compiled programs do to the weights that `reshard` was given.
+
+        Before the first of them, to plain weights in the training layout. Compiled once.
+        """
+        if self._report is None:
+            self._report = self._measured()
+        return self._report
+
+    def _measured(self) -> Report:
         target = self.abstract()
-        ends, train_ends = (
-            {k: v for k, v in tree.items() if k != "layers"} for tree in (target, self._train)
+        ends, train_ends, given_ends = (
+            {k: v for k, v in tree.items() if k != "layers"}
+            for tree in (target, self._train, self._given)
         )
         layer, stacked = target["layers"][0], self._train["layers"]
         index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         with jax.set_mesh(self._mesh):
             programs = [
-                (self._move_layer.lower(layer, stacked, index).compile(), self._num_layers),
-                (self._move_ends.lower(ends, train_ends).compile(), 1),
+                (
+                    self._move_layer.lower(layer, self._given["layers"], index).compile(),
+                    self._num_layers,
+                ),
+                (self._move_ends.lower(ends, given_ends).compile(), 1),
             ]
         moved, dtypes, extra = 0, set(), 0
         for program, times in programs:
@@ -161,6 +184,10 @@ class Resharder:
 
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
+        if self._given is self._train:
+            self._given = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params
+            )
         old_ends = {k: v for k, v in old.items() if k != "layers"}
         ends = {k: v for k, v in params.items() if k != "layers"}
         layers = tuple(

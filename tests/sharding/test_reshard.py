@@ -92,7 +92,7 @@ def test_what_moves_is_what_is_missing(sizes, layout):
     mesh = tiny.make_mesh(**sizes)
     # Four whole key heads: every layout can split them as it likes.
     network = tiny.with_sizes(num_kv_heads=4)
-    report = tiny.resharder(mesh, network, layout=layout).report
+    report = tiny.resharder(mesh, network, layout=layout).report()
     shapes = network.abstract()
     weights = sum(
         np.prod(a.shape) * 4
@@ -137,7 +137,7 @@ def test_the_wire_of_a_tpu(topology, sizes, layout, monkeypatch):
         hidden_size=512, num_kv_heads=4, head_size=128, mlp_size=1024, vocab_size=2048, num_layers=4
     )
     mover = tiny.resharder(mesh, network, dtype="bfloat16", layout=layout)
-    report = mover.report
+    report = mover.report()
     assert "f32" not in report.dtypes
     assert report.bytes_moved <= 1.1 * report.lower_bound_bytes
     assert bool(report.bytes_moved) == (layout in ("tensor", "replicas"))
