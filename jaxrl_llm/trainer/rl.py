@@ -141,8 +141,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 replicas.check_learned(step, state)
 
             # Hand the new weights to the engine.
-            with clock("reshard"):
-                rollout_params = roles.rollout_layout(state.policy.params, old=rollout_params)
+            with clock("reshard") as watch:
+                rollout_params = watch(roles.rollout_layout(state.policy.params, rollout_params))
 
             if evaluator.due(step):
                 with clock("testing"):
