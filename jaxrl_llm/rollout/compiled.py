@@ -18,13 +18,22 @@ class Compiled:
     """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
 
     def __init__(
-        self, network: Network, mesh: Mesh, *, num_slots: int, max_tokens: int, chunk_steps: int
+        self,
+        network: Network,
+        mesh: Mesh,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        chunk_steps: int,
+        layout: str,
     ):
         """See `engine.Engine`."""
         self._mesh = mesh
         self._max_tokens = max_tokens
         replicated = mesh_lib.replicated(mesh)
+        ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
 
+        @ruled
         def empty():
             return programs.empty_state(
                 network, num_slots, max_tokens, NUM_STOP_TOKENS, network.compute_dtype
@@ -34,22 +43,25 @@ class Compiled:
             self._state_shapes = jax.eval_shape(empty)
         # Left to the compiler, the state could come back split in another way than it went in,
         # and the next call would compile again.
-        self.state_shardings = jax.tree.map(
-            lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh), self._state_shapes
-        )
+        sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
+        self.state_shardings = jax.tree.map(sharding, self._state_shapes)
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
-        self.prefill = jax.jit(
-            functools.partial(programs.prefill, network, piece_tokens=programs.PIECE_TOKENS)
-        )
+        read = functools.partial(programs.prefill, network, piece_tokens=programs.PIECE_TOKENS)
+        self.prefill = jax.jit(ruled(read))
         self.insert = jax.jit(
-            programs.insert,
+            ruled(programs.insert),
             static_argnames=("filtered", "num_top"),
             donate_argnums=0,
             out_shardings=(self.state_shardings, replicated),
         )
-        gather = mesh.devices.flat[0].platform == "cpu"
+        decode = functools.partial(
+            programs.generate,
+            network,
+            num_steps=chunk_steps,
+            gather=mesh.devices.flat[0].platform == "cpu",
+        )
         self.generate = jax.jit(
-            functools.partial(programs.generate, network, num_steps=chunk_steps, gather=gather),
+            ruled(decode),
             static_argnames=("num_slots", "window", "filtered", "num_top"),
             donate_argnums=1,
             out_shardings=(self.state_shardings, replicated),
@@ -58,7 +70,7 @@ class Compiled:
         self.release = in_place(programs.release)
         self.move = in_place(programs.move)
         # Slots that are split over devices stay where they are: all of them decode, always.
-        split = mesh_lib.sharding_of((num_slots,), ("batch",), mesh).spec[0] is not None
+        split = self.state_shardings.tokens.spec[0] is not None
         self.slot_counts = sizes(num_slots, 8) if not split else (num_slots,)
         self.windows = windows(max_tokens)
 
