@@ -36,12 +36,15 @@ RESUMABLE = (
     "evaluation",
     "checkpoint",
     "metrics",
+    "alerts",
     "mesh",
     "model.remat",
     "rollout.num_slots",
     "rollout.chunk_steps",
     "rewards.num_workers",
     "rewards.timeout_s",
+    "rewards.memory_gib",
+    "rewards.environment",
 )
 
 

@@ -12,7 +12,7 @@ from absl import app, logging
 
 from jaxrl_llm import config_bridge
 from jaxrl_llm.config import ConfigError, Problem
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, UserError
 
 # Libraries that report at INFO what only their own developers want to know.
 _CHATTY = ("orbax", "tensorboardX", "xla_bridge")
@@ -41,14 +41,16 @@ def run(main: Callable[[], None]) -> None:
         logging.get_absl_handler().addFilter(_is_ours)
         try:
             main()
+        except Interrupted as ended:
+            sys.exit(ended.exit_code)
         except UserError as error:
             logging.error("%s", error)
-            sys.exit(1)
+            sys.exit(EXIT_MENDABLE)
         except OSError as error:
             if error.errno not in _DISK_ERRORS:
                 raise
             logging.error("%s; check free space, quota and permission of the folder", error)
-            sys.exit(1)
+            sys.exit(EXIT_MENDABLE)
 
     app.run(guarded, flags_parser=config_bridge.parse_flags)
 

@@ -16,8 +16,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrl_llm.checkpoint import SEAL, CheckpointError, Saver, load_tree, save_tree
+from jaxrl_llm.checkpoint import CheckpointError, Saver, load_tree, save_tree
 from jaxrl_llm.config import CheckpointConfig
+from jaxrl_llm.seal import SEAL
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXTRA = {"data": {"position": 12, "order": [3, 1, 2]}, "kl_coef": 0.1, "empty": {}}
