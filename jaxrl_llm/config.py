@@ -7,7 +7,8 @@ optional: what is not set in the ConfigDict (missing, or `None`) takes the
 value of the recipe, then the default written here.
 
 The bridge itself is `jaxrl_llm/config_bridge.py`; this file holds the nouns and
-their rules, those of checkpoints, metrics and alerts stand in `config_records.py`.
+their rules. What the policy network is stands in `config_model.py`; checkpoints, metrics,
+profiles and alerts in `config_records.py`.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig
+from jaxrl_llm.config_model import LoraConfig, ModelConfig
+from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.errors import Problem, UserError
 from jaxrl_llm.recipes import (
     ADVANTAGES,
@@ -61,44 +63,6 @@ def _known(name: str, known: tuple[str, ...], what: str) -> Iterator[str]:
             f"unknown {what} {name!r}; known: {', '.join(known)}; "
             "or your own function as 'package.module:function' or 'path/file.py:function'"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The policy network: a Hugging Face folder, or a random one of a given shape."""
-
-    path: str = ""  # folder with config.json and safetensors; "" makes a random model
-    tokenizer: str = ""  # folder; "" is `path`, or the built-in character tokenizer
-    chat_template: str = ""  # Jinja template file; "" is the tokenizer's own
-    # Shape of a random model; unused with `path`.
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 16
-    mlp_size: int = 256
-    rope_theta: float = 10_000.0
-    tie_embeddings: bool = True
-    # Numbers and memory.
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
-    vocab_chunk: int = 512  # tokens whose logits exist at one time
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_heads % self.num_kv_heads:
-            yield (
-                "num_kv_heads",
-                f"{self.num_kv_heads} does not divide num_heads={self.num_heads}",
-            )
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "mlp_size"):
-            if getattr(self, name) < 1:
-                yield name, f"must be at least 1, got {getattr(self, name)}"
-        if self.head_size < 2 or self.head_size % 2:
-            yield "head_size", f"must be even and positive (rotary pairs), got {self.head_size}"
-        if self.vocab_chunk < 1:
-            yield "vocab_chunk", f"must be at least 1 token, got {self.vocab_chunk}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -548,7 +512,8 @@ class Config:
     """One run."""
 
     seed: int = 0
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -562,6 +527,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
+    profiler: ProfilerConfig = dataclasses.field(default_factory=ProfilerConfig)
     mesh: MeshConfig = MeshConfig()
 
     @property

@@ -52,6 +52,20 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """A window of steps that the JAX profiler records, for TensorBoard, in `WORKDIR/profile`."""
+
+    first_step: int = 0  # RL steps; 0: no window
+    num_steps: int = 1
+
+    def problems(self) -> Iterator[Problem]:
+        if self.first_step < 0:
+            yield "first_step", f"must not be negative (0: no window), got {self.first_step}"
+        if self.num_steps < 1:
+            yield "num_steps", f"must be at least 1, got {self.num_steps}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertConfig:
     """When one alert fires, and what the run does then."""
 

@@ -26,15 +26,16 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import collection, experience, update
+from jaxrl_llm.learner import collection, experience, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.alerts import Alerts
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.trainer.evaluate import Evaluator, judge
 from jaxrl_llm.trainer.interruption import Interruption
@@ -82,7 +83,8 @@ def _train(
     rewards_lib.check(config.evaluation_rewards)
     writer_lib.check(config.metrics)
     alerts_lib.check(config.alerts)
-    claim_workdir(config, workdir)
+    replicas.check_start(config, (training_set, held_out))
+    claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
     # Policy, reference, critic, reward model: what each begins as.
@@ -112,6 +114,7 @@ def _train(
             workdir, config.metrics, first + bool(first), total, extra.get("metrics", {})
         ) as writer,
         Alerts(config.alerts, workdir, interruption.request) as alerts,
+        Profiler(config.profiler, workdir / "profile") as profiler,
     ):
         alerts.set_state(extra.get("alerts", {}))
         tracked: dict[str, Any] = {
@@ -130,6 +133,7 @@ def _train(
             interruption.resume_point(
                 step - 1, functools.partial(saver.ensure, step - 1, state, positions)
             )
+            profiler.begin(step)
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
@@ -140,8 +144,8 @@ def _train(
                 of_engine = statistics.of_engine(*roles.engine.speed())
 
             # What the models say about those tokens.
-            with clock("predict"):
-                predictions = predict(state, rollouts)  # each field [B, T]
+            with clock("predict") as watch:
+                predictions = watch(predict(state, rollouts))  # each field [B, T]
 
             # Turn rewards into advantages. No model runs here.
             with clock("adv"):
@@ -152,7 +156,7 @@ def _train(
             # Learn, unless an alert says that there is nothing good to learn.
             interruption.hold()
             allowed = alerts.allow_update(rewards, of_estimates)
-            with clock("update"):
+            with clock("update") as watch:
                 batch = experience.assemble(rollouts, predictions, estimates)
                 updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key, allowed):
@@ -163,8 +167,9 @@ def _train(
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    updates.append(of_update)
+                    updates.append(watch(of_update))
                 of_updates = statistics.mean(updates)
+                replicas.check_learned(step, state)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
@@ -176,7 +181,7 @@ def _train(
             else:
                 of_evaluation = {}
             seconds = clock.seconds()
-            of_speed = statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat))
+            of_speed = throughput.of_step(roles, rollouts, seconds)
             on_host = {**of_updates, **of_speed, **seconds}
             of_alerts = alerts.check(step, rewards, of_estimates, on_host)
             if writer.due(step) or of_evaluation or any(of_alerts.values()):
