@@ -47,16 +47,22 @@ class Saver:
     with the best value of `config.best_metric` is kept; which that is, every step holds itself.
     """
 
-    def __init__(self, directory: PathLike, config: CheckpointConfig):
+    def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
         """Opens `directory`, made if missing.
 
         What a killed save left half-written is no step, and is removed before the next save.
+
+        Args:
+          directory: Of the steps of one run.
+          config: What is kept.
+          read_only: Whether to change nothing there, for the run may be going on.
 
         Raises:
           CheckpointError: If the folder cannot be made or read.
         """
         self._directory = epath.Path(os.path.abspath(directory))
         self._config = config
+        self._read_only = read_only
         self._best: Json = {}  # step and value; empty before there is one
         self._best_saved: Json = {}  # the same, of the last save that did not fail
         self._sealing: concurrent.futures.Future[None] | None = None
@@ -66,7 +72,8 @@ class Saver:
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Kept(self),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
             enable_async_checkpointing=True,
         )
         try:
@@ -210,6 +217,8 @@ class Saver:
                 self._best = self._best_saved = _meta(folder)["best"]
                 return *_restored(folder, abstract_state, partial), step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
+            if self._read_only:
+                continue
             if _is_first():
                 folder.rename(self._directory / f"damaged.{step}")
             _barrier(f"damaged {folder}")

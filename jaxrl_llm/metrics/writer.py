@@ -6,7 +6,6 @@ there are is not decided here.
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -209,13 +208,17 @@ class Writer:
 
 def check(config: MetricsConfig) -> None:
     """Raises ConfigError if an output needs a package that is not there; before any work."""
-    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+    if not config.wandb_project:
+        return
+    try:
+        importlib.import_module("wandb")
+    except ImportError as error:
         raise ConfigError(
             [
-                f"config.metrics.wandb_project: {config.wandb_project!r} needs the package wandb;"
-                " pip install 'jaxrl_llm[wandb]', or set it to ''"
+                f"config.metrics.wandb_project: {config.wandb_project!r} needs the package wandb"
+                f" ({error}); pip install 'jaxrl_llm[wandb]', or set it to ''"
             ]
-        )
+        ) from error
 
 
 def _print_line(step: int, data: Mapping[str, float]) -> None:
