@@ -193,6 +193,7 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
             "HOME": str(folder),
             "TMPDIR": str(folder),
             "LANG": "C.UTF-8",
+            "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

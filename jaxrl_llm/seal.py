@@ -31,8 +31,12 @@ def _digest(path: epath.Path) -> str:
 
 def write(folder: epath.Path) -> None:
     """Writes the digests of all files of a complete step into it."""
-    digests = {os.path.relpath(path, folder): _digest(path) for path in _files(folder)}
     partial = folder / f"{SEAL}.tmp"
+    digests = {
+        os.path.relpath(path, folder): _digest(path)
+        for path in _files(folder)
+        if path.name not in (SEAL, partial.name)
+    }
     partial.write_text(json.dumps(digests, indent=1))
     partial.rename(folder / SEAL)
 

@@ -151,7 +151,8 @@ class Writer:
                 with naming(path):
                     dumps.write_all(file, b"".join(waiting))
             except OSError:
-                os.truncate(file.fileno(), size)  # no half line stays
+                with contextlib.suppress(OSError):
+                    os.truncate(file.fileno(), size)  # no half line stays
                 raise
             waiting.clear()
 

@@ -42,7 +42,7 @@ class Interruption:
         self._reason = ""
         self._may_raise = True
         self._save: Callable[[], None] = lambda: None
-        self._step = 0
+        self._step = -1  # completed; -1: still at what comes before the steps
         self._before: dict[signal.Signals, Any] = {}
         self._watchdog = threading.Timer(0.0, lambda: None)
 
@@ -56,10 +56,9 @@ class Interruption:
         try:
             if kind is not None and issubclass(kind, Interrupted):
                 self._save()
+                when = f"after step {self._step}" if self._step >= 0 else "before a step was taken"
                 logging.warning(
-                    "%s: ended after step %d; start again with the same --workdir to go on",
-                    self._reason,
-                    self._step,
+                    "%s: ended %s; start again with the same --workdir to go on", self._reason, when
                 )
         finally:
             self._watchdog.cancel()
