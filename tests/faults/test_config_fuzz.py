@@ -145,7 +145,7 @@ def fuzz(max_examples: int, lower_every: int) -> None:
 
 
 def test_a_change_of_the_settings_is_refused_or_works():
-    fuzz(80, lower_every=1000)
+    fuzz(40, lower_every=1000)
 
 
 @pytest.mark.slow
@@ -154,4 +154,4 @@ def test_two_thousand_changes():
 
 
 def test_every_field_can_be_changed():
-    assert len(FIELDS) > 120 and ("alerts", "kl", "limit") in FIELDS
+    assert len(FIELDS) > 120 and ("alerts", "kl", "limit") in dict(FIELDS)

@@ -57,7 +57,7 @@ def faults(text: str):
             yield called
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", list(sources()), ids=lambda p: p.name)
 def test_nothing_loads_pickles(path):
     assert set(faults(path.read_text())) <= BETWEEN_PROCESSES.get(path.name, set())
 

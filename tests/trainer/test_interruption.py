@@ -1,5 +1,6 @@
 """A request to end is heard where nothing is lost, and only there."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import runs
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.errors import Interrupted
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 from jaxrl_llm.trainer.interruption import Interruption
 
@@ -110,7 +112,14 @@ def test_what_does_not_end_is_ended(grace_s, how, said):
     assert said in result.stderr and "goes on from the last checkpoint" in result.stderr
 
 
-def test_an_alert_stops_the_run_after_a_save(tmp_path):
+@pytest.fixture
+def one_device(monkeypatch):
+    """A run of this size on eight devices would wait for its own collectives."""
+    make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", make)
+
+
+def test_an_alert_stops_the_run_after_a_save(tmp_path, one_device):
     changes = {
         "warm_start": {"num_steps": 0},
         "trainer": {"num_steps": 5},
@@ -124,7 +133,8 @@ def test_an_alert_stops_the_run_after_a_save(tmp_path):
     assert [found[step]["alerts/entropy"] for step in (1, 2)] == [0.0, 1.0]
 
 
-def test_an_alert_leaves_updates_out(tmp_path):
+@pytest.mark.slow
+def test_an_alert_leaves_updates_out(tmp_path, one_device):
     changes = {
         "warm_start": {"num_steps": 0},
         "trainer": {"num_steps": 2},
