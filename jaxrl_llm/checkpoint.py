@@ -34,7 +34,6 @@ PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
 
-
 _PROBE_BYTES = 1 << 16  # more than the metadata of a step
 
 
@@ -147,17 +146,13 @@ class Saver:
             self._sealing = self._executor.submit(self._commit, step)
 
     def _probe(self) -> None:
-        """Raises OSError if nothing can be written at all.
-
-        A save that fails in making its folder leaves threads of the library behind, which hold up
-        the end of the process for minutes; it is better not begun.
-        """
-        probe = self._directory / f"probe.{os.getpid()}.tmp"
+        """Raises OSError if nothing can be written: a save that fails at once leaves threads of
+        the library behind, which hold up the end of the process for minutes."""
+        probe = self._directory / "probe.tmp"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
         finally:
-            with contextlib.suppress(OSError):
-                probe.unlink()
+            probe.unlink(missing_ok=True)
 
     def ensure(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""
