@@ -23,6 +23,28 @@ def _param(init, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], 
     return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
 
 
+@jax.custom_vjp
+def product(x: Float[Array, "... I"], kernel: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """Returns `x @ kernel`; its backward pass moves no array.
+
+    The gradient of the kernel is one contraction over all positions. Left to autodiff it is the
+    transpose of a product, for which XLA on CPU writes the incoming gradient transposed first.
+    """
+    return x @ kernel
+
+
+def _product_forward(x, kernel):
+    return x @ kernel, (x, kernel)
+
+
+def _product_backward(residuals, bar):
+    x, kernel = residuals
+    return bar @ kernel.T, jnp.einsum("...i,...o->io", x, bar)
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`, with the kernel stored as [in, out]."""
 
@@ -32,7 +54,7 @@ class Linear(nnx.Module):
             self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = product(x, self.kernel[...].astype(x.dtype))
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
