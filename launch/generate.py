@@ -14,7 +14,7 @@ from jaxrl_llm import program
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import saved
 from jaxrl_llm.rollout import agent
-from jaxrl_llm.rollout.scheduler import SamplingParams
+from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)

@@ -26,10 +26,13 @@ from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 # What the models say.
 
 
-def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
-    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass."""
+def scoring_programs(roles: Roles):
+    """Returns what asks a policy and what asks a critic about all tokens of a step, both jitted.
+
+    `of_policy(params, tokens, lengths, plan, *, with_entropy)` gives log-probs, entropies and
+    sums of squared probabilities, `of_critic(params, tokens, lengths, plan)` values, [B, T] each.
+    """
     config = roles.config
-    algorithm = config.algorithm
     statistics = functools.partial(
         token_statistics,
         temperature=config.rollout.temperature or 1.0,
@@ -55,6 +58,14 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
             return microbatch.unpacked(values, lengths, width)
 
         return batches.collect(plan, ask, num_sequences, width)
+
+    return of_policy, of_critic
+
+
+def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
+    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass."""
+    algorithm = roles.config.algorithm
+    of_policy, of_critic = scoring_programs(roles)
 
     def predict(state: LearnerState, rollouts: Rollouts) -> Predictions:
         plan = _whole_step(roles, rollouts)

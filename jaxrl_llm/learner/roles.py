@@ -105,16 +105,30 @@ def build(config: Config) -> Roles:
     mesh = mesh_lib.make_mesh(config.mesh)
     tokenizer = load_tokenizer(config.model)
     shape = model_shape(config.model, tokenizer)
-    policy = network(config.model, shape, "lm")
-    value = network(config.model, shape, "scalar")
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
+    return assemble(config, mesh, tokenizer, tuple(sorted(eos)), shape)
+
+
+def assemble(
+    config: Config,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_tokens: tuple[int, ...],
+    shape: Shape,
+) -> Roles:
+    """Returns the roles of a policy of this shape on a mesh, whose devices need not be present.
+
+    No folder is read and nothing is allocated.
+    """
+    policy = network(config.model, shape, "lm")
+    value = network(config.model, shape, "scalar")
     return Roles(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
-        eos_tokens=tuple(sorted(eos)),
+        eos_tokens=eos_tokens,
         policy=policy,
         value=value,
         policy_shardings=train_shardings(policy, mesh),
@@ -122,10 +136,10 @@ def build(config: Config) -> Roles:
         engine=Engine(
             rollout_network(config, policy),
             mesh,
-            num_slots=num_slots(config),
-            max_prompt_tokens=config.data.max_prompt_tokens,
+            num_slots=num_slots(config, mesh.devices.flat[0].platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         layout=Layout(
             config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]
@@ -190,11 +204,11 @@ def rollout_network(config: Config, policy: Network) -> Network:
     )
 
 
-def num_slots(config: Config) -> int:
-    """Returns how many sequences are decoded at one time."""
+def num_slots(config: Config, platform: str) -> int:
+    """Returns how many sequences are decoded at one time on devices of a platform."""
     if config.rollout.num_slots:
         return config.rollout.num_slots
-    most = 64 if jax.default_backend() == "cpu" else 256
+    most = 64 if platform == "cpu" else 256
     return min(config.sequences_per_step, most)
 
 
@@ -241,19 +255,27 @@ def _random(net: Network, shardings: Params, seed: int) -> Params:
 
 def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
     """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
-    shardings = jax.tree.map(lambda a: a.sharding, params)
-    replicated = mesh_lib.replicated(mesh)
     transformation = optimizer.make(config, num_updates)
-    abstract = jax.eval_shape(transformation.init, params)
-    opt_shardings = optax.tree_map_params(
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_optimizer(transformation, params, mesh))
+    opt_state = jax.jit(transformation.init, out_shardings=shardings)(params)
+    return Trainable(params, opt_state, jax.device_put(np.int32(0), mesh_lib.replicated(mesh)))
+
+
+def abstract_optimizer(
+    transformation: optax.GradientTransformation, params: Params, mesh: Mesh
+) -> Any:
+    """Returns shapes and shardings of the optimizer's state; `params` may be abstract too."""
+    abstract_state = jax.eval_shape(transformation.init, params)
+    shardings = optax.tree_map_params(
         transformation,
-        lambda _, sharding: sharding,
-        abstract,
-        shardings,
-        transform_non_params=lambda _: replicated,
+        lambda _, param: param.sharding,
+        abstract_state,
+        params,
+        transform_non_params=lambda _: mesh_lib.replicated(mesh),
     )
-    opt_state = jax.jit(transformation.init, out_shardings=opt_shardings)(params)
-    return Trainable(params, opt_state, jax.device_put(np.int32(0), replicated))
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state, shardings
+    )
 
 
 def initial_state(roles: Roles, policy_params: Params) -> LearnerState:

@@ -7,6 +7,7 @@ microbatches, packed into rows and split over devices does not change the gradie
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,11 +102,46 @@ def sequence_scores(
     return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
 
 
-def updater(roles: Roles, state: LearnerState):
-    """Returns `update(state, batch, plan, key, train_policy) -> (state, metrics)`, compiled once.
+@dataclasses.dataclass(frozen=True)
+class Updater:
+    """One update of every learner of a run.
 
-    The state is donated. `batch` holds all sequences of the step; `plan` says which of them make
-    this minibatch. With `train_policy` False only the critics learn.
+    Attributes:
+      mesh: Where the learners live.
+      program: `(learners, batch, plan, key, *, train_policy) -> (learners, metrics)`, jitted;
+        the learners are policy, critic and cost critic.
+    """
+
+    mesh: jax.sharding.Mesh
+    program: Any
+
+    def __call__(
+        self, state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True
+    ) -> tuple[LearnerState, Metrics]:
+        """Returns the state after the update, which consumes the old one, and its metrics.
+
+        Args:
+          state: As before the update.
+          batch: All sequences of the step.
+          plan: Which of them make this minibatch.
+          key: Of what the policy loss draws.
+          train_policy: With False only the critics learn.
+        """
+        learners = (state.policy, state.critic, state.cost_critic)
+        with jax.set_mesh(self.mesh):
+            (policy, critic, cost_critic), metrics = self.program(
+                learners, batch, plan, key, train_policy=train_policy
+            )
+        state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
+        return state, metrics
+
+
+def updater(roles: Roles, state: LearnerState) -> Updater:
+    """Returns the update of a run, compiled once.
+
+    Args:
+      roles: The fixed side of the run.
+      state: Arrays, or their shapes and shardings: only those are looked at.
     """
     config = roles.config
     algorithm = config.algorithm
@@ -202,16 +238,7 @@ def updater(roles: Roles, state: LearnerState):
             metrics |= of_policy
         return (policy, critic, cost_critic), metrics
 
-    def run(state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True):
-        learners = (state.policy, state.critic, state.cost_critic)
-        with jax.set_mesh(roles.mesh):
-            (policy, critic, cost_critic), metrics = update(
-                learners, batch, plan, key, train_policy=train_policy
-            )
-        state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, metrics
-
-    return run
+    return Updater(roles.mesh, update)
 
 
 def _only(batch: Minibatch, plan: Plan) -> Minibatch:

@@ -10,7 +10,7 @@ from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.types import PromptBatch, Rollouts
 
 

@@ -6,6 +6,7 @@ that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,21 @@ class DecodeState:
     remaining: Int[Array, " S"]  # tokens that may still be sampled
     stops: Int[Array, "S M"]  # tokens that end the sample; -1 is none
     sampler: SamplerState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What was sampled; shares no memory with the state, so it outlives the next call.
+
+    N steps (one for `insert`), S slots (for `insert`: admitted samples), k likeliest tokens.
+    """
+
+    tokens: Int[Array, "N S"]  # -1: the slot was not active
+    log_probs: Float[Array, "N S"]
+    top_tokens: Int[Array, "N S k"]
+    top_log_probs: Float[Array, "N S k"]
+    remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
 
 
 @jax.tree_util.register_dataclass
@@ -108,21 +124,24 @@ def prefill(
 
 
 def insert(
-    state: DecodeState, prefix: Prefix, admission: Admission, *, filtered: bool
-) -> tuple[DecodeState, tuple[Int[Array, " n"], Float[Array, " n"], Int[Array, " n"]]]:
+    state: DecodeState,
+    prefix: Prefix,
+    admission: Admission,
+    *,
+    filtered: bool,
+    num_top: int,
+) -> tuple[DecodeState, Outputs]:
     """Copies prefixes into slots and samples the first token of each.
 
     Samples of one prompt name the same prefix row: it was read once.
 
     Returns:
-      The state, and of each admitted sample its first token, that token's log-prob, and how
-      many tokens remain (0: it ended at once).
+      The state; and one step's outputs, a column for each admitted sample.
     """
     a = admission
-    lengths = prefix.lengths[a.rows]
-    tokens, log_probs = sampling.sample(
-        prefix.logits[a.rows], lengths, a.sampler, filtered=filtered
-    )
+    lengths, logits = prefix.lengths[a.rows], prefix.logits[a.rows]
+    tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
+    top_tokens, top_log_probs = sampling.top_log_probs(logits, a.sampler, num_top)
     remaining = jnp.where(_is_stop(tokens, a.stops), 0, a.limits - 1)
     width = prefix.keys[0].shape[2]
 
@@ -144,7 +163,15 @@ def insert(
         stops=put(state.stops, a.stops),
         sampler=jax.tree.map(put, state.sampler, a.sampler),
     )
-    return state, (tokens, log_probs, remaining)
+    outputs = Outputs(
+        tokens[None], log_probs[None], top_tokens[None], top_log_probs[None], remaining + 0
+    )
+    return state, outputs
+
+
+def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
+    """Ends the samples in these slots, whatever they might still do."""
+    return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
 
 
 def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S M"]) -> Bool[Array, " S"]:
@@ -152,14 +179,25 @@ def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S M"]) -> Bool[Array, 
 
 
 def decode_step(
-    network: Network, params: Params, state: DecodeState, *, window: int, filtered: bool
-) -> tuple[DecodeState, Int[Array, " S"], Float[Array, " S"]]:
+    network: Network,
+    params: Params,
+    state: DecodeState,
+    *,
+    window: int,
+    filtered: bool,
+    num_top: int,
+) -> tuple[DecodeState, tuple[Array, ...]]:
     """Feeds every active slot its last token and samples the next.
 
     Inactive slots compute along but write nothing and keep their place.
 
     Args:
       window: Cache positions that attention reads; static, past every active position.
+      filtered: See `sampling.sample`.
+      num_top: Likeliest tokens to report; static.
+
+    Returns:
+      The state; tokens (-1: the slot was not active), log-probs, likeliest tokens and theirs.
     """
     active = state.remaining > 0
     slots, capacity = state.tokens.shape[0], state.keys[0].shape[2]
@@ -191,8 +229,9 @@ def decode_step(
     logits = network.logits(params, network.norm(params, x))[:, 0]
 
     following = state.positions + 1
-    tokens, log_probs = sampling.sample(logits, following, state.sampler, filtered=filtered)
-    tokens = jnp.where(active, tokens, state.tokens)
+    drawn, log_probs = sampling.sample(logits, following, state.sampler, filtered=filtered)
+    tops = sampling.top_log_probs(logits, state.sampler, num_top)
+    tokens = jnp.where(active, drawn, state.tokens)
     left = jnp.where(_is_stop(tokens, state.stops), 0, state.remaining - 1)
     keys, values = zip(*kept, strict=True)
     state = dataclasses.replace(
@@ -203,7 +242,7 @@ def decode_step(
         positions=jnp.where(active, following, state.positions),
         remaining=jnp.where(active, left, 0),
     )
-    return state, tokens, log_probs
+    return state, (jnp.where(active, drawn, -1), jnp.where(active, log_probs, 0.0), *tops)
 
 
 def _attention_of_one(
@@ -231,35 +270,32 @@ def generate(
     num_steps: int,
     window: int,
     filtered: bool,
-) -> tuple[DecodeState, tuple[Int[Array, "N S"], Float[Array, "N S"], Int[Array, " S"]]]:
+    num_top: int,
+) -> tuple[DecodeState, Outputs]:
     """Decodes until `num_steps` are done or `free_target` slots are free.
 
     The second lets the host refill slots soon without looking after every token.
-
-    Returns:
-      The state; tokens and log-probs of each step (token -1: the slot was not active); and
-      `remaining` of each slot. The outputs share no memory with the state, so they can be
-      read while the next call consumes it.
     """
     slots = state.tokens.shape[0]
+    step_of = functools.partial(
+        decode_step, network, params, window=window, filtered=filtered, num_top=num_top
+    )
 
     def unfinished(carry):
-        step, state, _, _ = carry
+        step, state, _ = carry
         return (step < num_steps) & ((state.remaining == 0).sum() < free_target)
 
     def body(carry):
-        step, state, tokens, log_probs = carry
-        active = state.remaining > 0
-        state, token, log_prob = decode_step(
-            network, params, state, window=window, filtered=filtered
-        )
-        tokens = tokens.at[step].set(jnp.where(active, token, -1))
-        log_probs = log_probs.at[step].set(jnp.where(active, log_prob, 0.0))
-        return step + 1, state, tokens, log_probs
+        step, state, kept = carry
+        state, sampled = step_of(state)
+        kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
+        return step + 1, state, kept
 
     blank = (
         jnp.full((num_steps, slots), -1, jnp.int32),
         jnp.zeros((num_steps, slots), jnp.float32),
+        jnp.zeros((num_steps, slots, num_top), jnp.int32),
+        jnp.zeros((num_steps, slots, num_top), jnp.float32),
     )
-    _, state, tokens, log_probs = lax.while_loop(unfinished, body, (0, state, *blank))
-    return state, (tokens, log_probs, state.remaining + 0)
+    _, state, kept = lax.while_loop(unfinished, body, (0, state, blank))
+    return state, Outputs(*kept, state.remaining + 0)

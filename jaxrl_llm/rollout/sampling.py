@@ -60,6 +60,24 @@ def sample(
     return tokens, chosen - log_total
 
 
+def top_log_probs(
+    logits: Float[Array, "S V"], sampler: SamplerState, count: int
+) -> tuple[Int[Array, "S k"], Float[Array, "S k"]]:
+    """Returns the likeliest tokens of each row and their log-probs, as `sample` reports them.
+
+    Args:
+      logits: Unscaled, float32.
+      sampler: Of the rows.
+      count: How many; static, at most V. Without any there is no cost.
+    """
+    if not count:
+        shape = (logits.shape[0], 0)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    temperature = jnp.where(sampler.temperature == 0.0, 1.0, sampler.temperature)
+    log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits / temperature[:, None]), count)
+    return tokens, log_probs
+
+
 def _uniforms(keys, positions) -> Float[Array, "S 2"]:
     def two(key, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (2,))

@@ -6,39 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one sample is drawn."""
-
-    max_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_tokens: tuple[int, ...] = ()
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A prompt and the samples wanted of it; the prompt is read once for all of them."""
-
-    tokens: tuple[int, ...]
-    keys: np.ndarray  # [n, 2] uint32, one raw random key a sample
-    params: tuple[SamplingParams, ...]  # n of them
-
-
-@dataclasses.dataclass
-class Completion:
-    """One finished sample."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)  # stop token included
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    stopped: bool = False  # by a stop token, not by its length limit
+from jaxrl_llm.rollout import stopping
+from jaxrl_llm.rollout.requests import Completion, Progress, Request, SamplingParams
+from jaxrl_llm.rollout.stopping import Decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +20,76 @@ class Placement:
     slot: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What the device sampled, read by the host. N steps, S slots, the k likeliest tokens."""
+
+    tokens: np.ndarray  # [N, S] int32; -1: the slot was not active
+    log_probs: np.ndarray  # [N, S]
+    top_tokens: np.ndarray  # [N, S, k]
+    top_log_probs: np.ndarray  # [N, S, k]
+    remaining: np.ndarray  # [S]; 0: the sample ended
+
+
+class _Sample:
+    """One sample from its submission to its end."""
+
+    def __init__(self, request: int, index: int, prompt_tokens: int, params: SamplingParams):
+        self.request, self.index, self.params = request, index, params
+        self.prompt_tokens = prompt_tokens
+        self.completion = Completion()
+        self.num_reported = 0
+
+    def extend(self, sampled: Sampled, column: int) -> int:
+        """Takes in one column; returns how many tokens it held."""
+        count = int((sampled.tokens[:, column] >= 0).sum())  # active steps come first
+        c = self.completion
+        c.tokens.extend(sampled.tokens[:count, column].tolist())
+        c.log_probs.extend(sampled.log_probs[:count, column].tolist())
+        if k := self.params.num_top_log_probs:
+            tops = zip(
+                sampled.top_tokens[:count, column, :k].tolist(),
+                sampled.top_log_probs[:count, column, :k].tolist(),
+                strict=True,
+            )
+            c.top_log_probs.extend(tuple(zip(*top, strict=True)) for top in tops)
+        return count
+
+    def cut(self, length: int) -> None:
+        c = self.completion
+        del c.tokens[length:], c.log_probs[length:], c.top_log_probs[length:]
+
+    def progress(self) -> Progress:
+        """Returns what was not reported before."""
+        first, c = self.num_reported, self.completion
+        self.num_reported = len(c.tokens)
+        return Progress(
+            self.request,
+            self.index,
+            tuple(c.tokens[first:]),
+            tuple(c.log_probs[first:]),
+            tuple(c.top_log_probs[first:]),
+            c.finish_reason,
+        )
+
+
 class Scheduler:
     """Keeps slots full: hands out free slots in order of arrival, lowest slot first."""
 
-    def __init__(self, requests: Sequence[Request], num_slots: int):
-        self.requests = requests
-        self.completions = [[Completion() for _ in r.params] for r in requests]
-        self._waiting = collections.deque(
-            (i, s) for i, request in enumerate(requests) for s in range(len(request.params))
-        )
-        self._owners: list[tuple[int, int] | None] = [None] * num_slots
+    def __init__(self, num_slots: int, decode: Decode):
+        """
+        Args:
+          num_slots: Sequences decoded at one time.
+          decode: Tokens to text; asked only where a sample has stop strings.
+        """
+        self._decode = decode
+        self._num_requests = 0
+        self._requests: dict[int, Request] = {}  # unfinished, in order of arrival
+        self._samples: dict[int, list[_Sample]] = {}
+        self._waiting: collections.deque[_Sample] = collections.deque()
+        self._owners: list[_Sample | None] = [None] * num_slots
+        self._touched: dict[_Sample, None] = {}  # in order; what `progress` will report
+        self._stale: set[int] = set()
 
     @property
     def num_waiting(self) -> int:
@@ -69,11 +99,58 @@ class Scheduler:
     def num_active(self) -> int:
         return sum(owner is not None for owner in self._owners)
 
+    @property
+    def active_params(self) -> list[SamplingParams]:
+        """How each active sample is drawn."""
+        return [owner.params for owner in self._owners if owner is not None]
+
+    def add(self, request: Request) -> int:
+        """Queues the samples of a request; returns its number."""
+        number = self._num_requests
+        self._num_requests += 1
+        samples = [
+            _Sample(number, i, len(request.tokens), params)
+            for i, params in enumerate(request.params)
+        ]
+        if samples:
+            self._requests[number], self._samples[number] = request, samples
+            self._waiting.extend(samples)
+        return number
+
+    def request(self, number: int) -> Request:
+        return self._requests[number]
+
+    def params(self, placement: Placement) -> SamplingParams:
+        """Returns how a placed sample is drawn."""
+        return self._requests[placement.request].params[placement.sample]
+
+    def requests_from(self, number: int) -> list[int]:
+        """Returns unfinished requests that arrived with this one or later, in order."""
+        return [other for other in self._requests if other >= number]
+
+    def remove(self, number: int) -> list[Completion]:
+        """Takes an unfinished request out; returns its completions as far as they came."""
+        if number not in self._requests:
+            return []
+        samples = self._samples[number]
+        self._waiting = collections.deque(s for s in self._waiting if s.request != number)
+        for slot, owner in enumerate(self._owners):
+            if owner is not None and owner.request == number:
+                self._owners[slot] = None
+                self._stale.add(slot)
+        for sample in samples:
+            self._touched.pop(sample, None)
+            if not sample.completion.finish_reason:
+                sample.completion.finish_reason = "abort"
+        del self._requests[number], self._samples[number]
+        return [sample.completion for sample in samples]
+
     def max_active_tokens(self) -> int:
         """Returns the most tokens that any active sequence holds by now."""
         return max(
-            len(self.requests[r].tokens) + len(self.completions[r][s].tokens)
-            for r, s in filter(None, self._owners)
+            owner.prompt_tokens + len(owner.completion.tokens)
+            for owner in self._owners
+            if owner is not None
         )
 
     def admit(self) -> list[Placement]:
@@ -81,37 +158,55 @@ class Scheduler:
         free = [slot for slot, owner in enumerate(self._owners) if owner is None]
         entering = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
         placements = []
-        for slot, owner in zip(free, entering, strict=False):
-            self._owners[slot] = owner
-            placements.append(Placement(*owner, slot))
+        for slot, sample in zip(free, entering, strict=False):
+            self._owners[slot] = sample
+            placements.append(Placement(sample.request, sample.index, slot))
         return placements
 
-    def first_tokens(self, placements, tokens, log_probs, remaining) -> None:
-        """Takes in what `insert` sampled, arrays of [n] in the order of `placements`."""
-        for p, token, log_prob, left in zip(placements, tokens, log_probs, remaining, strict=False):
-            completion = self.completions[p.request][p.sample]
-            completion.tokens.append(int(token))
-            completion.log_probs.append(float(log_prob))
-            self._release_if_done(p.slot, p.request, p.sample, int(left))
+    def take_first(self, placements: Sequence[Placement], sampled: Sampled) -> None:
+        """Takes in what `insert` sampled; the columns are in the order of `placements`."""
+        for column, placement in enumerate(placements):
+            self._stale.discard(placement.slot)
+            self._take(placement.slot, sampled, column)
 
-    def take(self, tokens, log_probs, remaining) -> int:
-        """Takes in the outputs of `generate`; returns how many tokens were sampled."""
-        taken = 0
-        for slot, owner in enumerate(self._owners):
-            if owner is None:
-                continue
-            count = int((tokens[:, slot] >= 0).sum())  # active steps come first
-            completion = self.completions[owner[0]][owner[1]]
-            completion.tokens.extend(tokens[:count, slot].tolist())
-            completion.log_probs.extend(log_probs[:count, slot].tolist())
-            taken += count
-            self._release_if_done(slot, *owner, int(remaining[slot]))
-        return taken
+    def take(self, sampled: Sampled) -> int:
+        """Takes in what `generate` sampled; returns how many tokens that was."""
+        return sum(
+            self._take(slot, sampled, slot)
+            for slot, owner in enumerate(self._owners)
+            if owner is not None
+        )
 
-    def _release_if_done(self, slot: int, request: int, sample: int, remaining: int) -> None:
-        if remaining > 0:
-            return
-        completion = self.completions[request][sample]
-        params = self.requests[request].params[sample]
-        completion.stopped = completion.tokens[-1] in params.stop_tokens
-        self._owners[slot] = None
+    def _take(self, slot: int, sampled: Sampled, column: int) -> int:
+        sample = self._owners[slot]
+        assert sample is not None
+        c, num_seen = sample.completion, len(sample.completion.tokens)
+        count = sample.extend(sampled, column)
+        if sampled.remaining[column] <= 0:
+            c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
+        if count and sample.params.stop_strings:
+            strings = sample.params.stop_strings
+            length = stopping.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
+            if length:
+                sample.cut(length)
+                if not c.finish_reason:
+                    self._stale.add(slot)
+                c.finish_reason = "stop"
+        if count:
+            self._touched[sample] = None
+        if c.finish_reason:
+            self._owners[slot] = None
+        return count
+
+    def stale_slots(self) -> list[int]:
+        """Returns the slots that are free here and not on the device, once each."""
+        stale, self._stale = sorted(self._stale), set()
+        return stale
+
+    def progress(self) -> list[Progress]:
+        """Returns what was sampled since the last call; forgets requests that are finished."""
+        touched, self._touched = list(self._touched), {}
+        for number in {sample.request for sample in touched}:
+            if all(sample.completion.finish_reason for sample in self._samples[number]):
+                del self._requests[number], self._samples[number]
+        return [sample.progress() for sample in touched]

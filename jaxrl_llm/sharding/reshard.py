@@ -63,6 +63,18 @@ class Resharder:
         """Numbers of the layers, on the devices once and for all."""
         return [jax.device_put(np.int32(i), self._replicated) for i in range(self._num_layers)]
 
+    @property
+    def jitted(self) -> dict[str, Any]:
+        """The jitted functions: of one layer `(old, layers, i)` and of the ends `(old, ends)`."""
+        return {"layer": self._move_layer, "ends": self._move_ends}
+
+    def abstract(self) -> Params:
+        """Returns shapes and shardings of the rollout parameters."""
+        place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
+        layer = jax.tree.map(place, self._layer, self._layer_shardings)
+        ends = jax.tree.map(place, self._ends, self._end_shardings)
+        return {**ends, "layers": (layer,) * self._num_layers}
+
     def empty(self) -> Params:
         """Returns zeros in the rollout layout, to be donated to the first `reshard`."""
         make = jax.jit(lambda: _zeros(self._layer), out_shardings=self._layer_shardings)

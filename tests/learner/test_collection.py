@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.config import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from jaxrl_llm.learner import collection
-from jaxrl_llm.rollout.scheduler import SamplingParams
+from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Rewards, Rollouts
 
 

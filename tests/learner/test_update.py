@@ -32,12 +32,16 @@ CHOSEN = np.array([0, 2, 3, 4, 5, 7, 8, 9])
 
 @pytest.fixture(autouse=True)
 def plain_steps(monkeypatch):
-    """Parameters move by minus the gradient: what differs is seen, not hidden by Adam's root."""
-    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: optax.sgd(1.0))
+    """Parameters move by minus the gradient, and the optimizer's state is the gradient itself."""
+    transformation = optax.GradientTransformation(
+        init=optax.tree.zeros_like,
+        update=lambda gradients, state, params: (optax.tree.scale(-1.0, gradients), gradients),
+    )
+    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
 
 
 def roles_on(mesh, algorithm, monkeypatch):
-    monkeypatch.setattr(mesh_lib, "make_mesh", lambda config: mesh)
+    monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
     model = ModelConfig(
         hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, mlp_size=48
     )
@@ -109,9 +113,8 @@ def plan_of(mesh, budget, width=T):
 
 
 def learned(run, *, budget=1024, width=T, **settings):
-    """Returns what one update adds to the parameters, and its metrics."""
+    """Returns the gradients of policy and critic in one update, and its metrics."""
     state = initial(run)
-    before = jax.tree.map(np.array, (state.policy.params, state.critic.params))
     after, metrics = update.updater(run, state)(
         state,
         batch_of(run.policy, width),
@@ -119,19 +122,22 @@ def learned(run, *, budget=1024, width=T, **settings):
         jax.random.key(3),
         **settings,
     )
-    steps = jax.tree.map(
-        lambda a, b: np.asarray(a) - b, (after.policy.params, after.critic.params), before
-    )
-    return steps, {name: float(value) for name, value in metrics.items()}
+    gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
+    return gradients, {name: float(value) for name, value in metrics.items()}
+
+
+def assert_equal_gradients(got, want):
+    """Equal to 1e-6 relative, as vectors; and no weight far off behind that."""
+    difference = optax.tree.norm(optax.tree.sub(got, want))
+    assert float(difference) <= 1e-6 * float(optax.tree.norm(want))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6 * np.abs(theirs).max())
 
 
 def assert_same(got, want):
-    steps, metrics = got
-    for ours, theirs in zip(jax.tree.leaves(steps), jax.tree.leaves(want[0]), strict=True):
-        # Sums of a few hundred float32 terms in other orders; the weights of size 0.3 that
-        # the step was added to keep 3e-8.
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-6 * np.abs(theirs).max() + 5e-8)
-    assert metrics == pytest.approx(want[1], rel=2e-5, abs=1e-6)
+    for ours, theirs in zip(got[0], want[0], strict=True):  # policy, critic
+        assert_equal_gradients(ours, theirs)
+    assert got[1] == pytest.approx(want[1], rel=2e-5, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +169,8 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
         return -jnp.sum(jnp.where(mask, gain * batch.correction_weights, 0.0)) / mask.sum()
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-    (steps, _), metrics = reference(PLAIN, monkeypatch)
-    for ours, plain in zip(jax.tree.leaves(steps), jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(ours, -plain, atol=3e-6 * float(jnp.abs(plain).max()) + 1e-7)
+    (ours, _), metrics = reference(PLAIN, monkeypatch)
+    assert_equal_gradients(ours, jax.tree.map(np.asarray, gradient))
     assert metrics["actor/loss"] == pytest.approx(float(value), rel=1e-5)
     assert metrics["actor/grad_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
     assert metrics["actor/skipped_updates"] == 0
@@ -269,6 +274,5 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
         return 0.5 * means.sum() / mask.any(1).sum()
 
     gradient = jax.jit(jax.grad(loss))(params)
-    (_, steps), _ = reference(FULL, monkeypatch)
-    for ours, plain in zip(jax.tree.leaves(steps), jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(ours, -plain, atol=3e-6 * float(jnp.abs(plain).max()) + 1e-7)
+    (_, ours), _ = reference(FULL, monkeypatch)
+    assert_equal_gradients(ours, jax.tree.map(np.asarray, gradient))

@@ -9,7 +9,7 @@ from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rollout import agent
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import SamplingParams
+from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch
 
 TOKENIZER = character_tokenizer()
@@ -24,7 +24,7 @@ SAMPLES = (
 @pytest.fixture(scope="module")
 def setup():
     mesh = tiny.make_mesh()
-    engine = Engine(NETWORK, mesh, num_slots=4, max_prompt_tokens=32, max_tokens=64)
+    engine = Engine(NETWORK, mesh, num_slots=4, max_tokens=64)
     return engine, tiny.rollout_params(tiny.params(NETWORK), mesh, NETWORK)
 
 

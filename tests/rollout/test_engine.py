@@ -9,10 +9,9 @@ import pytest
 import tiny
 
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 
 LIMIT = 64
-PROMPT_LIMIT = 40
 ONE = tiny.make_mesh()
 
 
@@ -22,7 +21,6 @@ def engine_of(mesh=ONE, num_slots=8, chunk_steps=16, network=tiny.NETWORK):
         network,
         mesh,
         num_slots=num_slots,
-        max_prompt_tokens=PROMPT_LIMIT,
         max_tokens=LIMIT,
         chunk_steps=chunk_steps,
     )
@@ -31,7 +29,7 @@ def engine_of(mesh=ONE, num_slots=8, chunk_steps=16, network=tiny.NETWORK):
 @pytest.fixture
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.engine._SMALLEST_BUCKET", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.prefixes.SMALLEST_WIDTH", LIMIT)
 
 
 def request(random, length, params, seed):
@@ -82,14 +80,14 @@ def assert_same(got, want):
 
 def count_prompts_read(engine, monkeypatch):
     """Makes the engine note every row that it prefills, fillers left out."""
-    read, prefill = [], engine._prefill
+    read, prefill = [], engine.compiled.prefill
 
     def counted(params, tokens, lengths):
         rows = (tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True))
         read.extend(row for row in rows if row != (0,))
         return prefill(params, tokens, lengths)
 
-    monkeypatch.setattr(engine, "_prefill", counted)
+    monkeypatch.setattr(engine.compiled, "prefill", counted)
     return read
 
 
@@ -163,7 +161,7 @@ def test_order_and_neighbours_do_not_matter(one_window):
 
 
 def test_prompts_are_read_in_several_batches(one_window, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.engine._PREFILL_TOKENS", 80)
+    monkeypatch.setattr("jaxrl_llm.rollout.prefixes._TOKENS", 80)
     engine = engine_of(num_slots=4)
     read = count_prompts_read(engine, monkeypatch)
     assert_same(engine.generate(rollout_params(), workload()), expected())
@@ -177,6 +175,145 @@ def test_filters_of_a_neighbour_leave_a_sample_alone(one_window):
         c for r, c in zip(workload(), expected(), strict=True) if any(r is other for other in plain)
     ]
     assert_same(engine.generate(params, plain), want)
+
+
+def run_to_end(engine, params, completions):
+    """Takes turns until nothing is left; adds to {(request, sample): [tokens, reason]}."""
+    while engine.num_waiting or engine.num_active:
+        for p in engine.step(params):
+            kept = completions.setdefault((p.request, p.sample), [[], ""])
+            assert not kept[1], "progress of a finished sample"
+            assert len(p.tokens) == len(p.log_probs) > 0
+            kept[0].extend(p.tokens)
+            kept[1] = p.finish_reason
+    return completions
+
+
+def test_requests_may_come_while_others_run(one_window):
+    engine, params = engine_of(num_slots=4), rollout_params()
+    engine.reset()
+    found, numbers = {}, []
+    for wanted in workload():
+        numbers.append(engine.submit(wanted))
+        for p in engine.step(params):
+            kept = found.setdefault((p.request, p.sample), [[], ""])
+            kept[0].extend(p.tokens)
+            kept[1] = p.finish_reason
+    run_to_end(engine, params, found)
+    assert engine.step(params) == []
+    for number, completions in zip(numbers, expected(), strict=True):
+        for i, c in enumerate(completions):
+            assert found[number, i] == [c.tokens, c.finish_reason]
+    assert engine.statistics.prefill_tokens == sum(len(w.tokens) for w in workload())
+    engine.reset()
+
+
+def test_an_aborted_request_goes_on_as_if_it_had_not_been(one_window):
+    engine, params = engine_of(num_slots=4, chunk_steps=5), rollout_params()
+    engine.reset()
+    numbers = [engine.submit(wanted) for wanted in workload()]
+    found = {(p.request, p.sample): [list(p.tokens), ""] for p in engine.step(params)}
+    # Four of the five samples of the first prompt stand in slots, the fifth waits.
+    assert (engine.num_active, len(found)) == (4, 4)
+    partial = engine.abort(numbers[0])
+    assert [c.tokens for c in partial] == [found[0, i][0] for i in range(4)] + [[]]
+    assert {c.finish_reason for c in partial} == {"abort"}
+    assert engine.num_active == 0
+    assert engine.abort(numbers[0]) == engine.abort(999) == []
+    first = workload()[0]
+    for i, c in enumerate(partial):
+        left = dataclasses.replace(first.params[i], max_tokens=20 - len(c.tokens))
+        rest = Request((*first.tokens, *c.tokens), first.keys[i : i + 1], (left,))
+        numbers.append(engine.submit(rest))
+    found = run_to_end(engine, params, {})
+    for i, c in enumerate(partial):
+        whole = expected()[0][i]
+        assert c.tokens + found[numbers[len(workload()) + i], 0][0] == whole.tokens
+    # The others did not notice.
+    for number, completions in zip(numbers[1:], expected()[1:], strict=False):
+        for i, c in enumerate(completions):
+            assert found[number, i] == [c.tokens, c.finish_reason]
+    engine.reset()
+
+
+def test_waiting_prompts_are_read_with_the_weights_of_their_turn(one_window):
+    # A prompt that was read ahead with earlier weights must not be used with later ones.
+    engine, params = engine_of(num_slots=4), rollout_params()
+    other = tiny.rollout_params(tiny.params(seed=1), ONE)
+    engine.reset()
+    early, late = (engine.submit(workload()[i]) for i in (0, 2))
+    engine.step(params)
+    assert engine.num_waiting
+    engine.abort(early)
+    found = run_to_end(engine, other, {})
+    (want,) = engine.generate(other, [workload()[2]])
+    assert [found[late, i][0] for i in range(2)] == [c.tokens for c in want]
+
+
+def test_generate_wants_an_idle_engine():
+    engine = engine_of()
+    engine.reset()
+    engine.submit(workload()[0])
+    with pytest.raises(ValueError, match="generate: 5 submitted samples are waiting and 0 running"):
+        engine.generate(rollout_params(), workload())
+    engine.reset()
+    assert engine.num_waiting == 0
+
+
+def test_stop_strings_end_samples_in_the_middle_of_a_chunk(one_window):
+    params = rollout_params()
+    engine = Engine(
+        tiny.NETWORK, ONE, num_slots=4, max_tokens=LIMIT, decode=lambda ts: "".join(map(chr, ts))
+    )
+    # The third and fourth token of one sample, as text.
+    whole = expected()[0][2]
+    stop = chr(whole.tokens[2]) + chr(whole.tokens[3])
+    wanted = dataclasses.replace(
+        workload()[0],
+        params=tuple(
+            dataclasses.replace(p, stop_strings=("~~~", stop)) for p in workload()[0].params
+        ),
+    )
+    found = engine.generate(params, [wanted, *workload()[1:]])
+    assert_same(found[1:], expected()[1:])
+    assert found[0][2].tokens == whole.tokens[:4]
+    assert found[0][2].finish_reason == "stop"
+    for ours, theirs in zip(found[0], expected()[0], strict=True):
+        text = "".join(map(chr, theirs.tokens))
+        at = text.find(stop)
+        assert ours.tokens == (theirs.tokens if at < 0 else theirs.tokens[: at + 2])
+        assert len(ours.log_probs) == len(ours.tokens)
+    with pytest.raises(ValueError, match="request: stop strings need the text"):
+        engine_of().submit(wanted)
+
+
+def test_likeliest_tokens_are_reported_with_the_sampled_one(one_window):
+    engine, params = engine_of(), rollout_params()
+    asked = [
+        dataclasses.replace(
+            r, params=tuple(dataclasses.replace(p, num_top_log_probs=3) for p in r.params[:1])
+        )
+        for r in workload()[:4]
+    ]
+    asked = [dataclasses.replace(r, keys=r.keys[:1]) for r in asked]
+    found = engine.generate(params, [*asked, workload()[4]])
+    assert_same(found[:4], [row[:1] for row in expected()[:4]])
+    assert found[4][0].top_log_probs == []
+    hits = 0
+    for (completion,) in found[:4]:
+        assert len(completion.top_log_probs) == len(completion.tokens)
+        for token, log_prob, top in zip(
+            completion.tokens, completion.log_probs, completion.top_log_probs, strict=True
+        ):
+            tokens, values = zip(*top, strict=True)
+            assert len(top) == len(set(tokens)) == 3
+            assert list(values) == sorted(values, reverse=True)
+            if token in tokens:
+                hits += 1
+                assert values[tokens.index(token)] == pytest.approx(log_prob, abs=1e-5)
+            else:
+                assert log_prob <= values[-1] + 1e-5
+    assert hits > 10
 
 
 def test_nothing_asked_nothing_given():
@@ -193,7 +330,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     states = []
 
     def watch(name):
-        program = getattr(engine, name)
+        program = getattr(engine.compiled, name)
 
         def watched(*args, **kwargs):
             out = program(*args, **kwargs)
@@ -201,10 +338,10 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
             return out
 
         watched._cache_size = program._cache_size
-        monkeypatch.setattr(engine, name, watched)
+        monkeypatch.setattr(engine.compiled, name, watched)
 
-    watch("_insert")
-    watch("_generate")
+    watch("insert")
+    watch("generate")
     random = np.random.default_rng(2)
     rollout, counts = mover.empty(), []
     for seed in range(3):
@@ -221,7 +358,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
         counts.append(engine.num_compilations())
     assert counts == counts[:1] * 3
     # What goes out is split as what came in: slots over 2, 2 heads over 2.
-    split = engine._state_shardings
+    split = engine.compiled.state_shardings
     assert split.keys[0].spec[:2] == ("fsdp", "tensor")
     assert all(state == split for state in states)
 
@@ -249,7 +386,7 @@ def test_slots_stay_full_while_samples_wait(one_window):
 
 def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
     engine, params = engine_of(num_slots=4), rollout_params()
-    generate, calls = engine._generate, []
+    generate, calls = engine.compiled.generate, []
 
     def fails_once(*args, **kwargs):
         calls.append(None)
@@ -257,7 +394,7 @@ def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "_generate", fails_once)
+    monkeypatch.setattr(engine.compiled, "generate", fails_once)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(params, workload())
     assert_same(engine.generate(params, workload()), expected())
@@ -287,11 +424,13 @@ def test_low_precision_stays_near_one_pass(one_window):
 @pytest.mark.parametrize(
     ("length", "params", "message"),
     [
-        (0, SamplingParams(1), "request 1: a prompt of 0 tokens; this engine takes 1 to 40"),
-        (41, SamplingParams(1), "request 1: a prompt of 41 tokens"),
+        (0, SamplingParams(1), "request 1: a prompt of 0 tokens; this engine takes 1 to 63"),
+        (64, SamplingParams(1), "request 1: a prompt of 64 tokens"),
         (40, SamplingParams(25), "max_tokens=25 after a prompt of 40 must lie between 1 and 24"),
         (5, SamplingParams(0), "max_tokens=0"),
         (5, SamplingParams(1, stop_tokens=tuple(range(9))), "9 stop tokens, at most 8"),
+        (5, SamplingParams(1, num_top_log_probs=33), "num_top_log_probs=33 must lie between 0"),
+        (5, SamplingParams(1, stop_strings=("a",)), "request 1: stop strings need the text"),
     ],
 )
 def test_impossible_requests_are_refused(length, params, message):

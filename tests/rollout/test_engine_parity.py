@@ -9,7 +9,7 @@ import torch
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.scheduler import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 
 NUM_TOKENS = 24
 
@@ -20,7 +20,7 @@ def test_greedy_tokens_equal_transformers(family, tmp_path):
     network = Network(huggingface.read_shape(tmp_path))
     mesh = tiny.make_mesh()
     params = tiny.rollout_params(huggingface.load(tmp_path, network), mesh, network)
-    engine = Engine(network, mesh, num_slots=4, max_prompt_tokens=30, max_tokens=64)
+    engine = Engine(network, mesh, num_slots=4, max_tokens=64)
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(4, 96, n).tolist()) for n in (1, 30, 17, 8)]
     greedy = SamplingParams(NUM_TOKENS, temperature=0.0, stop_tokens=(2, 3))

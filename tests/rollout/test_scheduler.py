@@ -5,31 +5,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout.scheduler import Placement, Request, SamplingParams, Scheduler
+from jaxrl_llm.rollout.requests import Progress, Request, SamplingParams
+from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 
 
-def request(*budgets, prompt=(7, 8), stops=()):
-    params = tuple(SamplingParams(b, stop_tokens=stops) for b in budgets)
+def text_of(tokens):
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def request(*budgets, prompt=(7, 8), stops=(), strings=(), top=0):
+    params = tuple(
+        SamplingParams(b, stop_tokens=stops, stop_strings=strings, num_top_log_probs=top)
+        for b in budgets
+    )
     return Request(tuple(prompt), np.zeros((len(budgets), 2), np.uint32), params)
 
 
-def outputs(columns, steps, slots):
-    """What `generate` returns: tokens and log-probs [N, S]; slots without a column are idle."""
+def outputs(columns, steps, slots, remaining):
+    """What `generate` gives: slots without a column are idle. Log-probs are -token / 10."""
     tokens = np.full((steps, slots), -1, np.int32)
     for slot, column in columns.items():
         tokens[: len(column), slot] = column
-    return tokens, np.where(tokens >= 0, tokens / -10.0, 0.0).astype(np.float32)
+    log_probs = np.where(tokens >= 0, tokens / -10.0, 0.0)
+    tops = np.stack([tokens, tokens + 1], -1)
+    return Sampled(tokens, log_probs, tops, tops / -10.0, np.array(remaining))
+
+
+def first(tokens, remaining):
+    return outputs(dict(enumerate([t] for t in tokens)), 1, len(tokens), remaining)
+
+
+def brief(progress):
+    return [(p.request, p.sample, p.tokens, p.finish_reason) for p in progress]
 
 
 def test_one_run_by_hand():
-    scheduler = Scheduler([request(4, 1), request(3, stops=(5,)), request(2)], num_slots=2)
+    scheduler = Scheduler(2, text_of)
+    numbers = [scheduler.add(r) for r in (request(4, 1), request(3, stops=(5,)), request(2))]
+    assert numbers == [0, 1, 2]
     assert (scheduler.num_waiting, scheduler.num_active) == (4, 0)
 
     # The first two samples of the first prompt enter; the second ends with its first token.
     placements = scheduler.admit()
     assert placements == [Placement(0, 0, 0), Placement(0, 1, 1)]
-    padding = (9, -0.9, 0)  # an insert is wider than what enters
-    scheduler.first_tokens(placements, *zip((1, -0.1, 3), (2, -0.2, 0), padding, strict=True))
+    scheduler.take_first(placements, first([1, 2, 9], (3, 0, 0)))  # an insert may be wider
     assert (scheduler.num_waiting, scheduler.num_active) == (2, 1)
     assert scheduler.max_active_tokens() == 3
 
@@ -37,27 +56,77 @@ def test_one_run_by_hand():
     placements = scheduler.admit()
     assert placements == [Placement(1, 0, 1)]
     assert scheduler.admit() == []
-    scheduler.first_tokens(placements, [3], [-0.3], [2])
+    scheduler.take_first(placements, first([3], [2]))
     assert scheduler.max_active_tokens() == 3
 
     # Two steps; slot 1 meets its stop token in the first and idles in the second.
-    taken = scheduler.take(*outputs({0: [4, 5], 1: [5]}, 3, 2), remaining=[1, 0])
-    assert taken == 3
+    assert scheduler.take(outputs({0: [4, 5], 1: [5]}, 3, 2, [1, 0])) == 3
+    assert brief(scheduler.progress()) == [
+        (0, 0, (1, 4, 5), ""),
+        (0, 1, (2,), "length"),
+        (1, 0, (3, 5), "stop"),
+    ]
+    assert scheduler.requests_from(0) == [0, 2]  # the second is finished and forgotten
     assert scheduler.max_active_tokens() == 5
     assert scheduler.admit() == [Placement(2, 0, 1)]
-    scheduler.first_tokens([Placement(2, 0, 1)], [6], [-0.6], [1])
-    assert scheduler.take(*outputs({0: [1], 1: [2]}, 3, 2), remaining=[0, 0]) == 2
+    scheduler.take_first([Placement(2, 0, 1)], first([6], [1]))
+    assert scheduler.take(outputs({0: [1], 1: [5]}, 3, 2, [0, 0])) == 2
+    assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
+    # 5 ends a sample only where it is among the sample's stop tokens.
+    found = scheduler.progress()
+    assert brief(found) == [(2, 0, (6, 5), "length"), (0, 0, (1,), "length")]
+    assert found[0].log_probs == pytest.approx((-0.6, -0.5))
+    assert found[0].top_log_probs == ()
+    assert scheduler.progress() == []
+    assert scheduler.stale_slots() == []
+
+
+def test_likeliest_tokens_are_as_many_as_asked_for():
+    scheduler = Scheduler(1, text_of)
+    scheduler.add(request(2, top=1))
+    scheduler.take_first(scheduler.admit(), first([3], [1]))
+    scheduler.take(outputs({0: [4]}, 2, 1, [0]))
+    (found,) = scheduler.progress()
+    assert found == Progress(0, 0, (3, 4), (-0.3, -0.4), (((3, -0.3),), ((4, -0.4),)), "length")
+
+
+def test_a_request_is_removed_wherever_its_samples_are():
+    scheduler = Scheduler(2, text_of)
+    gone, other = scheduler.add(request(1, 5, 5)), scheduler.add(request(1))
+    scheduler.take_first(scheduler.admit(), first([1, 2], [0, 4]))
+    scheduler.take_first(scheduler.admit(), first([3], [4]))
+    # One is done, two stand in slots that the device would go on with.
+    found = scheduler.remove(gone)
+    assert [c.tokens for c in found] == [[1], [2], [3]]
+    assert [c.finish_reason for c in found] == ["length", "abort", "abort"]
+    assert scheduler.remove(gone) == []
+    assert scheduler.progress() == []
+    # A slot that is filled again is in step with the device, the other is not.
+    placements = scheduler.admit()
+    assert placements == [Placement(other, 0, 0)]
+    scheduler.take_first(placements, first([3], [0]))
+    assert scheduler.stale_slots() == [1]
+    assert scheduler.stale_slots() == []
+    # One that waits.
+    last = scheduler.add(request(1, 1))
+    assert [c.finish_reason for c in scheduler.remove(last)] == ["abort", "abort"]
     assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
 
-    found = [[c.tokens for c in row] for row in scheduler.completions]
-    assert found == [[[1, 4, 5, 1], [2]], [[3, 5]], [[6, 2]]]
-    # 5 ends a sample only where it is among the sample's stop tokens.
-    assert [[c.stopped for c in row] for row in scheduler.completions] == [
-        [False, False],
-        [True],
-        [False],
-    ]
-    assert scheduler.completions[1][0].log_probs == pytest.approx([-0.3, -0.5])
+
+def test_a_stop_string_ends_a_sample_within_a_chunk():
+    scheduler = Scheduler(2, text_of)
+    scheduler.add(request(9, 9, strings=("bcd", "zz"), top=2))
+    scheduler.take_first(scheduler.admit(), first([1, 0], [8, 8]))
+    scheduler.take(outputs({0: [2, 3, 4, 5], 1: [1, 2, 4, 1]}, 4, 2, [4, 4]))
+    one, other = scheduler.progress()
+    assert (one.tokens, one.finish_reason) == ((1, 2, 3), "stop")
+    assert len(one.log_probs) == len(one.top_log_probs) == 3
+    assert (other.tokens, other.finish_reason) == ((0, 1, 2, 4, 1), "")
+    assert scheduler.stale_slots() == [0]
+    # Begun in one chunk and completed in the next; ending at its limit in the same chunk.
+    scheduler.take(outputs({1: [2, 3, 0, 0]}, 4, 2, [0, 0]))
+    (other,) = scheduler.progress()
+    assert (other.tokens, other.finish_reason) == ((2, 3), "stop")
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +136,9 @@ def test_one_run_by_hand():
     chunk=st.integers(1, 5),
 )
 def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
-    scheduler = Scheduler([request(*budgets) for budgets in groups], num_slots)
+    scheduler = Scheduler(num_slots, text_of)
+    numbers = [scheduler.add(request(*budgets)) for budgets in groups]
+    lengths = [[0] * len(budgets) for budgets in groups]
     left = np.zeros(num_slots, int)
     admitted = []
     while scheduler.num_waiting or scheduler.num_active:
@@ -76,8 +147,8 @@ def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
                 assert left[p.slot] == 0, "a slot in use was given away"
                 left[p.slot] = groups[p.request][p.sample] - 1
                 admitted.append((p.request, p.sample))
-            scheduler.first_tokens(
-                placements, *zip(*((1, -1.0, left[p.slot]) for p in placements), strict=True)
+            scheduler.take_first(
+                placements, first([1] * len(placements), [left[p.slot] for p in placements])
             )
         assert scheduler.num_active == (left > 0).sum()
         # No slot idles while a sample waits.
@@ -85,9 +156,14 @@ def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
         steps = np.minimum(left, chunk)
         columns = {slot: [2] * count for slot, count in enumerate(steps)}
         left -= steps
-        assert scheduler.take(*outputs(columns, chunk, num_slots), left) == steps.sum()
+        assert scheduler.take(outputs(columns, chunk, num_slots, left)) == steps.sum()
+        for p in scheduler.progress():
+            lengths[p.request][p.sample] += len(p.tokens)
+            done = lengths[p.request][p.sample] == groups[p.request][p.sample]
+            assert p.finish_reason == ("length" if done else "")
     assert admitted == [(r, s) for r, group in enumerate(groups) for s in range(len(group))]
-    assert [[len(c.tokens) for c in row] for row in scheduler.completions] == groups
+    assert lengths == groups
+    assert numbers == list(range(len(groups)))
 
 
 def test_filters_are_seen():

@@ -1,0 +1,64 @@
+"""The programs that a planner lowers are those that the loop runs."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import lowering, roles
+
+VALUES = {
+    "algorithm": {"recipe": "ppo", "samples_per_prompt": 2},
+    "data": {"max_prompt_tokens": 16},
+    "rollout": {"max_response_tokens": 16, "num_slots": 8},
+    "trainer": {
+        "prompts_per_step": 8,
+        "minibatch_size": 8,
+        "max_tokens_per_microbatch": 64,
+    },
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+    "mesh": {"fsdp": 4, "tensor": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_config_dict(VALUES)
+
+
+@pytest.fixture(scope="module")
+def real(config):
+    return roles.build(config)
+
+
+@pytest.fixture(scope="module")
+def abstract(config, real):
+    return lowering.abstract_roles(config, real.policy.shape, jax.devices())
+
+
+def described(tree):
+    return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding.spec), tree)
+
+
+def test_the_abstract_state_is_the_first_state(real, abstract):
+    state = roles.initial_state(real, roles.initial_policy(real))
+    assert described(lowering.abstract_state(abstract)) == described(state)
+    params = real.rollout_layout(state.policy.params)
+    assert described(abstract.resharder.abstract()) == described(params)
+
+
+def test_every_program_compiles_and_the_update_consumes_its_state(abstract):
+    made = {name: lower() for name, lower in lowering.lowered(abstract).items()}
+    assert set(made) == set(lowering.PROGRAMS)
+    compiled = made["train"].compile().memory_analysis()
+    held = sum(
+        int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize
+        for a in jax.tree.leaves(lowering.abstract_state(abstract))
+    )
+    assert compiled.alias_size_in_bytes >= 0.9 * held
+
+
+def test_no_critic_no_program_for_it(config, abstract):
+    grpo = from_config_dict({**VALUES, "algorithm": {"recipe": "grpo", "samples_per_prompt": 2}})
+    without = lowering.abstract_roles(grpo, abstract.policy.shape, jax.devices())
+    assert set(lowering.lowered(without)) == set(lowering.PROGRAMS) - {"score_critic"}
