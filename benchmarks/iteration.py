@@ -11,6 +11,7 @@ calls it.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -66,7 +67,7 @@ def measure(arguments) -> None:
         rl.train(from_config_dict(settings), workdir)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]
-    seconds = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    seconds = [b - a for a, b in itertools.pairwise(starts)]
     phase = lambda name: statistics.median(s[f"timing_s/{name}"] for s in steps)  # noqa: E731
     side_by_side.emit(
         {

@@ -20,9 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 Command = Sequence[str | os.PathLike[str]]
 Report = Mapping[str, object]
 
-HOME = pathlib.Path(
-    os.environ.get("PEER_HOME", pathlib.Path.home() / ".cache" / "jaxrl_llm_peers")
-)
+HOME = pathlib.Path(os.environ.get("PEER_HOME", pathlib.Path.home() / ".cache" / "jaxrl_llm_peers"))
 PYTHONS = {"torch": HOME / "venv-torch" / "bin" / "python"}
 PYTHONS["tunix"] = HOME / "venv-tunix" / "bin" / "python"
 
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what every comparison can be told."""
     parser.add_argument("--models", nargs="+", default=["M1", "M2"], help="names, or folders")
     parser.add_argument("--systems", nargs="+", help="which programs run; default: all")
-    parser.add_argument("--peers", default="", help="folder of the peers' scripts; none: ours alone")
+    parser.add_argument("--peers", default="", help="folder of the peers' scripts")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every program")
     parser.add_argument(
         "--clock",
@@ -95,8 +93,7 @@ def _run(name: str, command: Command, clock: str) -> dict[str, object]:
     done = subprocess.run(
         [*one_core, *map(str, command)],
         env=os.environ | ({"PEER_CLOCK": "cpu"} if clock == "cpu" else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -8,10 +8,8 @@ reference, clipping of the gradient and AdamW; scoring is one pass of the policy
 log-probs and entropies. Of TRL and Tunix, the same part of a whole iteration is timed.
 """
 
-import argparse
 import pathlib
 import statistics
-import sys
 
 import side_by_side
 

@@ -18,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.data import packing
 from jaxrl_llm.sharding.mesh import constrain
 
+# What `Layout.plan` scores by default, whatever the step.
+EVERY_TOKEN = np.ones((1, 1), bool)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Microbatch:
     sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
     rows: Int[Array, " b"]  # row of each sequence
     starts: Int[Array, " b"]  # its first position in that row
+    scored: Int[Array, "R K"]  # positions that the policy chose; W where there is none
 
     def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
         """Returns the packed rows of a [B, T] array; zero at padding."""
@@ -109,8 +113,20 @@ class Layout:
             rows //= 2
         return rows
 
+    def _num_scored(self, needed: int, width: int) -> int:
+        """Returns the positions of a row that the head looks at: eighths of it, never fewer."""
+        kind = f"scored in rows of {width}"
+        eighths = -(-needed * 8 // width)
+        self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
+        return -(-width * self._most_rows[kind] // 8)
+
     def plan(
-        self, lengths: Int[np.ndarray, " B"], chosen: Int[np.ndarray, " b"], *, width: int
+        self,
+        lengths: Int[np.ndarray, " B"],
+        chosen: Int[np.ndarray, " b"],
+        *,
+        width: int,
+        scored: Bool[np.ndarray, "#B #T"] = EVERY_TOKEN,
     ) -> Plan:
         """Returns the layout of the sequences `chosen`.
 
@@ -118,6 +134,8 @@ class Layout:
           lengths: Tokens of every sequence of the step.
           chosen: Numbers of the sequences to lay out.
           width: Tokens of a row; no sequence is longer, no device's budget shorter.
+          scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
+            default all of them.
         """
         packed = packing.pack(lengths[chosen], width)
         num_rows = self._num_rows(len(packed), len(chosen), width)
@@ -130,6 +148,8 @@ class Layout:
         sequences = np.full((num_groups, most), len(lengths), np.int32)
         rows = np.zeros((num_groups, most), np.int32)
         starts = np.zeros_like(rows)
+        wanted = np.zeros(segment_ids.shape, bool)
+        asked = np.broadcast_to(scored, (len(lengths), width))
         for g, group in enumerate(groups):
             place = 0
             for r, members in enumerate(group):
@@ -139,14 +159,23 @@ class Layout:
                     end = start + int(lengths[sequence])
                     segment_ids[g, r, start:end] = sequence + 1
                     positions[g, r, start:end] = np.arange(end - start)
+                    wanted[g, r, start:end] = asked[sequence, : end - start]
                     sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
                     start, place = end, place + 1
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
         # Host arrays: they go to the device with the program that uses them.
-        fields: list[Any] = [segment_ids, positions, sequences, rows, starts]
+        places = _places(wanted, self._num_scored(int(wanted.sum(-1).max()), width))
+        fields: list[Any] = [segment_ids, positions, sequences, rows, starts, places]
         of_plan: list[Any] = [np.int32(len(groups)), mask]
         return Plan(Microbatch(*fields), *of_plan)
+
+
+def _places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
+    """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
+    width = wanted.shape[-1]
+    places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
+    return np.sort(places, axis=-1)[..., :count]
 
 
 def add_up(plan: Plan, function, like):
