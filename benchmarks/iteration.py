@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
 import statistics
 import sys
 import tempfile
@@ -54,11 +53,15 @@ def measure(arguments) -> None:
             done_s.append(side_by_side.since_process_start())
 
     build = rl.roles_lib.build
-    with tempfile.TemporaryDirectory() as folder:
+    model = side_by_side.model_folder(arguments.models[0])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        side_by_side.own_tokenizer(model) as tokenizer,
+    ):
         workdir = pathlib.Path(folder) / "run"
         settings = default_config_dict()
-        model = side_by_side.model_folder(arguments.models[0])
-        _describe(settings, arguments, model, pathlib.Path(folder))
+        _describe(settings, arguments, model, _prompts(model, pathlib.Path(folder)))
+        settings.model.tokenizer = tokenizer
         if arguments.cache:
             program.keep_compilations(pathlib.Path(arguments.cache) / "run")
         rl.Clock = StepClock
@@ -102,18 +105,8 @@ def _prompts(model: pathlib.Path, folder: pathlib.Path) -> str:
     return str(path)
 
 
-def _tokenizer(model: pathlib.Path, folder: pathlib.Path) -> str:
-    """Copies the tokenizer away from the model, whose family would add a token of its own."""
-    (folder / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model / name, folder / "tokenizer" / name)
-    return str(folder / "tokenizer")
-
-
-def _describe(settings, arguments, model: pathlib.Path, folder: pathlib.Path) -> None:
-    prompts = _prompts(model, folder)
+def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
     settings.model.path = str(model)
-    settings.model.tokenizer = _tokenizer(model, folder)
     settings.data.task = "files"
     settings.data.train_files = settings.data.eval_files = (prompts,)
     settings.data.chat_template = False

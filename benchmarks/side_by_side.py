@@ -8,14 +8,17 @@ virtual environments under `PEER_HOME`.
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Command = Sequence[str | os.PathLike[str]]
 Report = Mapping[str, object]
@@ -43,6 +46,15 @@ def model_folder(name: str) -> pathlib.Path:
     """Returns the folder of a model: itself, or one that the peers' `make_models.py` wrote."""
     folder = pathlib.Path(name)
     return folder if folder.is_dir() else HOME / "models" / name
+
+
+@contextlib.contextmanager
+def own_tokenizer(model: pathlib.Path) -> Iterator[str]:
+    """Yields a folder with the model's tokenizer alone: beside the model, its family adds tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(model / name, folder)
+        yield folder
 
 
 def clock(kind: str) -> Callable[[], float]:
