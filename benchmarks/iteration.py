@@ -30,6 +30,7 @@ NUMBERS = (
     "peak_rss_mb",
 )
 PROMPT_TOKENS = NEW_TOKENS = 64
+MICROBATCH_TOKENS = 1024  # a quarter of the step: activations of a quarter, the same gradient
 
 
 def measure(arguments) -> None:
@@ -120,6 +121,7 @@ def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
     settings.algorithm.kl_in = "loss"
     settings.algorithm.kl_coef = 0.04
     settings.trainer.prompts_per_step = 8
+    settings.trainer.max_tokens_per_microbatch = MICROBATCH_TOKENS
     # One more than is timed: the last one saves the run.
     settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
     settings.trainer.optimizer.learning_rate = 1e-6

@@ -50,7 +50,7 @@ def model_folder(name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def own_tokenizer(model: pathlib.Path) -> Iterator[str]:
-    """Yields a folder with the model's tokenizer alone: beside the model, its family adds tokens."""
+    """Yields a folder of the tokenizer alone; beside the model, its family would add tokens."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(model / name, folder)

@@ -126,6 +126,8 @@ class Network:
         are exchanged: no device holds the whole table or the whole of its gradient.
         """
         table = params["embed"].astype(self.compute_dtype)
+        # Told its own split as well, so that the gradient comes back in it.
+        table = constrain_as_weight(table, "vocab", None)
         slices = constrain_as_weight(table, None, "vocab")[tokens]
         slices = constrain_as_weight(slices, None, None, "vocab")
         return constrain(slices, "batch", "length", "embed")
@@ -182,6 +184,8 @@ class Network:
         rotary = self.rotary(positions)
 
         def body(x, layer):
+            # Else XLA casts all layers to the compute dtype ahead of the loop: a copy of the model.
+            layer = jax.lax.optimization_barrier(layer)
             return self.block(layer, x, rotary, attend)[0], None
 
         if self.remat != "none":
