@@ -184,8 +184,6 @@ class Network:
         rotary = self.rotary(positions)
 
         def body(x, layer):
-            # Else XLA casts all layers to the compute dtype ahead of the loop: a copy of the model.
-            layer = jax.lax.optimization_barrier(layer)
             return self.block(layer, x, rotary, attend)[0], None
 
         if self.remat != "none":
