@@ -30,7 +30,6 @@ NUMBERS = (
     "peak_rss_mb",
 )
 PROMPT_TOKENS = NEW_TOKENS = 64
-MICROBATCH_TOKENS = 1024  # a quarter of the step: activations of a quarter, the same gradient
 
 
 def measure(arguments) -> None:
@@ -121,7 +120,7 @@ def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
     settings.algorithm.kl_in = "loss"
     settings.algorithm.kl_coef = 0.04
     settings.trainer.prompts_per_step = 8
-    settings.trainer.max_tokens_per_microbatch = MICROBATCH_TOKENS
+    settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
     # One more than is timed: the last one saves the run.
     settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
     settings.trainer.optimizer.learning_rate = 1e-6
@@ -143,6 +142,7 @@ def compare(arguments) -> None:
         steps = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         ours = [sys.executable, __file__, "--measure", "--models", model, *steps]
         ours += ["--algorithm", arguments.algorithm, "--clock", arguments.clock]
+        ours += ["--microbatch-tokens", str(arguments.microbatch_tokens)]
         ours += ["--cache", arguments.cache] if arguments.cache else []
         programs: dict[str, side_by_side.Command] = {"jaxrl_llm": ours}
         for name, (python, script, more) in scripts.items():

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["M1", "M2"], help="names, or folders")
     parser.add_argument("--systems", nargs="+", help="which programs run; default: all")
     parser.add_argument("--peers", default="", help="folder of the peers' scripts")
+    parser.add_argument(
+        "--microbatch-tokens",
+        type=int,
+        default=1024,
+        help="ours: tokens whose activations exist at one time; the gradient is the same",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of every program")
     parser.add_argument(
         "--clock",

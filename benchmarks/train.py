@@ -18,7 +18,6 @@ import side_by_side
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUMBERS = ("tok_per_s", "median_s", "score_tok_per_s", "matmul_gflops", "first_s", "peak_rss_mb")
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 64, 64
-MICROBATCH_TOKENS = 1024  # a quarter of the step: activations of a quarter, the same gradient
 TOKENS = SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
 
 
@@ -37,7 +36,7 @@ def measure(arguments) -> None:
         return seconds
 
     model = side_by_side.model_folder(arguments.models[0])
-    work = Work(model)
+    work = Work(model, arguments.microbatch_tokens)
     first, *updates = timed(work.update, 1 + arguments.warmup + arguments.steps)
     updates = updates[arguments.warmup :]
     scores = timed(work.score, 1 + arguments.steps)[1:]
@@ -73,7 +72,7 @@ def _matmul_gflops(timed) -> float:
 class Work:
     """The sequences of one step, and the programs of a run that learn from them."""
 
-    def __init__(self, model: pathlib.Path):
+    def __init__(self, model: pathlib.Path, microbatch_tokens: int):
         import numpy as np
 
         from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
@@ -91,7 +90,7 @@ class Work:
         settings.data.max_prompt_tokens = PROMPT_TOKENS
         settings.rollout.max_response_tokens = NEW_TOKENS
         settings.trainer.prompts_per_step = SEQUENCES // 4
-        settings.trainer.max_tokens_per_microbatch = MICROBATCH_TOKENS
+        settings.trainer.max_tokens_per_microbatch = microbatch_tokens
         settings.trainer.optimizer.learning_rate = 1e-6
         with side_by_side.own_tokenizer(model) as folder:
             settings.model.tokenizer = folder
@@ -175,7 +174,11 @@ def compare(arguments) -> None:
     for model in arguments.models:
         ours = [sys.executable, __file__, "--measure", "--models", model, *steps]
         programs: dict[str, side_by_side.Command] = {
-            "jaxrl_llm": [*ours, "--clock", arguments.clock]
+            "jaxrl_llm": [
+                *ours,
+                *("--clock", arguments.clock),
+                *("--microbatch-tokens", str(arguments.microbatch_tokens)),
+            ]
         }
         for name, (python, script, more) in scripts.items():
             path = pathlib.Path(arguments.peers) / script
