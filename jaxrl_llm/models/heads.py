@@ -39,7 +39,7 @@ class _Pieces:
     rows: int  # of one piece on one device
 
     @classmethod
-    def of(cls, vocab: int, batch: int, length: int, chunk: int) -> "_Pieces":
+    def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "_Pieces":
         """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
 
         Their number divides a device's rows of the vocabulary; it is the next that does.
@@ -52,7 +52,7 @@ class _Pieces:
         sizes = tuple(math.prod(mesh[axis] for axis in group) for group in (outer, inner))
         shards = math.prod(size for axis, size in mesh.items() if axis != "tensor")
         local = vocab // math.prod(sizes)
-        wanted = max(1, -(-batch * length // (shards * chunk)))
+        wanted = max(1, -(-math.prod(rows) // (shards * chunk)))
         count = next((n for n in range(wanted, local + 1) if local % n == 0), local)
         return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
@@ -99,7 +99,7 @@ def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy):
 
 
 def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy):
-    pieces = _Pieces.of(weight.shape[0], *targets.shape, chunk)
+    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
     # Sums of each outer shard [B, T, O], put together at the end: no reduction inside the loop.
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
     zeros = constrain(zeros, "batch", "length", "vocab")
@@ -161,7 +161,7 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
     log_prob_bar, entropy_bar, _ = (
         jnp.where(valid, bar, 0.0)[..., None, None] for bar in cotangents
     )
-    pieces = _Pieces.of(weight.shape[0], *targets.shape, chunk)
+    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
     # Zero times what padding holds must be zero even where that is not a number.
     h = jnp.where(valid[..., None], hidden, 0)
     top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None] for x in (top, log_sum))
