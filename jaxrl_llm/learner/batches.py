@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.data import packing
+from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.sharding.mesh import constrain
 
 # What `Layout.plan` scores by default, whatever the step.
@@ -80,14 +81,16 @@ class Layout:
     of it. That memory is state: a resumed run restores it and so repeats the same shapes.
     """
 
-    def __init__(self, max_tokens: int, num_shards: int):
+    def __init__(self, max_tokens: int, num_shards: int, length_shards: int = 1):
         """
         Args:
           max_tokens: Tokens that a device may hold in one microbatch.
           num_shards: Devices that rows are split over.
+          length_shards: Devices that share each row.
         """
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens * length_shards
         self._num_shards = num_shards
+        self._length_shards = length_shards
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
@@ -124,6 +127,36 @@ class Layout:
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
 
+    def _balanced(
+        self, packed: list[list[int]], lengths: Int[np.ndarray, " b"], num_rows: int
+    ) -> list[list[list[int]]]:
+        """Returns the rows of each microbatch, in the order in which its shards take them.
+
+        Shards get as many rows each; the cost is spread evenly over all shards of all
+        microbatches, and shards that work at one time cost about the same.
+        """
+        num_groups = -(-len(packed) // num_rows)
+        rows = packed + [[]] * (num_groups * num_rows - len(packed))
+        if self._num_shards == 1:
+            return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
+        costs = np.array([packing.workload(lengths[row]).sum() for row in rows])
+        num_parts = num_groups * self._num_shards
+        parts = packing.balanced_partition(costs, num_parts, equal_size=True)
+        parts.sort(key=lambda part: -costs[part].sum())
+        order = [row for part in parts for row in part]
+        return [[rows[r] for r in order[i : i + num_rows]] for i in range(0, len(order), num_rows)]
+
+    def shares(self, plan: Plan) -> list[list[int]]:
+        """Returns the sequences that each of the devices that rows are split over works on."""
+        microbatches = plan.microbatches
+        shares: list[list[int]] = [[] for _ in range(self._num_shards)]
+        local_rows = microbatches.segment_ids.shape[1] // self._num_shards
+        for sequences, rows in zip(microbatches.sequences, microbatches.rows, strict=True):
+            for sequence, row in zip(sequences.tolist(), rows.tolist(), strict=True):
+                if sequence < len(plan.chosen):
+                    shares[row // local_rows].append(sequence)
+        return shares
+
     def plan(
         self,
         lengths: Int[np.ndarray, " B"],
@@ -141,9 +174,10 @@ class Layout:
           scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
             default all of them.
         """
+        width = sequence_attention.row_width(width, self._length_shards)
         packed = packing.pack(lengths[chosen], width)
         num_rows = self._num_rows(len(packed), len(chosen), width)
-        groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
+        groups = self._balanced(packed, lengths[chosen], num_rows)
         num_groups = packing.bucket(len(groups))
         most = packing.bucket(max(sum(map(len, group)) for group in groups))
 
@@ -169,7 +203,9 @@ class Layout:
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
         # Host arrays: they go to the device with the program that uses them.
-        places = _places(wanted, self._num_scored(int(wanted.sum(-1).max()), width))
+        everywhere = scored.size == 1
+        needed = width if everywhere else self._num_scored(int(wanted.sum(-1).max()), width)
+        places = _places(wanted, needed)
         fields: list[Any] = [segment_ids, positions, sequences, rows, starts, places]
         of_plan: list[Any] = [np.int32(len(groups)), mask]
         return Plan(Microbatch(*fields), *of_plan)

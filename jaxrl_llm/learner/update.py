@@ -222,7 +222,9 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
         metrics = {name: value for name, value in found.items() if name != "log_probs"}
         if on_policy:
             metrics |= corrections.engine_gap(
-                found["log_probs"], batch.rollout_log_probs, batch.response_mask
+                found["log_probs"],
+                batch.rollout_log_probs,
+                batch.response_mask & plan.chosen[:, None],
             )
         return role, metrics
 

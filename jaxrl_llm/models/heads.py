@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
 
+_THINNEST = 128  # rows of a gathered piece, one for each token it speaks of
 # What is computed of the entropy: nothing, its value, or its value with a gradient.
 Entropy = Literal["none", "value", "gradient"]
 
@@ -42,7 +43,8 @@ class _Pieces:
     def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "_Pieces":
         """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
 
-        Their number divides a device's rows of the vocabulary; it is the next that does.
+        Their number divides a device's rows of the vocabulary; it is the next that does. None is
+        thinner than a product with it is worth.
         """
         mesh = dict(jax.sharding.get_abstract_mesh().shape)
         spec = partition_spec((vocab, 1), ("vocab", None), TRAIN, mesh, {})[0] if mesh else None
@@ -52,7 +54,8 @@ class _Pieces:
         sizes = tuple(math.prod(mesh[axis] for axis in group) for group in (outer, inner))
         shards = math.prod(size for axis, size in mesh.items() if axis != "tensor")
         local = vocab // math.prod(sizes)
-        wanted = max(1, -(-math.prod(rows) // (shards * chunk)))
+        wanted = -(-math.prod(rows) // (shards * chunk))
+        wanted = max(1, min(wanted, local * sizes[1] // _THINNEST))
         count = next((n for n in range(wanted, local + 1) if local % n == 0), local)
         return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
