@@ -177,7 +177,7 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
     assert metrics["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("algorithm", [PLAIN, FULL, dataclasses.replace(PLAIN, policy_loss="gspo")])
+@pytest.mark.parametrize("algorithm", [PLAIN, FULL], ids=["plain", "full"])
 def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, monkeypatch):
     """Its gradient is that of the loss which is given them, and nobody else need know them."""
     found = []
