@@ -37,7 +37,8 @@ def is_on_policy(config: Config) -> bool:
     The ratio to the old policy is then 1 by construction: the update takes its own log-probs,
     without a gradient, for the old ones. That saves a pass over the step and changes no gradient.
     Not where anything before the update reads the old log-probs: a KL in the reward, corrections
-    and rejections, some advantages, losses that choose tokens from the whole minibatch.
+    and rejections, some advantages, losses that choose tokens from the whole minibatch, alerts
+    that may skip the update.
     """
     algorithm, trainer = config.algorithm, config.trainer
     one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
@@ -49,6 +50,7 @@ def is_on_policy(config: Config) -> bool:
         or bool(algorithm.rejections)
         or algorithm.policy_loss in selection.SELECTIONS
         or advantages.reads(algorithm, "old_log_probs", "sum_squared_probs")
+        or "skip" in (config.alerts.entropy.action, config.alerts.log_prob_difference.action)
     )
     return one_update and not reads_old
 
@@ -225,7 +227,9 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             return value, {**metrics, "log_probs": seen}
 
         role, found = take_update(role, roles.policy_optimizer, plan, loss, "actor", max_kl)
-        metrics = {name: value for name, value in found.items() if name != "log_probs"}
+        # An entropy that was not computed is no entropy of zero.
+        unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
+        metrics = {name: value for name, value in found.items() if name not in unseen}
         if on_policy:
             metrics |= corrections.engine_gap(
                 found["log_probs"],

@@ -219,6 +219,8 @@ def test_whoever_reads_old_log_probs_gets_them(settings):
     assert update.is_on_policy(Config())
     assert not update.is_on_policy(Config(algorithm=AlgorithmConfig(**settings)))
     assert not update.is_on_policy(Config(trainer=TrainerConfig(minibatch_size=8)))
+    watched = AlertsConfig(log_prob_difference=AlertConfig(limit=0.1, action="skip"))
+    assert not update.is_on_policy(Config(alerts=watched))
 
 
 def test_the_cut_does_not_matter(reference, monkeypatch):
