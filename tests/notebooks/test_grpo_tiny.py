@@ -24,13 +24,16 @@ def shown(notebook):
     return kinds, "".join(output.get("text", "") for output in outputs)
 
 
-def test_it_begins_with_the_installation_and_every_cell_is_python():
+def test_it_begins_with_the_installation_and_is_stored_with_its_results():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     first, *rest = cells(notebook, "code")
     assert "%pip install" in first.source
     for cell in rest:
         compile(cell.source, "cell", "exec")
+    kinds, text = shown(notebook)
+    assert "image/png" in kinds
+    assert "step 1\n" in text and "score 1" in text
 
 
 @pytest.mark.slow
