@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.placement import PlacementConfig
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -591,6 +592,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     mesh: MeshConfig = MeshConfig()
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
 
     @property
     def sequences_per_step(self) -> int:

@@ -37,6 +37,7 @@ RESUMABLE = (
     "checkpoint",
     "metrics",
     "mesh",
+    "placement",
     "model.remat",
     "rollout.num_slots",
     "rollout.chunk_steps",

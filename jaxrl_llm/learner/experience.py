@@ -21,6 +21,7 @@ from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import sequence_scores, token_statistics, token_values
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
 # What the models say.
@@ -63,7 +64,11 @@ def scoring_programs(roles: Roles):
 
 
 def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
-    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass."""
+    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass.
+
+    Models on different devices answer at the same time: all are asked before any answer is
+    brought to the policy's devices.
+    """
     algorithm = roles.config.algorithm
     of_policy, of_critic = scoring_programs(roles)
 
@@ -71,23 +76,27 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         plan = _whole_step(roles, rollouts)
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
-        inside = lambda values: jnp.where(mask, values, 0.0)  # noqa: E731
+        together = mesh_lib.replicated(roles.mesh)
+        inside = lambda values: jnp.where(mask, pools.move(values, together), 0.0)  # noqa: E731
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         with jax.set_mesh(roles.mesh):
             old, entropies, squares = of_policy(
                 state.policy.params, tokens, lengths, plan, with_entropy=True
             )
-            if algorithm.old_log_probs == "rollout":
-                old = jnp.asarray(rollouts.rollout_log_probs)
-            reference = old
-            if roles.reference_params:
+        if algorithm.old_log_probs == "rollout":
+            old = jnp.asarray(rollouts.rollout_log_probs)
+        reference = old
+        if roles.reference_params:
+            with jax.set_mesh(roles.meshes["reference"]):
                 reference, _, _ = of_policy(
                     roles.reference_params, tokens, lengths, plan, with_entropy=False
                 )
+        with jax.set_mesh(roles.meshes["critic"]):
             critics = [
                 of_critic(role.params, tokens, lengths, plan) if role.params else zeros
                 for role in (state.critic, state.cost_critic)
             ]
+        with jax.set_mesh(roles.mesh):
             return Predictions(
                 old_log_probs=inside(old),
                 ref_log_probs=inside(reference),
@@ -105,8 +114,9 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
     def scorer(name: str):
         network, params = roles.scorers[name].network, roles.scorers[name].params
+        mesh = roles.meshes["reward"]
 
-        @jax.jit
+        @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
         def of_sequences(tokens, lengths, plan: Plan):
             num_sequences, _ = tokens.shape
 
@@ -117,7 +127,7 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
         def score(rollouts: Rollouts) -> np.ndarray:
             plan = _whole_step(roles, rollouts)
-            with jax.set_mesh(roles.mesh):
+            with jax.set_mesh(mesh):
                 return np.asarray(of_sequences(rollouts.tokens, rollouts.lengths, plan))
 
         return score

@@ -37,8 +37,8 @@ def abstract_roles(config: Config, shape: Shape, devices: Sequence[Any]) -> Role
     Raises:
       ConfigError: If the mesh does not fit the devices.
     """
-    mesh = mesh_lib.make_mesh(config.mesh, list(devices))
-    return roles_lib.assemble(config, mesh, tokenizer_lib.character_tokenizer(), (0,), shape)
+    places = roles_lib.meshes(config, devices)
+    return roles_lib.assemble(config, places, tokenizer_lib.character_tokenizer(), (0,), shape)
 
 
 def abstract_state(roles: Roles) -> LearnerState:

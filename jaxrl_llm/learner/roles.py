@@ -2,27 +2,29 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
-from jaxrl_llm.config import Config, ModelConfig, OptimizerConfig
+from jaxrl_llm.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import families, huggingface
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.placement import ROLES
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.reshard import Resharder
 
 
@@ -53,7 +55,7 @@ class Roles:
     """The fixed side of a run: networks, layouts, frozen weights, engine."""
 
     config: Config
-    mesh: Mesh
+    meshes: Mapping[str, Mesh]  # of each role; see `placement.ROLES`
     tokenizer: PreTrainedTokenizerBase
     eos_tokens: tuple[int, ...]
     policy: Network
@@ -65,6 +67,15 @@ class Roles:
     layout: Layout
     reference_params: Params = dataclasses.field(default_factory=dict)
     scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The policy's; where estimates are made, and what each role says is brought together."""
+        return self.meshes["policy"]
+
+    @property
+    def num_devices(self) -> int:
+        return pools.num_devices(self.meshes.values())
 
     @property
     def num_updates(self) -> int:
@@ -82,10 +93,17 @@ class Roles:
         return optimizer.make(self.config.critic.optimizer, self.num_updates)
 
     def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
-        """Returns policy weights in the rollout layout, in the memory of `old` if there is one."""
-        old = self.resharder.empty() if old is None else old
-        with jax.set_mesh(self.mesh):
-            return self.resharder.reshard(old, params)
+        """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
+
+        To rollout devices of their own they are copied from a layout of the same parts on the
+        policy's devices, which is freed afterwards.
+        """
+        source, target = self.mesh, self.meshes["rollout"]
+        apart = source != target
+        old = self.resharder.empty() if old is None or apart else old
+        with jax.set_mesh(pools.staging(source, target)):
+            moved = self.resharder.reshard(old, params)
+        return pools.move(moved, _on(target, moved)) if apart else moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,63 +114,104 @@ class Scalar:
     params: Params
 
 
+def meshes(config: Config, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
+    """Returns the mesh of each role, as `config.placement` says; without `devices`, over all.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    if config.placement.choice == "colocate":
+        whole = mesh_lib.make_mesh(config.mesh, *([list(devices)] if devices else []))
+        return dict.fromkeys(ROLES, whole)
+    used = {"policy", "rollout"}
+    used |= {"critic"} if config.algorithm.needs_critic else set()
+    used |= {"reference"} if config.algorithm.needs_reference else set()
+    used |= {"reward"} if config.rewards.models or config.rewards.cost_models else set()
+    return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
+
+
 def build(config: Config) -> Roles:
     """Returns the roles of a run. Reads configuration files, allocates no weights.
 
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
-    mesh = mesh_lib.make_mesh(config.mesh)
+    places = meshes(config)
     tokenizer = load_tokenizer(config.model)
     shape = model_shape(config.model, tokenizer)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
-    return assemble(config, mesh, tokenizer, tuple(sorted(eos)), shape)
+    return assemble(config, places, tokenizer, tuple(sorted(eos)), shape)
 
 
 def assemble(
     config: Config,
-    mesh: Mesh,
+    places: Mapping[str, Mesh],
     tokenizer: PreTrainedTokenizerBase,
     eos_tokens: tuple[int, ...],
     shape: Shape,
 ) -> Roles:
-    """Returns the roles of a policy of this shape on a mesh, whose devices need not be present.
+    """Returns the roles of a policy of this shape on meshes, whose devices need not be present.
 
     No folder is read and nothing is allocated.
     """
+    mesh, rollout_mesh = places["policy"], places["rollout"]
     policy = network(config.model, shape, "lm")
     value = network(config.model, shape, "scalar")
     return Roles(
         config=config,
-        mesh=mesh,
+        meshes=places,
         tokenizer=tokenizer,
         eos_tokens=eos_tokens,
         policy=policy,
         value=value,
         policy_shardings=train_shardings(policy, mesh),
-        value_shardings=train_shardings(value, mesh),
+        value_shardings=train_shardings(value, places["critic"]),
         engine=Engine(
             rollout_network(config, policy),
-            mesh,
+            rollout_mesh,
             num_slots=num_slots(config, mesh.devices.flat[0].platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=Layout(
-            config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]
-        ),
+        layout=_layout(config, places),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
             policy.units,
-            mesh,
+            pools.staging(mesh, rollout_mesh),
             rollout_network(config, policy).compute_dtype,
-            config.mesh.rollout,
+            config.mesh.rollout if pools.fits(mesh, rollout_mesh) else "replicas",
         ),
     )
+
+
+def _layout(config: Config, places: Mapping[str, Mesh]) -> Layout:
+    """Returns the layout of rows that every model can split over its devices.
+
+    Raises:
+      ConfigError: If the pool that splits rows the least cannot hold its part of them.
+    """
+    asked = {places[role] for role in ROLES if role != "rollout"}
+    shards, fewest = pools.num_row_shards(asked)
+    budget = config.trainer.max_tokens_per_microbatch * fewest // shards
+    if budget < config.max_sequence_tokens:
+        raise ConfigError(
+            [
+                f"config.placement: rows are split over {shards} devices, and the pool that splits"
+                f" them over {fewest} holds {shards // fewest} rows a device; a row of"
+                f" {config.max_sequence_tokens} tokens needs trainer.max_tokens_per_microbatch >="
+                f" {config.max_sequence_tokens * shards // fewest}, or pools of more equal size"
+            ]
+        )
+    return Layout(budget, shards)
+
+
+def _on(mesh: Mesh, tree: Params) -> Params:
+    """Returns the same layout on another mesh with the same axes."""
+    return jax.tree.map(lambda a: NamedSharding(mesh, a.sharding.spec), tree)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -286,7 +345,8 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
 
     def critic(needed: bool) -> Trainable:
         params = _initial_critic(roles, policy_params) if needed else {}
-        return trainable(params, config.critic.optimizer, roles.num_updates, roles.mesh)
+        mesh = roles.meshes["critic"]
+        return trainable(params, config.critic.optimizer, roles.num_updates, mesh)
 
     return LearnerState(
         policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
@@ -302,18 +362,19 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
 def _initial_critic(roles: Roles, policy_params: Params) -> Params:
     if roles.config.critic.path:
         return huggingface.load(roles.config.critic.path, roles.value, roles.value_shardings)
-    return scalar_from_policy(roles, policy_params)
+    return scalar_from_policy(roles, policy_params, "critic")
 
 
-def scalar_from_policy(roles: Roles, policy_params: Params) -> Params:
-    """Returns a copy of the policy's body under a scalar head of zeros."""
+def scalar_from_policy(roles: Roles, policy_params: Params, role: str) -> Params:
+    """Returns a copy of the policy's body under a scalar head of zeros, where a role lives."""
     body = {k: v for k, v in policy_params.items() if k != "head"}
 
     def make(body):
         score = jnp.zeros((1, roles.policy.shape.hidden_size), roles.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
-    return jax.jit(make, out_shardings=roles.value_shardings)(body)
+    made = jax.jit(make, out_shardings=train_shardings(roles.value, roles.mesh))(body)
+    return pools.move(made, train_shardings(roles.value, roles.meshes[role]))
 
 
 def abstract(tree: Any) -> Any:
@@ -331,19 +392,20 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     """
     config = roles.config
     reference: Params = {}
+    there = train_shardings(roles.policy, roles.meshes["reference"])
     if config.algorithm.needs_reference:
         if config.reference.path:
-            reference = huggingface.load(
-                config.reference.path, roles.policy, roles.policy_shardings
-            )
+            reference = huggingface.load(config.reference.path, roles.policy, there)
+        elif roles.meshes["reference"] != roles.mesh:
+            reference = pools.move(policy_params, there)
         else:
             copy = functools.partial(jax.tree.map, jnp.copy)
-            reference = jax.jit(copy, out_shardings=roles.policy_shardings)(policy_params)
+            reference = jax.jit(copy, out_shardings=there)(policy_params)
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
             net = scorer_network(config, model.path)
-            params = huggingface.load(model.path, net, train_shardings(net, roles.mesh))
+            params = huggingface.load(model.path, net, train_shardings(net, roles.meshes["reward"]))
             scorers[name] = Scalar(net, params)
         else:
             scorers[name] = Scalar(roles.value, trained[name])

@@ -155,7 +155,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_estimates,
                     of_evaluation,
                     of_engine,
-                    statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
+                    statistics.of_speed(rollouts, seconds, roles.num_devices),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)

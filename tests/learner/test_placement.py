@@ -1,0 +1,144 @@
+"""Roles on pools of their own: the numbers of a colocated run, and both halves busy at once."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from jaxrl_llm.learner import experience, update
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.placement import PlacementConfig
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.types import Prompt, Rewards, Rollouts
+
+B, T = 16, 32
+
+
+def config(choice: str, **sizes: int) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=2, **sizes),
+        algorithm=AlgorithmConfig(**{**RECIPES["ppo"], "recipe": "ppo"}),
+        data=DataConfig(max_prompt_tokens=8),
+        rollout=RolloutConfig(max_response_tokens=T - 8),
+        trainer=TrainerConfig(prompts_per_step=B, minibatch_size=B // 2),
+        mesh=MeshConfig(fsdp=-1),
+        placement=PlacementConfig(choice=choice),
+    )
+
+
+def rollouts_of(width: int = T, count: int = B) -> Rollouts:
+    random = np.random.default_rng(0)
+    lengths = random.integers(width // 2, width + 1, count).astype(np.int32)
+    inside = np.arange(width) < lengths[:, None]
+    mask = inside & (np.arange(width) >= 8)
+    prompt = Prompt((1,) * 8, "", "x", "", {}, 0)
+    return Rollouts(
+        tokens=np.where(inside, random.integers(1, 90, (count, width)), 0).astype(np.int32),
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        lengths=lengths,
+        group_ids=np.arange(count, dtype=np.int32),
+        stopped=np.ones(count, bool),
+        prompts=(prompt,) * count,
+        responses=("",) * count,
+    )
+
+
+def rewards_of(count: int = B) -> Rewards:
+    scores = np.random.default_rng(1).normal(size=count).astype(np.float32)
+    ones, zeros = np.ones(count, np.float32), np.zeros(count, np.float32)
+    return Rewards(scores, {"r": scores}, {"r": ones}, zeros, zeros, ({},) * count, 0)
+
+
+def two_updates(choice: str):
+    """Returns predictions, metrics and the state after two minibatches of one step."""
+    roles = roles_lib.build(config(choice))
+    policy = roles_lib.initial_policy(roles)
+    roles = roles_lib.with_frozen_models(roles, policy, {})
+    state = roles_lib.initial_state(roles, policy)
+    predict, estimate = experience.predictor(roles), experience.estimator(roles)
+    learn = update.updater(roles, state)
+    rollouts = rollouts_of()
+    predictions = predict(state, rollouts)
+    estimates, state, _ = estimate(state, rollouts, rewards_of(), predictions)
+    batch = experience.assemble(rollouts, predictions, estimates)
+    found = []
+    for plan, key in experience.minibatches(roles, rollouts, jax.random.key(3)):
+        state, metrics = learn(state, batch, plan, key)
+        found.append(jax.device_get(metrics))
+    sampled = roles.rollout_layout(state.policy.params)
+    sampled = roles.rollout_layout(state.policy.params, old=sampled)
+    return roles, jax.device_get(predictions), found, jax.device_get((state, sampled))
+
+
+@pytest.fixture(scope="module")
+def colocated():
+    return two_updates("colocate")
+
+
+@pytest.mark.parametrize("choice", ["split", "hybrid", "standalone"])
+def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
+    _, predictions, metrics, (state, sampled) = colocated
+    roles, other_predictions, other_metrics, (other_state, other_sampled) = two_updates(choice)
+    assert roles.meshes["policy"] != roles.meshes["critic"]
+    assert roles.num_devices == 8
+    # Sums over four devices and over eight come in another order; float32.
+    for mine, other in zip(metrics, other_metrics, strict=True):
+        assert mine.keys() == other.keys() and "critic/vf_loss" in mine
+        for name, value in mine.items():
+            np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    for mine, other in ((predictions, other_predictions), (sampled, other_sampled)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), mine, other
+        )
+    # Adam divides by the size of a gradient: where it is all rounding, so is the step.
+    rate = 1e-5
+    for learner in ("policy", "critic"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=4 * rate),
+            getattr(state, learner).params,
+            getattr(other_state, learner).params,
+        )
+
+
+def executions(folder: pathlib.Path) -> dict[str, list[tuple[float, float]]]:
+    """Returns (begin, end) in ns of every run of each program in a trace, on whatever device."""
+    (path,) = folder.rglob("*.xplane.pb")
+    found: dict[str, list[tuple[float, float]]] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                module = dict(event.stats).get("hlo_module")
+                if module:
+                    span = (event.start_ns, event.start_ns + event.duration_ns)
+                    found.setdefault(str(module), []).append(span)
+    return found
+
+
+def test_both_halves_are_busy_at_the_same_time(tmp_path):
+    wide = {"hidden_size": 256, "mlp_size": 1024}
+    roles = roles_lib.build(config("split", **wide))
+    policy = roles_lib.initial_policy(roles)
+    state = roles_lib.initial_state(roles, policy)
+    predict = experience.predictor(roles)
+    rollouts = rollouts_of(count=256)
+    jax.block_until_ready(predict(state, rollouts))
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(predict(state, rollouts))
+    found = executions(tmp_path)
+    of_policy, of_critic = found["jit_of_policy"], found["jit_of_critic"]
+    first, last = (
+        f(f(span) for span in spans) for f, spans in ((min, of_critic), (max, of_critic))
+    )
+    inside = [span for span in of_policy if first < span[0] and span[1] < last]
+    assert inside, "the policy's devices did nothing while the critic's were busy"
