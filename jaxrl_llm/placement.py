@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
+from jaxrl_llm.errors import Problem
+
 # Critic stands for both critics of Safe-RLHF, reward for all reward and cost models.
 ROLES = ("policy", "critic", "reference", "reward", "rollout")
 
@@ -31,7 +33,7 @@ class PoolConfig:
     sequence: int = 0
     tensor: int = 0
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[Problem]:
         if self.devices != -1 and self.devices < 1:
             yield "devices", f"must be positive or -1 (the rest), got {self.devices}"
         for name in ("data", "fsdp", "sequence", "tensor"):
@@ -48,7 +50,7 @@ class PlacementConfig:
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[Problem]:
         if self.choice != "by_hand":
             if self.pools or self.roles:
                 yield "choice", f"{self.choice!r} names no pools; set it to 'by_hand'"

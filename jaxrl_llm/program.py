@@ -11,7 +11,7 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from jaxrl_llm import config_bridge
+from jaxrl_llm import compiler_flags, config_bridge
 from jaxrl_llm.config import ConfigError, Problem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import cluster, hosts
@@ -50,6 +50,7 @@ def run(main: Callable[[], None]) -> None:
     """
 
     def guarded(_):
+        compiler_flags.set_defaults()
         logging.set_verbosity(logging.INFO)
         logging.get_absl_handler().addFilter(_is_ours)
         try:

@@ -2,30 +2,30 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
-from jaxrl_llm.config import Config, ConfigError, ModelConfig, OptimizerConfig
-from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import optimizer
+from jaxrl_llm.config import Config, OptimizerConfig
+from jaxrl_llm.learner import networks, optimizer, places
 from jaxrl_llm.learner.batches import Layout
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models import families, huggingface, lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.placement import ROLES
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.reshard import Resharder
+
+_ADAPTERS = 1  # folded into the seed for their first values
 
 
 @jax.tree_util.register_dataclass
@@ -66,16 +66,18 @@ class Roles:
     resharder: Resharder
     layout: Layout
     reference_params: Params = dataclasses.field(default_factory=dict)
+    base_params: Params = dataclasses.field(default_factory=dict)  # below adapters; else nothing
     scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
-        """The policy's; where estimates are made, and what each role says is brought together."""
+        """The policy's; where estimates are made and what each role says is brought together."""
         return self.meshes["policy"]
 
     @property
-    def num_devices(self) -> int:
-        return pools.num_devices(self.meshes.values())
+    def platform(self) -> str:
+        """Of the mesh's devices: "cpu", "tpu", "gpu"."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_updates(self) -> int:
@@ -95,15 +97,26 @@ class Roles:
     def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
 
-        To rollout devices of their own they are copied from a layout of the same parts on the
-        policy's devices, which is freed afterwards.
+        `params` is what the policy trains; adapters are merged into the base on the way. To
+        devices of rollout's own they are copied from the same parts on the policy's devices, which
+        are freed afterwards.
         """
         source, target = self.mesh, self.meshes["rollout"]
         apart = source != target
         old = self.resharder.empty() if old is None or apart else old
         with jax.set_mesh(pools.staging(source, target)):
-            moved = self.resharder.reshard(old, params)
-        return pools.move(moved, _on(target, moved)) if apart else moved
+            moved = self.resharder.reshard(old, lora.joined(self.base_params, params))
+        return pools.move(moved, places.on(target, moved)) if apart else moved
+
+    def whole_policy(self, params: Params) -> Params:
+        """Returns the plain policy that the trained `params` amount to, in the training layout."""
+        if not self.base_params:
+            return params
+        merge = jax.jit(
+            networks.merge_adapters(self.config.lora), out_shardings=self.policy_shardings
+        )
+        with jax.set_mesh(self.mesh):
+            return merge(lora.joined(self.base_params, params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,40 +127,24 @@ class Scalar:
     params: Params
 
 
-def meshes(config: Config, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
-    """Returns the mesh of each role, as `config.placement` says; without `devices`, over all.
-
-    Raises:
-      ConfigError: If the devices cannot be shared out so.
-    """
-    if config.placement.choice == "colocate":
-        whole = mesh_lib.make_mesh(config.mesh, *([list(devices)] if devices else []))
-        return dict.fromkeys(ROLES, whole)
-    used = {"policy", "rollout"}
-    used |= {"critic"} if config.algorithm.needs_critic else set()
-    used |= {"reference"} if config.algorithm.needs_reference else set()
-    used |= {"reward"} if config.rewards.models or config.rewards.cost_models else set()
-    return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
-
-
 def build(config: Config) -> Roles:
     """Returns the roles of a run. Reads configuration files, allocates no weights.
 
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
-    places = meshes(config)
-    tokenizer = load_tokenizer(config.model)
-    shape = model_shape(config.model, tokenizer)
+    meshes = places.meshes(config)
+    tokenizer = networks.load_tokenizer(config.model)
+    shape = networks.model_shape(config.model, tokenizer)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
-    return assemble(config, places, tokenizer, tuple(sorted(eos)), shape)
+    return assemble(config, meshes, tokenizer, tuple(sorted(eos)), shape)
 
 
 def assemble(
     config: Config,
-    places: Mapping[str, Mesh],
+    meshes: Mapping[str, Mesh],
     tokenizer: PreTrainedTokenizerBase,
     eos_tokens: tuple[int, ...],
     shape: Shape,
@@ -156,27 +153,29 @@ def assemble(
 
     No folder is read and nothing is allocated.
     """
-    mesh, rollout_mesh = places["policy"], places["rollout"]
-    policy = network(config.model, shape, "lm")
-    value = network(config.model, shape, "scalar")
+    mesh, rollout_mesh = meshes["policy"], meshes["rollout"]
+    platform = mesh.devices.flat[0].platform
+    policy = networks.network(config.model, shape, "lm", platform)
+    policy = dataclasses.replace(policy, lora=config.lora)
+    value = networks.network(config.model, shape, "scalar", platform)
     return Roles(
         config=config,
-        meshes=places,
+        meshes=meshes,
         tokenizer=tokenizer,
         eos_tokens=eos_tokens,
         policy=policy,
         value=value,
-        policy_shardings=train_shardings(policy, mesh),
-        value_shardings=train_shardings(value, places["critic"]),
+        policy_shardings=networks.train_shardings(policy, mesh),
+        value_shardings=networks.train_shardings(value, meshes["critic"]),
         engine=Engine(
             rollout_network(config, policy),
             rollout_mesh,
-            num_slots=num_slots(config, mesh.devices.flat[0].platform),
+            num_slots=num_slots(config, platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=_layout(config, places),
+        layout=places.row_layout(config, meshes),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
@@ -184,74 +183,8 @@ def assemble(
             pools.staging(mesh, rollout_mesh),
             rollout_network(config, policy).compute_dtype,
             config.mesh.rollout if pools.fits(mesh, rollout_mesh) else "replicas",
+            networks.merge_adapters(config.lora),
         ),
-    )
-
-
-def _layout(config: Config, places: Mapping[str, Mesh]) -> Layout:
-    """Returns the layout of rows that every model can split over its devices.
-
-    Raises:
-      ConfigError: If the pool that splits rows the least cannot hold its part of them.
-    """
-    asked = {places[role] for role in ROLES if role != "rollout"}
-    shards, fewest = pools.num_row_shards(asked)
-    budget = config.trainer.max_tokens_per_microbatch * fewest // shards
-    if budget < config.max_sequence_tokens:
-        raise ConfigError(
-            [
-                f"config.placement: rows are split over {shards} devices, and the pool that splits"
-                f" them over {fewest} holds {shards // fewest} rows a device; a row of"
-                f" {config.max_sequence_tokens} tokens needs trainer.max_tokens_per_microbatch >="
-                f" {config.max_sequence_tokens * shards // fewest}, or pools of more equal size"
-            ]
-        )
-    return Layout(budget, shards)
-
-
-def _on(mesh: Mesh, tree: Params) -> Params:
-    """Returns the same layout on another mesh with the same axes."""
-    return jax.tree.map(lambda a: NamedSharding(mesh, a.sharding.spec), tree)
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Returns the run's tokenizer: of its folder, or the built-in one of characters."""
-    folder = config.tokenizer or config.path
-    if not folder:
-        return tokenizer_lib.character_tokenizer()
-    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
-
-
-def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
-    """Returns the architecture of a folder, or of the config's random model."""
-    if config.path:
-        shape = huggingface.read_shape(config.path)
-        huggingface.check_vocabulary(shape, tokenizer)
-        return shape
-    return Shape(
-        family=config.family,
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        mlp_size=config.mlp_size,
-        rope_theta=config.rope_theta,
-        qkv_bias=config.family == "qwen2",
-        qk_norm=config.family == "qwen3",
-        tie_embeddings=config.tie_embeddings,
-    )
-
-
-def network(config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
-    """Returns the network of one role."""
-    return Network(
-        shape,
-        head=head,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        remat=config.remat,
     )
 
 
@@ -271,11 +204,6 @@ def num_slots(config: Config, platform: str) -> int:
     return min(config.sequences_per_step, most)
 
 
-def train_shardings(net: Network, mesh: Mesh) -> Params:
-    """Returns how the parameters of a network are split in training and scoring."""
-    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
-
-
 def check_folders(roles: Roles) -> None:
     """Checks every model folder of the run by its headers, before any weights are read.
 
@@ -290,15 +218,12 @@ def check_folders(roles: Roles) -> None:
         folders.append((config.critic.path, roles.value))
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
-            folders.append((model.path, scorer_network(config, model.path)))
+            folders.append(
+                (model.path, networks.scorer_network(config.model, model.path, roles.platform))
+            )
     for path, net in folders:
         if path:
             huggingface.check(path, net)
-
-
-def scorer_network(config: Config, path: str) -> Network:
-    """Returns the network of a reward or cost model in a folder; its shape is its own."""
-    return network(config.model, huggingface.read_shape(path), "scalar")
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -338,7 +263,10 @@ def abstract_optimizer(
 
 
 def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
-    """Returns the state RL begins with; the critics begin at the policy's weights."""
+    """Returns the state RL begins with; the critics begin at the policy's weights.
+
+    With LoRA the policy of the state is its adapters alone, which change nothing yet.
+    """
     config = roles.config
     algorithm = config.algorithm
     replicated = mesh_lib.replicated(roles.mesh)
@@ -348,6 +276,8 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
         mesh = roles.meshes["critic"]
         return trainable(params, config.critic.optimizer, roles.num_updates, mesh)
 
+    if config.lora.rank:
+        policy_params = _initial_adapters(roles)
     return LearnerState(
         policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
         critic=critic(algorithm.needs_critic),
@@ -357,6 +287,12 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
         ),
         log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
     )
+
+
+def _initial_adapters(roles: Roles) -> Params:
+    key = jax.random.fold_in(jax.random.key(roles.config.seed), _ADAPTERS)
+    shardings = networks.adapter_shardings(roles.policy, roles.mesh)
+    return jax.jit(roles.policy.init_adapters, out_shardings=shardings)(key)
 
 
 def _initial_critic(roles: Roles, policy_params: Params) -> Params:
@@ -373,8 +309,10 @@ def scalar_from_policy(roles: Roles, policy_params: Params, role: str) -> Params
         score = jnp.zeros((1, roles.policy.shape.hidden_size), roles.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
-    made = jax.jit(make, out_shardings=train_shardings(roles.value, roles.mesh))(body)
-    return pools.move(made, train_shardings(roles.value, roles.meshes[role]))
+    here, there = (
+        networks.train_shardings(roles.value, mesh) for mesh in (roles.mesh, roles.meshes[role])
+    )
+    return pools.move(jax.jit(make, out_shardings=here)(body), there)
 
 
 def abstract(tree: Any) -> Any:
@@ -383,7 +321,7 @@ def abstract(tree: Any) -> Any:
 
 
 def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str, Params]) -> Roles:
-    """Returns the roles with reference, reward and cost models in place.
+    """Returns the roles with reference, reward and cost models in place, and adapters' base.
 
     Args:
       roles: As built.
@@ -392,21 +330,29 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     """
     config = roles.config
     reference: Params = {}
-    there = train_shardings(roles.policy, roles.meshes["reference"])
+    there = networks.train_shardings(roles.policy, roles.meshes["reference"])
     if config.algorithm.needs_reference:
         if config.reference.path:
             reference = huggingface.load(config.reference.path, roles.policy, there)
         elif roles.meshes["reference"] != roles.mesh:
             reference = pools.move(policy_params, there)
         else:
+            # Below adapters the policy stays as it is and is the reference itself.
             copy = functools.partial(jax.tree.map, jnp.copy)
-            reference = jax.jit(copy, out_shardings=there)(policy_params)
+            copied = jax.jit(copy, out_shardings=there)
+            reference = policy_params if config.lora.rank else copied(policy_params)
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = scorer_network(config, model.path)
-            params = huggingface.load(model.path, net, train_shardings(net, roles.meshes["reward"]))
+            net = networks.scorer_network(config.model, model.path, roles.platform)
+            shardings = networks.train_shardings(net, roles.meshes["reward"])
+            params = huggingface.load(model.path, net, shardings)
             scorers[name] = Scalar(net, params)
         else:
             scorers[name] = Scalar(roles.value, trained[name])
-    return dataclasses.replace(roles, reference_params=reference, scorers=scorers)
+    return dataclasses.replace(
+        roles,
+        reference_params=reference,
+        base_params=policy_params if config.lora.rank else {},
+        scorers=scorers,
+    )

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.learner import batches, optimizer
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
-from jaxrl_llm.models import heads
+from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -47,6 +47,8 @@ def take_update(
     gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda a: a[0], plan.microbatches)
     like = jax.eval_shape(gradient, role.params, first)
+    # Sums over microbatches are float32 whatever the dtype of the parameters.
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
     (value, metrics), gradients = batches.add_up(
         plan, functools.partial(gradient, role.params), like
     )
@@ -56,6 +58,7 @@ def take_update(
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
         **metrics,
+        **optimizer.module_norms(gradients, f"{prefix}/grad_norm"),
         f"{prefix}/loss": value,
         f"{prefix}/grad_norm": norm,
         f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
@@ -112,11 +115,13 @@ class Updater:
 
     Attributes:
       homes: Where policy, critic and cost critic live.
-      programs: `(learners, batch, plan, key, *, train_policy) -> (learners, metrics)`, jitted, of
-        each of these meshes; learners that live elsewhere are `ABSENT` in it.
+      base: What the policy's adapters are added to, or nothing.
+      programs: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
+        jitted, of each of these meshes; learners that live elsewhere are `ABSENT` in it.
     """
 
     homes: tuple[Mesh, Mesh, Mesh]
+    base: Params
     programs: Mapping[Mesh, Any]
 
     @property
@@ -137,14 +142,14 @@ class Updater:
           train_policy: With False only the critics learn.
         """
         learners = _learners(state)
-        metrics: dict[str, Array] = {}
+        metrics: dict[str, Any] = {}
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
+            mine = _living(learners, self.homes, mesh)
+            base = self.base if mesh == self.homes[0] else {}
             here = pools.move(batch, mesh_lib.replicated(mesh))
             with jax.set_mesh(mesh):
-                updated, found = program(
-                    _living(learners, self.homes, mesh), here, plan, key, train_policy=train_policy
-                )
+                updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
             learners = tuple(
                 new if home == mesh else old
                 for old, new, home in zip(learners, updated, self.homes, strict=True)
@@ -152,7 +157,7 @@ class Updater:
             metrics |= found
         policy, critic, cost_critic = learners
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, metrics
+        return state, {**metrics, "perf/padding_share": plan.padding_share()}
 
 
 def _learners(state: LearnerState) -> tuple[Trainable, ...]:
@@ -184,17 +189,18 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
     )
     with_entropy = algorithm.entropy_coef != 0.0
 
-    def policy_update(role: Trainable, batch: Minibatch, plan: Plan, key):
+    def policy_update(role: Trainable, base: Params, batch: Minibatch, plan: Plan, key):
         width = batch.tokens.shape[1]
         denominators = minibatch_denominators(
             batch.loss_mask & plan.chosen[:, None],
             algorithm.loss_scale or float(config.rollout.max_response_tokens),
         )
-        chosen = _selection(role.params, batch, plan, key)
+        chosen = _selection(lora.joined(base, role.params), batch, plan, key)
 
         def loss(params: Params, microbatch: Microbatch):
+            whole = lora.joined(base, params)
             log_probs, entropies, _ = statistics(
-                params, batch.tokens, microbatch, with_entropy=with_entropy
+                whole, batch.tokens, microbatch, with_entropy=with_entropy
             )
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
             return losses.policy_objective(
@@ -239,7 +245,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
 
         return take_update(role, roles.critic_optimizer, plan, loss, prefix)
 
-    def update(learners, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
+    def update(learners, base: Params, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
         policy, critic, cost_critic = learners
         metrics: dict[str, Array] = {}
         if critic.params:
@@ -253,7 +259,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             )
             metrics |= of_costs
         if train_policy and policy.params:
-            policy, of_policy = policy_update(policy, batch, plan, key)
+            policy, of_policy = policy_update(policy, base, batch, plan, key)
             metrics |= of_policy
         return (policy, critic, cost_critic), metrics
 
@@ -271,8 +277,8 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             ),
         )
 
-    with_params = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
-    return Updater(homes, {mesh: on(mesh) for mesh in dict.fromkeys(with_params)})
+    busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
+    return Updater(homes, roles.base_params, {mesh: on(mesh) for mesh in dict.fromkeys(busy)})
 
 
 def _only(batch: Minibatch, plan: Plan) -> Minibatch:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, MeshConfig
@@ -181,6 +180,6 @@ def num_row_shards(meshes: Collection[Mesh]) -> tuple[int, int]:
     return math.lcm(*shards), min(shards)
 
 
-def num_devices(meshes: Collection[Mesh]) -> int:
-    """Returns how many devices the meshes have together."""
-    return len(np.unique([device.id for mesh in meshes for device in mesh.devices.flat]))
+def devices(meshes: Collection[Mesh]) -> list[Any]:
+    """Returns the devices that the meshes have together, each once, in their order."""
+    return list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))
