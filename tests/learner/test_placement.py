@@ -97,6 +97,8 @@ def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
     for mine, other in zip(metrics, other_metrics, strict=True):
         assert mine.keys() == other.keys() and "critic/vf_loss" in mine
         for name, value in mine.items():
+            if name.startswith("perf/"):  # of the packing, which depends on the shards
+                continue
             np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     for mine, other in ((predictions, other_predictions), (sampled, other_sampled)):
         jax.tree.map(
