@@ -77,8 +77,6 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         plan = _whole_step(roles, rollouts)
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
-        together = mesh_lib.replicated(roles.mesh)
-        inside = lambda values: jnp.where(mask, pools.move(values, together), 0.0)  # noqa: E731
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         policy = lora.joined(roles.base_params, state.policy.params)
         with jax.set_mesh(roles.mesh):
@@ -96,15 +94,17 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
                 of_critic(role.params, tokens, lengths, plan) if role.params else zeros
                 for role in (state.critic, state.cost_critic)
             ]
+        answers = Predictions(
+            old_log_probs=old,
+            ref_log_probs=reference,
+            entropies=entropies,
+            sum_squared_probs=squares,
+            values=critics[0],
+            cost_values=critics[1],
+        )
+        brought = pools.move(answers, mesh_lib.replicated(roles.mesh))
         with jax.set_mesh(roles.mesh):
-            return Predictions(
-                old_log_probs=inside(old),
-                ref_log_probs=inside(reference),
-                entropies=inside(entropies),
-                sum_squared_probs=inside(squares),
-                values=inside(critics[0]),
-                cost_values=inside(critics[1]),
-            )
+            return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), brought)
 
     return predict
 

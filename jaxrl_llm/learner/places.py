@@ -1,5 +1,6 @@
 """Where the roles of a run live: a mesh for each, and rows that all of them can split."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,18 +37,22 @@ def row_layout(config: Config, places: Mapping[str, Mesh]) -> Layout:
     Raises:
       ConfigError: If the pool that splits rows the least cannot hold its part of them.
     """
-    shards, fewest = pools.num_row_shards({places[role] for role in ROLES if role != "rollout"})
-    budget = config.trainer.max_tokens_per_microbatch * fewest // shards
-    if shards != fewest and budget < config.max_sequence_tokens:
+    splits = {mesh_lib.row_shards(places[role]) for role in ROLES if role != "rollout"}
+    rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
+    # Of all devices, those of the pool that splits the least hold the most.
+    fewest, most = min(a * b for a, b in splits), rows * length
+    budget = config.trainer.max_tokens_per_microbatch * fewest // most
+    if len(splits) > 1 and budget * length < config.max_sequence_tokens:
         raise ConfigError(
             [
-                f"config.placement: rows are split over {shards} devices, and the pool that splits"
-                f" them over {fewest} holds {shards // fewest} rows a device; rows of"
-                f" {config.max_sequence_tokens} tokens need trainer.max_tokens_per_microbatch >="
-                f" {config.max_sequence_tokens * shards // fewest}, or pools of more equal size"
+                f"config.placement: microbatches are split over {most} devices, and a pool of"
+                f" {fewest} holds as much of them on each; rows of {config.max_sequence_tokens}"
+                " tokens need trainer.max_tokens_per_microbatch >="
+                f" {-(-config.max_sequence_tokens * most // (fewest * length))}, or pools of more"
+                " equal size"
             ]
         )
-    return Layout(budget, shards)
+    return Layout(budget, rows, length)
 
 
 def on(mesh: Mesh, tree: Params) -> Params:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
@@ -102,10 +103,12 @@ class Roles:
         are freed afterwards.
         """
         source, target = self.mesh, self.meshes["rollout"]
-        apart = source != target
+        first, apart = old is None, source != target
         old = self.resharder.empty() if old is None or apart else old
         with jax.set_mesh(pools.staging(source, target)):
             moved = self.resharder.reshard(old, lora.joined(self.base_params, params))
+        if first:
+            logging.info("weights for sampling: %s", self.resharder.report())
         return pools.move(moved, places.on(target, moved)) if apart else moved
 
     def whole_policy(self, params: Params) -> Params:
@@ -152,12 +155,18 @@ def assemble(
     """Returns the roles of a policy of this shape on meshes, whose devices need not be present.
 
     No folder is read and nothing is allocated.
+
+    Raises:
+      ConfigError: If the mesh cannot hold this run's sequences and heads.
     """
     mesh, rollout_mesh = meshes["policy"], meshes["rollout"]
+    rollout_layout = config.mesh.rollout if pools.fits(mesh, rollout_mesh) else "replicas"
+    for each in set(meshes.values()):
+        networks.check_mesh(config, each, shape)
     platform = mesh.devices.flat[0].platform
-    policy = networks.network(config.model, shape, "lm", platform)
+    policy = networks.network(config, shape, "lm", platform)
     policy = dataclasses.replace(policy, lora=config.lora)
-    value = networks.network(config.model, shape, "scalar", platform)
+    value = networks.network(config, shape, "scalar", platform)
     return Roles(
         config=config,
         meshes=meshes,
@@ -173,6 +182,7 @@ def assemble(
             num_slots=num_slots(config, platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            layout=rollout_layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         layout=places.row_layout(config, meshes),
@@ -182,7 +192,7 @@ def assemble(
             policy.units,
             pools.staging(mesh, rollout_mesh),
             rollout_network(config, policy).compute_dtype,
-            config.mesh.rollout if pools.fits(mesh, rollout_mesh) else "replicas",
+            rollout_layout,
             networks.merge_adapters(config.lora),
         ),
     )
@@ -219,11 +229,13 @@ def check_folders(roles: Roles) -> None:
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             folders.append(
-                (model.path, networks.scorer_network(config.model, model.path, roles.platform))
+                (model.path, networks.scorer_network(config, model.path, roles.platform))
             )
     for path, net in folders:
         if path:
             huggingface.check(path, net)
+            for mesh in set(roles.meshes.values()):
+                networks.check_heads(config, mesh, net.shape)
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -344,7 +356,7 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = networks.scorer_network(config.model, model.path, roles.platform)
+            net = networks.scorer_network(config, model.path, roles.platform)
             shardings = networks.train_shardings(net, roles.meshes["reward"])
             params = huggingface.load(model.path, net, shardings)
             scorers[name] = Scalar(net, params)

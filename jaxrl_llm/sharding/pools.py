@@ -7,7 +7,6 @@ then copied device to device. `jax.device_put` alone would pass it through the h
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -120,7 +119,7 @@ def move(tree: Any, shardings: Any) -> Any:
     """Returns arrays in another pool's layout; what is there already is returned as it is.
 
     Arrays that are nowhere yet (host arrays, or arrays of no mesh) are left to the program
-    that uses them.
+    that uses them. To be called outside of `jax.set_mesh`, as two meshes take part.
 
     Args:
       tree: Arrays of one mesh.
@@ -172,12 +171,6 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
     """Returns (start, stop) of every dim, whole where the index says nothing."""
     slices = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
-
-
-def num_row_shards(meshes: Collection[Mesh]) -> tuple[int, int]:
-    """Returns (least common multiple, smallest) of the devices that rows are split over."""
-    shards = [mesh.shape["data"] * mesh.shape["fsdp"] for mesh in meshes]
-    return math.lcm(*shards), min(shards)
 
 
 def devices(meshes: Collection[Mesh]) -> list[Any]:
