@@ -14,10 +14,18 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 FLOORS = (
     (
         ("types",),
-        ("errors", "recipes", "config_model", "placement", "config", "config_bridge"),
+        (
+            "errors",
+            "recipes",
+            "config_model",
+            "config_records",
+            "placement",
+            "config",
+            "config_bridge",
+        ),
     ),
     (("algorithms",), ("sharding",)),
-    (("models",), ("data",), ("checkpoint",), ("metrics",)),
+    (("models",), ("data",), ("seal", "checkpoint"), ("metrics",), ("sandbox",)),
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),
