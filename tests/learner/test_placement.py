@@ -1,6 +1,4 @@
-"""Roles on pools of their own: the numbers of a colocated run, and both halves busy at once."""
-
-import pathlib
+"""Roles on pools of their own give the numbers of a colocated run."""
 
 import jax
 import numpy as np
@@ -87,6 +85,7 @@ def colocated():
     return two_updates("colocate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["split", "hybrid", "standalone"])
 def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
     _, predictions, metrics, (state, sampled) = colocated
@@ -112,36 +111,3 @@ def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
             getattr(state, learner).params,
             getattr(other_state, learner).params,
         )
-
-
-def executions(folder: pathlib.Path) -> dict[str, list[tuple[float, float]]]:
-    """Returns (begin, end) in ns of every run of each program in a trace, on whatever device."""
-    (path,) = folder.rglob("*.xplane.pb")
-    found: dict[str, list[tuple[float, float]]] = {}
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        for line in plane.lines:
-            for event in line.events:
-                module = dict(event.stats).get("hlo_module")
-                if module:
-                    span = (event.start_ns, event.start_ns + event.duration_ns)
-                    found.setdefault(str(module), []).append(span)
-    return found
-
-
-def test_both_halves_are_busy_at_the_same_time(tmp_path):
-    wide = {"hidden_size": 256, "mlp_size": 1024}
-    roles = roles_lib.build(config("split", **wide))
-    policy = roles_lib.initial_policy(roles)
-    state = roles_lib.initial_state(roles, policy)
-    predict = experience.predictor(roles)
-    rollouts = rollouts_of(count=256)
-    jax.block_until_ready(predict(state, rollouts))
-    with jax.profiler.trace(str(tmp_path)):
-        jax.block_until_ready(predict(state, rollouts))
-    found = executions(tmp_path)
-    of_policy, of_critic = found["jit_of_policy"], found["jit_of_critic"]
-    first, last = (
-        f(f(span) for span in spans) for f, spans in ((min, of_critic), (max, of_critic))
-    )
-    inside = [span for span in of_policy if first < span[0] and span[1] < last]
-    assert inside, "the policy's devices did nothing while the critic's were busy"
