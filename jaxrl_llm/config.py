@@ -19,6 +19,7 @@ from typing import Literal
 from jaxrl_llm.config_model import LoraConfig, ModelConfig
 from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.errors import Problem, UserError
+from jaxrl_llm.placement import PlacementConfig
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -534,6 +535,7 @@ class Config:
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
     profiler: ProfilerConfig = dataclasses.field(default_factory=ProfilerConfig)
     mesh: MeshConfig = MeshConfig()
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
 
     @property
     def sequences_per_step(self) -> int:
