@@ -22,7 +22,7 @@ from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import is_on_policy, sequence_scores, token_statistics, token_values
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
 # What the models say.
@@ -91,9 +91,8 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         reference = old
         if roles.reference_params:
             with jax.set_mesh(roles.meshes["reference"]):
-                reference, _, _ = of_policy(
-                    roles.reference_params, tokens, lengths, plan, entropy="none"
-                )
+                frozen = resting.working(roles.reference_params)
+                reference, _, _ = of_policy(frozen, tokens, lengths, plan, entropy="none")
         with jax.set_mesh(roles.meshes["critic"]):
             critics = [
                 of_critic(role.params, tokens, lengths, plan) if role.params else zeros

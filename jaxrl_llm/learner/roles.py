@@ -24,7 +24,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.sharding.reshard import Resharder
 
 _ADAPTERS = 1  # folded into the seed for their first values
@@ -284,13 +284,18 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
 
     def critic(needed: bool) -> Trainable:
         params = _initial_critic(roles, policy_params) if needed else {}
-        mesh = roles.meshes["critic"]
-        return trainable(params, config.critic.optimizer, roles.num_updates, mesh)
+        return begun(params, config.critic.optimizer, roles.meshes["critic"])
+
+    def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
+        role = trainable(params, of, roles.num_updates, mesh)
+        if "optimizer" in config.mesh.on_host:
+            role = dataclasses.replace(role, opt_state=resting.resting(role.opt_state))
+        return role
 
     if config.lora.rank:
         policy_params = _initial_adapters(roles)
     return LearnerState(
-        policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
+        policy=begun(policy_params, config.trainer.optimizer, roles.mesh),
         critic=critic(algorithm.needs_critic),
         cost_critic=critic(algorithm.safe),
         kl_coef=jax.device_put(
@@ -352,6 +357,8 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
             copy = functools.partial(jax.tree.map, jnp.copy)
             copied = jax.jit(copy, out_shardings=there)
             reference = policy_params if config.lora.rank else copied(policy_params)
+        if "reference" in config.mesh.on_host and not config.lora.rank:
+            reference = resting.resting(reference)
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:

@@ -25,7 +25,7 @@ from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Minibatch
 
 Metrics = Mapping[str, Float[Array, ""]]
@@ -152,11 +152,13 @@ class Updater:
       base: What the policy's adapters are added to, or nothing.
       programs: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
         jitted, of each of these meshes; learners that live elsewhere are `ABSENT` in it.
+      optimizer_rests: Whether optimizer state is in host memory between updates.
     """
 
     homes: tuple[Mesh, Mesh, Mesh]
     base: Params
     programs: Mapping[Mesh, Any]
+    optimizer_rests: bool
 
     @property
     def program(self) -> Any:
@@ -182,8 +184,12 @@ class Updater:
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
             here = pools.move(batch, mesh_lib.replicated(mesh))
+            if self.optimizer_rests:
+                mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
                 updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
+            if self.optimizer_rests:
+                updated = _with_optimizers(resting.resting, updated)
             learners = tuple(
                 new if home == mesh else old
                 for old, new, home in zip(learners, updated, self.homes, strict=True)
@@ -203,6 +209,11 @@ def _living(learners: tuple[Trainable, ...], homes: tuple[Mesh, ...], mesh: Mesh
     return tuple(
         learner if home == mesh else ABSENT for learner, home in zip(learners, homes, strict=True)
     )
+
+
+def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]):
+    """Returns the learners with the state of their optimizers moved."""
+    return tuple(dataclasses.replace(role, opt_state=move(role.opt_state)) for role in learners)
 
 
 def updater(roles: Roles, state: LearnerState) -> Updater:
@@ -326,13 +337,14 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             static_argnames="train_policy",
             donate_argnums=0,
             out_shardings=(
-                jax.tree.map(lambda a: a.sharding, learners),
+                jax.tree.map(lambda a: resting.in_use(a.sharding), learners),
                 mesh_lib.replicated(mesh),
             ),
         )
 
     busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
-    return Updater(homes, roles.base_params, {mesh: on(mesh) for mesh in dict.fromkeys(busy)})
+    programs = {mesh: on(mesh) for mesh in dict.fromkeys(busy)}
+    return Updater(homes, roles.base_params, programs, "optimizer" in config.mesh.on_host)
 
 
 def _only(batch: Minibatch, plan: Plan) -> Minibatch:
