@@ -123,15 +123,6 @@ def chain(name: str, tmp_path, cache, moments, last: int) -> None:
     check_same(tmp_path / "run", tmp_path / "reference", last)
 
 
-def test_three_ends_of_a_run(tmp_path, cache):
-    moments = [
-        ("save_writing", "SIGKILL"),
-        ("update_between", "SIGTERM"),
-        ("rollout_during", "SIGTERM"),
-    ]
-    chain("grpo_tiny", tmp_path, cache, moments, last=8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
 def test_every_point(name, tmp_path, cache):

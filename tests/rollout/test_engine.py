@@ -366,6 +366,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     assert all(state == split for state in states)
 
 
+@pytest.mark.slow
 def test_twenty_steps_compile_nothing_after_the_warm_up():
     mover = tiny.resharder(ONE)
     rollout = mover.empty()
