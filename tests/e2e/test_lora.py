@@ -6,6 +6,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import recipe_settings
 
 from jaxrl_llm.learner import roles as roles_lib
