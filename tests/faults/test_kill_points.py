@@ -123,8 +123,13 @@ def chain(name: str, tmp_path, cache, moments, last: int) -> None:
     check_same(tmp_path / "run", tmp_path / "reference", last)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grpo_tiny", marks=pytest.mark.slow),
+        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_point(name, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]
