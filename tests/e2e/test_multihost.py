@@ -37,6 +37,7 @@ def arguments(name: str, folder, num_steps: int = STEPS, **changes) -> list[str]
     settings = {
         "rewards.functions": {"answer": {"function": f"{folder}/reward.py:score"}},
         "rewards.num_workers": 1,
+        "rewards.environment": ("JAX_PROCESS_ID",),
         "rewards.timeout_s": 3600.0,
         "trainer.num_steps": num_steps,
         # The length of the run must not decide the learning rate: it is cut in two.
