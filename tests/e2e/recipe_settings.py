@@ -43,6 +43,8 @@ SUMS: Mapping[str, Any] = {
     },
     "rollout": {"max_response_tokens": 12},
     "rewards": {"functions": {"answer": {"function": "arithmetic"}}, "num_workers": 1},
+    # Towards the end nearly all groups are right, and dynamic sampling has to search.
+    "algorithm": {"max_sampling_waves": 60},
     "warm_start": {
         "num_steps": 800,
         "batch_size": 64,
