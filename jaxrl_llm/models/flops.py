@@ -15,6 +15,11 @@ def layer_products(shape: Shape) -> int:
     return shape.hidden_size * (heads + 3 * shape.mlp_size)
 
 
+def attention_parity(shape: Shape) -> int:
+    """Returns the keys a query may see until they cost as much as the products of its token."""
+    return layer_products(shape) // (2 * shape.num_heads * shape.head_size)
+
+
 def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:
     """Returns the floating-point operations of one forward pass over whole sequences.
 
