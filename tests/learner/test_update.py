@@ -231,6 +231,9 @@ def test_the_cut_does_not_matter(reference, monkeypatch):
     assert_same(learned(run, budget=T), reference(FULL, monkeypatch))
 
 
+CLIP_COV = AlgorithmConfig(policy_loss="clip_cov", clip_cov_share=0.1, clip_cov_low=0.0)
+
+
 # Prompts of 9, 5, 1 and 3 tokens with 4, 3, 2 and 1 samples, of which CHOSEN takes some.
 GROUPS = np.repeat(np.arange(4), [4, 3, 2, 1])
 PROMPTS = np.array([9, 5, 1, 3])[GROUPS]
@@ -268,12 +271,12 @@ def grouped_batch(network):
 @pytest.mark.parametrize(
     "sizes, budget, algorithm",
     [
-        ({}, 1024, FULL),
         ({}, 2 * T, FULL),
-        ({"fsdp": 2, "tensor": 2, "data": 2}, 3 * T, FULL),
-        ({"fsdp": 2}, 2 * T, AlgorithmConfig(policy_loss="clip_cov")),
+        pytest.param({}, 1024, FULL, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, 3 * T, FULL, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2}, 2 * T, CLIP_COV, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["microbatches", "whole", "mesh", "selection"],
 )
 def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypatch):
     """Policy's and critic's gradients of rows in which samples share their prompt's tokens."""
@@ -285,9 +288,7 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
     found, tokens = [], []
     for parity in (0, 1_000):
         layout = Layout(budget, shards, attention_parity=parity)
-        plan = layout.plan(
-            batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike
-        )
+        plan = layout.plan(batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike)
         state = initial(run)
         after, metrics = update.updater(run, state)(state, batch, plan, jax.random.key(3))
         gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
