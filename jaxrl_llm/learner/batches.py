@@ -252,8 +252,9 @@ class Layout:
         places = _places(wanted, needed)
         follows = np.take_along_axis(before, np.minimum(places, width - 1), axis=-1)
         # Host arrays: they go to the device with the program that uses them.
+        fields |= {"scored": places, "before": follows}
         of_plan: list[Any] = [np.int32(len(groups)), mask]
-        return Plan(Microbatch(**fields, scored=places, before=follows), *of_plan)
+        return Plan(Microbatch(**fields), *of_plan)
 
 
 def _filled(
