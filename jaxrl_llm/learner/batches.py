@@ -7,7 +7,7 @@ host, and no array of the step is moved or copied for it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.data import packing
+from jaxrl_llm.learner import filling
 from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -34,6 +35,7 @@ class Microbatch:
 
     segment_ids: Int[Array, "R W"]  # 1 + number of the sequence in the step; 0 is padding
     prefix_ids: Int[Array, "R W | R 0"]  # segment continued, or its own; [R, 0]: nothing shared
+    key_blocks: Int[Array, "R Q C"]  # of each block of queries what `full_attention` asks for
     positions: Int[Array, "R W"]  # of each token in its own sequence
     sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
     rows: Int[Array, " b"]  # row of each sequence
@@ -138,19 +140,26 @@ class Layout:
         kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
         found = self._most_rows.get(kind, -1)
         if not 0 <= found <= self._max_tokens:
-            alone = self._cost(len(packing.pack(lengths, width)), width)
-            wide = _widths(lengths, common, width, self._max_tokens)
-            costs = {w: self._cost(len(_rows(lengths, common, w)[1]), w) for w in wide}
+            alone = self._cost(len(packing.pack(lengths, width)), width, width)
+            wide = filling.widths(lengths, common, width, self._max_tokens)
+            costs = {
+                w: self._cost(
+                    len(filling.rows(lengths, common, w)[1]),
+                    w,
+                    filling.keys_in_rows(lengths, common, w),
+                )
+                for w in wide
+            }
             best = min(costs, key=lambda w: costs[w])
             found = self._most_rows[kind] = best if costs[best] < alone else 0
         return found
 
-    def _cost(self, needed: int, width: int) -> float:
+    def _cost(self, needed: int, width: int, keys: int) -> float:
         """Returns the work of so many rows, in tokens of short ones."""
         cap = self._max_tokens // width * self._num_shards
         count = -(-needed // cap)
         even = -(-needed // (count * self._num_shards)) * self._num_shards
-        return count * even * width * (1 + width / self._parity)
+        return count * even * width * (1 + keys / self._parity)
 
     def _num_rows(self, needed: int, num_sequences: int, width: int) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
@@ -178,6 +187,13 @@ class Layout:
         eighths = -(-needed * 8 // width)
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
+
+    def _num_seen(self, needed: int, width: int) -> int:
+        """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
+        kind = f"blocks seen in rows of {width}"
+        self._most_rows[kind] = max(needed, self._most_rows.get(kind, 0))
+        most = self._most_rows[kind]
+        return most if filling.keys_compared(width, most) < width else 0
 
     def _balanced(
         self, packed: list[list[int]], lengths: Int[np.ndarray, " b"], num_rows: int
@@ -236,111 +252,35 @@ class Layout:
         alike = common.of(chosen) if share else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
         width = shared_width or width
-        pieces, packed = _rows(lengths[chosen], alike if shared_width else alone, width)
+        pieces, packed = filling.rows(lengths[chosen], alike if shared_width else alone, width)
         num_rows = self._num_rows(len(packed), len(chosen), width)
         groups = self._balanced(packed, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
         asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
         shape = packing.bucket(len(groups)), num_rows, width
-        fields, wanted, before = _filled(batches, shape, lengths, chosen, asked)
-        if not shared_width:
-            fields["prefix_ids"] = fields["prefix_ids"][..., :0]
+        laid = filling.filled(batches, shape, lengths, chosen, asked)
+        needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
+        places = filling.places(laid.asked, needed)
+        seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
-        needed = width if everywhere else self._num_scored(int(wanted.sum(-1).max()), width)
-        places = _places(wanted, needed)
-        follows = np.take_along_axis(before, np.minimum(places, width - 1), axis=-1)
         # Host arrays: they go to the device with the program that uses them.
-        fields |= {"scored": places, "before": follows}
+        fields: dict[str, Any] = {
+            "segment_ids": laid.segment_ids,
+            "prefix_ids": laid.prefix_ids if shared_width else laid.prefix_ids[..., :0],
+            "key_blocks": filling.places(laid.sees if seen else laid.sees[..., :0, :0], seen),
+            "positions": laid.positions,
+            "sequences": laid.sequences,
+            "rows": laid.rows,
+            "starts": laid.starts,
+            "beginnings": laid.beginnings,
+            "shared": laid.shared,
+            "scored": places,
+            "before": np.take_along_axis(laid.before, np.minimum(places, width - 1), axis=-1),
+        }
         of_plan: list[Any] = [np.int32(len(groups)), mask]
         return Plan(Microbatch(**fields), *of_plan)
-
-
-def _filled(
-    microbatches: Sequence[Sequence[Sequence[packing.Piece]]],
-    shape: tuple[int, int, int],
-    lengths: Int[np.ndarray, " B"],
-    chosen: Int[np.ndarray, " b"],
-    asked: Bool[np.ndarray, "B T"],
-) -> tuple[dict[str, Any], Bool[np.ndarray, "M R W"], Int[np.ndarray, "M R W"]]:
-    """Returns the fields of `Microbatch` but the last two, which tokens are asked about, and
-    where the token before each stands.
-
-    Args:
-      microbatches: The pieces in every row of each.
-      shape: (M, R, W).
-      lengths: Tokens of every sequence of the step.
-      chosen: The sequences that pieces are of.
-      asked: Tokens whose log-probs are wanted.
-    """
-    segment_ids = np.zeros(shape, np.int32)
-    prefix_ids, positions, before = (np.zeros_like(segment_ids) for _ in range(3))
-    wanted = np.zeros(shape, bool)
-    held = [sum(len(piece.members) for row in rows for piece in row) for rows in microbatches]
-    sequences = np.full((shape[0], packing.bucket(max(held))), len(lengths), np.int32)
-    rows, starts, beginnings, shared = (np.zeros_like(sequences) for _ in range(4))
-    for g, batch in enumerate(microbatches):
-        place = 0
-        for r, row in enumerate(batch):
-            end = 0
-            for piece in row:
-                begin, skip = end, piece.shared
-                end += skip
-                prefix = -1 - int(chosen[piece.members[0]])
-                segment_ids[g, r, begin:end] = prefix_ids[g, r, begin:end] = prefix
-                positions[g, r, begin:end] = np.arange(skip)
-                for sequence in chosen[list(piece.members)].tolist():
-                    length = int(lengths[sequence])
-                    start, end = end, end + length - skip
-                    own = np.s_[g, r, start:end]
-                    segment_ids[own] = sequence + 1
-                    prefix_ids[own] = prefix if skip else sequence + 1
-                    positions[own] = np.arange(skip, length)
-                    before[own] = np.arange(start - 1, end - 1)
-                    before[g, r, start] = max(begin + skip - 1, 0)
-                    wanted[own] = asked[sequence, skip:length]
-                    sequences[g, place], rows[g, place] = sequence, r
-                    starts[g, place], beginnings[g, place] = start - skip, begin
-                    shared[g, place] = skip
-                    place += 1
-    fields = {
-        "segment_ids": segment_ids,
-        "prefix_ids": prefix_ids,
-        "positions": positions,
-        "sequences": sequences,
-        "rows": rows,
-        "starts": starts,
-        "beginnings": beginnings,
-        "shared": shared,
-    }
-    return fields, wanted, before
-
-
-def _rows(
-    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
-) -> tuple[list[packing.Piece], list[list[int]]]:
-    """Returns pieces of sequences and the pieces of each row."""
-    pieces = packing.pieces(lengths, common, width)
-    return pieces, packing.pack([piece.length for piece in pieces], width)
-
-
-def _widths(
-    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int, most: int
-) -> Iterator[int]:
-    """Yields the widths of row that may pay: halves of the plain width, up to whole groups."""
-    longest = max(piece.length for piece in packing.pieces(lengths, common, most))
-    for halves in range(2, 2 * most // width + 1):
-        yield width * halves // 2
-        if width * halves // 2 >= longest:
-            return
-
-
-def _places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
-    """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
-    width = wanted.shape[-1]
-    places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
-    return np.sort(places, axis=-1)[..., :count]
 
 
 def add_up(plan: Plan, function, like):

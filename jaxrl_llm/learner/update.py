@@ -121,8 +121,14 @@ def token_statistics(
 def _hidden(
     network: Network, params: Params, packed: Array, microbatch: Microbatch
 ) -> Float[Array, "R W D"]:
-    places = microbatch.positions, microbatch.segment_ids, microbatch.prefix_ids
-    return network.hidden(params, packed, *places)
+    places = microbatch.positions, microbatch.segment_ids
+    return network.hidden(
+        params,
+        packed,
+        *places,
+        prefix_ids=microbatch.prefix_ids,
+        key_blocks=microbatch.key_blocks,
+    )
 
 
 def token_values(

@@ -24,8 +24,12 @@ Implementation = Literal["xla", "splash", "cudnn"]
 
 # `prefix_ids` of rows in which no two sequences share a beginning.
 NOTHING_SHARED = np.zeros((1, 0), np.int32)
+# `key_blocks` of rows whose queries are compared with all keys.
+ALL_BLOCKS = np.zeros((1, 0, 0), np.int32)
+KEY_BLOCK = 64  # keys that queries see together, or together do not
 
 _QUERY_BLOCK = 512  # queries whose scores exist at one time
+MOST_KEYS = _QUERY_BLOCK  # of the blocks that a query sees: its scores all exist at one time
 _SPLASH_LANES = 128  # splash works on multiples of it
 _SPLASH_BLOCK = 512
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
@@ -100,6 +104,7 @@ def full_attention(
     soft_cap: float = 0.0,
     interpret: bool = False,
     prefix_ids: Int[Array | np.ndarray, "#B P"] = NOTHING_SHARED,
+    key_blocks: Int[Array | np.ndarray, "#B Q C"] = ALL_BLOCKS,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 
@@ -116,6 +121,9 @@ def full_attention(
       interpret: Runs splash without a TPU, slowly.
       prefix_ids: As of `segment_causal_mask`; not with splash or a window, which goes by places
         in the row.
+      key_blocks: Of each of Q equal blocks of queries, all blocks of keys that hold what it sees;
+        Q fills the rest. A saving where XLA's products attend to prefixes, elsewhere without
+        effect.
 
     Raises:
       ValueError: If it is asked for prefixes that it cannot see.
@@ -130,7 +138,36 @@ def full_attention(
     if implementation == "cudnn" and not soft_cap:
         mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+    if prefix_ids.shape[1] and key_blocks.shape[2]:
+        return _in_key_blocks(q, k, v, segment_ids, prefix_ids, key_blocks, soft_cap)
     return _in_blocks(q, k, v, segment_ids, prefix_ids, window, soft_cap)
+
+
+def _in_key_blocks(q, k, v, segment_ids, prefix_ids, key_blocks, soft_cap: float):
+    """Returns attention of every block of queries to the blocks of keys that it sees."""
+    batch, length = segment_ids.shape
+    count = key_blocks.shape[1]
+    there = jnp.repeat(key_blocks < count, length // count, axis=-1)
+    blocks = jnp.minimum(key_blocks, count - 1)
+
+    def cut(x):
+        return x.reshape(batch, count, length // count, *x.shape[2:])
+
+    def found(x):
+        """Returns the keys of each block of queries, [B, Q, keys, ...]."""
+        chosen = jax.vmap(lambda row, wanted: row[wanted])(cut(x), blocks)
+        return chosen.reshape(batch, count, -1, *x.shape[2:])
+
+    places = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
+    ids = found(segment_ids)[:, :, None]
+    sees = (cut(segment_ids)[..., None] == ids) | (cut(prefix_ids)[..., None] == ids)
+    sees &= found(places)[:, :, None] <= cut(places)[..., None]
+    sees &= there[:, :, None]
+    together = lambda x: x.reshape(batch * count, *x.shape[2:])  # noqa: E731
+    plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
+    queries, keys, values = (together(x) for x in (cut(q), found(k), found(v)))
+    return attend(queries, keys, values, mask=together(sees)[:, None]).reshape(q.shape)
 
 
 def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):

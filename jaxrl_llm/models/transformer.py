@@ -215,6 +215,7 @@ class Network:
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         prefix_ids: Int[Array | np.ndarray, "#B P"] = attention.NOTHING_SHARED,
+        key_blocks: Int[Array | np.ndarray, "#B Q C"] = attention.ALL_BLOCKS,
     ) -> Float[Array, "B T D"]:
         """Returns the normalized last hidden state of every token of packed rows.
 
@@ -223,13 +224,15 @@ class Network:
           tokens: Right-padded rows; several sequences may share a row.
           positions: Of each token in its own sequence.
           segment_ids: Which sequence of the row; 0 is padding.
-          prefix_ids: The segment that each token continues, as of `full_attention`; of rows
-            whose length no devices share.
+          prefix_ids, key_blocks: As of `full_attention`; of rows whose length no devices share.
         """
 
         def attend(q, k, v):
             whole_rows = functools.partial(
-                attention.full_attention, implementation=self.kernel, prefix_ids=prefix_ids
+                attention.full_attention,
+                implementation=self.kernel,
+                prefix_ids=prefix_ids,
+                key_blocks=key_blocks,
             )
             form = self.sequence_attention
             return sequence_attention.attention(q, k, v, segment_ids, form, whole_rows), None

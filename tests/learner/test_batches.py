@@ -1,5 +1,7 @@
 """Layouts: every token in one place, and back; budgets kept; shapes few."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import batches
+from jaxrl_llm.learner import batches, filling
 from jaxrl_llm.learner.batches import Layout
 
 B, W, SHARDS = 12, 16, 2
@@ -93,9 +95,20 @@ def plan_of_groups(lengths, chosen, common, budget=80):
 @given(grouped_steps())
 def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
     lengths, chosen, common = step
-    plan, asked = plan_of_groups(*step)
+    with mock.patch.object(filling, "KEY_BLOCK", 4):
+        plan, asked = plan_of_groups(*step)
     m, count = plan.microbatches, int(plan.count)
     rows, width = m.segment_ids.shape[1:]
+    if blocks := m.key_blocks.shape[3]:
+        assert blocks * 4 < width
+        ids, prefixes = m.segment_ids, m.prefix_ids
+        sees = (ids[..., None] == ids[..., None, :]) | (prefixes[..., None] == ids[..., None, :])
+        sees &= np.tri(width, dtype=bool) & (ids != 0)[..., None, :]
+        of_blocks = sees.reshape(*ids.shape[:2], width // 4, 4, width // 4, 4).any((3, 5))
+        for block, wanted in zip(
+            m.key_blocks.reshape(-1, blocks), of_blocks.reshape(-1, width // 4), strict=True
+        ):
+            assert set(np.flatnonzero(wanted)) == set(block.tolist()) - {width // 4}
     assert rows % SHARDS == 0 and rows // SHARDS * width <= 80
     assert (m.segment_ids != 0).sum() <= lengths[chosen].sum()
     assert sorted(m.sequences[m.sequences < B]) == chosen.tolist()

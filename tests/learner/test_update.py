@@ -13,7 +13,7 @@ import tiny
 from jaxrl_llm.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
 from jaxrl_llm.config_records import AlertConfig, AlertsConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import optimizer, roles, update
+from jaxrl_llm.learner import filling, optimizer, roles, update
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
@@ -280,6 +280,7 @@ def grouped_batch(network):
 )
 def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypatch):
     """Policy's and critic's gradients of rows in which samples share their prompt's tokens."""
+    monkeypatch.setattr(filling, "KEY_BLOCK", 4)
     run = roles_on(tiny.make_mesh(**sizes), algorithm, monkeypatch)
     batch = grouped_batch(run.policy)
     alike = packing.beginnings(batch.tokens, batch.lengths, batch.response_mask, GROUPS)
@@ -295,6 +296,7 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
         numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
         found.append((gradients, numbers))
         tokens.append(int((plan.microbatches.segment_ids != 0).sum()))
+    assert 0 < plan.microbatches.key_blocks.shape[3] < plan.microbatches.key_blocks.shape[2]
     assert tokens[1] < tokens[0] == batch.lengths[CHOSEN].sum()
     assert_same(found[1], found[0])
 

@@ -88,6 +88,33 @@ def test_answers_of_a_prompt_see_it_and_not_each_other(block, soft_cap, monkeypa
         np.testing.assert_allclose(found[:, chosen], wanted, atol=3e-6)
 
 
+def test_keys_in_blocks_are_all_that_is_seen():
+    """Values and gradients, of rows with several prompts and with padding."""
+    q, k, v, _ = inputs(96)
+    # Prompt of 20 with answers of 13 and 25; prompt of 7 with one of 9 and one of 10; padding.
+    ids = np.repeat([-1, 1, 2, -3, 3, 4, 0], [20, 13, 25, 7, 9, 10, 12])
+    prefixes = np.select([ids == 0, np.abs(ids) < 3], [0, -1], -3)
+    sees = (ids[:, None] == ids) | (prefixes[:, None] == ids)
+    sees &= np.tri(96, dtype=bool) & (ids != 0)
+    by_block = sees.reshape(6, 16, 6, 16).any((1, 3))
+    most = by_block.sum(1).max()
+    assert most < 6
+    blocks = np.sort(np.where(by_block, np.arange(6), 6), axis=1)[:, :most]
+    rows = (ids, prefixes, blocks)
+    ids, prefix_ids, blocks = (np.broadcast_to(x, (B, *x.shape)).astype(np.int32) for x in rows)
+    real = (ids != 0)[..., None, None]
+
+    def loss(q, k, v, key_blocks):
+        shared = {"prefix_ids": prefix_ids, "key_blocks": key_blocks}
+        mixed = attention.full_attention(q, k, v, ids, **shared)
+        return jnp.sum(jnp.sin(mixed) * real), jnp.where(real, mixed, 0)
+
+    both = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    wanted, found = both(q, k, v, attention.ALL_BLOCKS), both(q, k, v, blocks)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-6 * np.abs(theirs).max())
+
+
 @pytest.mark.parametrize("kind", [{"implementation": "splash"}, {"window": 9}], ids=str)
 def test_what_cannot_see_prefixes_says_so(kind):
     q, k, v, segments = inputs(32)
