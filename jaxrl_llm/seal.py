@@ -20,7 +20,7 @@ class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Seals the folder and gives it its name; a part of such a folder only its name."""
-        final = self._final_path
+        final = self.get_final()
         if ocp.path.atomicity.TMP_DIR_SUFFIX in final.parent.name:
             return await super().finalize()
         sealed = self.get().with_name(f"{self.get().name}.sealed")
