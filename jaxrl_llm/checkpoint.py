@@ -136,22 +136,26 @@ class Saver:
         content = _content(state, extra, self._best)
         self.wait()
         try:
-            if jax.process_count() == 1:
-                self._probe()
+            if failure := _agreed(self._probe() if _is_first() else ""):
+                raise OSError(failure)
             self._manager.save(step, args=content)
         except Exception as error:
             self._failed(step, error)
         else:
             self._saving = step
 
-    def _probe(self) -> None:
-        """Raises OSError if nothing can be written: a save that fails at once leaves threads of
-        the library behind, which hold up the end of the process for minutes."""
+    def _probe(self) -> str:
+        """Returns why nothing can be written, "" if it can: a save that fails at once leaves
+        threads of the library behind, which hold up the end of the process for minutes."""
         probe = self._directory / "probe.tmp"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return str(error)
         finally:
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return ""
 
     def ensure(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""
