@@ -165,14 +165,28 @@ class Updater:
         """The program of the policy's mesh."""
         return self.programs[self.homes[0]]
 
+    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
+        """Returns all sequences of a step where learners live.
+
+        Before any update of the step: a copy to other devices is cut out by the policy's, and
+        there it would wait for the updates before it, and learners elsewhere with it.
+        """
+        return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
+
     def __call__(
-        self, state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True
+        self,
+        state: LearnerState,
+        batch: Mapping[Mesh, Minibatch],
+        plan: Plan,
+        key,
+        *,
+        train_policy: bool = True,
     ) -> tuple[LearnerState, Metrics]:
         """Returns the state after the update, which consumes the old one, and its metrics.
 
         Args:
           state: As before the update.
-          batch: All sequences of the step.
+          batch: As `spread` returns it.
           plan: Which of them make this minibatch.
           key: Of what the policy loss draws.
           train_policy: With False only the critics learn.
@@ -183,11 +197,12 @@ class Updater:
         for mesh, program in self.programs.items():
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
-            here = pools.move(batch, mesh_lib.replicated(mesh))
             if self.optimizer_rests:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
-                updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
+                updated, found = program(
+                    mine, base, batch[mesh], plan, key, train_policy=train_policy
+                )
             if self.optimizer_rests:
                 updated = _with_optimizers(resting.resting, updated)
             learners = tuple(
