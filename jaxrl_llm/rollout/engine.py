@@ -326,9 +326,10 @@ class Engine:
         )
         sampled = _read(outputs)
         # [N, S]: an active slot gets a token in every step, whatever was guessed.
-        active = (sampled.tokens >= 0).reshape(-1, self._places, num_slots).any(1)
+        given = np.reshape(sampled.tokens >= 0, (-1, self._places, num_slots))
+        active = np.any(given, axis=1)
         self._tally.add_chunk(
-            steps=int(active.any(1).sum()),
+            steps=int(np.any(active, axis=1).sum()),
             slot_steps=int(active.sum()),
             tokens=scheduler.take(sampled),
             queue_waits=queue_waits,

@@ -3,6 +3,7 @@
 import bisect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -103,8 +104,16 @@ def batches(num_prompts: int, prompt_tokens: int, max_tokens: int) -> Iterator[P
 
 def _empty(rows: int, width: int) -> Prompts:
     places = rows * _share(width)
-    blank = np.zeros((3, rows, width), np.int32)
-    return Prompts(*blank, np.zeros(places, np.int32), np.ones(places, np.int32))
+    tokens, positions, segment_ids = np.zeros((3, rows, width), np.int32)
+    starts, lengths = np.zeros(places, np.int32), np.ones(places, np.int32)
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": positions,
+        "segment_ids": segment_ids,
+        "starts": starts,
+        "lengths": lengths,
+    }
+    return Prompts(**fields)
 
 
 def _num_fitting(lengths: Sequence[int], max_tokens: int) -> int:

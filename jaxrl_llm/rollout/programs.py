@@ -367,7 +367,9 @@ def generate(
         caches,
         (live.keys, live.values),
     )
+    size = num_steps * (1 + draft_tokens)
+    tokens, log_probs, *tops = (a.reshape(size, *a.shape[2:]) for a in kept)
     front = dataclasses.replace(live, keys=(), values=())
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, front)
-    kept = (a.reshape(num_steps * (1 + draft_tokens), *a.shape[2:]) for a in kept)
-    return dataclasses.replace(small, keys=keys, values=values), Outputs(*kept, live.remaining + 0)
+    outputs = Outputs(tokens, log_probs, tops[0], tops[1], live.remaining + 0)
+    return dataclasses.replace(small, keys=keys, values=values), outputs

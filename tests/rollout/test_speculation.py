@@ -11,6 +11,7 @@ import tiny
 from distributions import assert_drawn_from, distribution
 from engine_work import (
     LIMIT,
+    ONE,
     assert_same,
     engine_of,
     expected,
@@ -23,7 +24,7 @@ from engine_work import (
 from jaxrl_llm.config_rollout import SpeculationConfig
 from jaxrl_llm.rollout import prefill, prefixes, programs, speculation
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 
 THREE = SpeculationConfig(draft_tokens=3)
@@ -258,3 +259,46 @@ def test_turns_stop_strings_and_likeliest_tokens():
     assert found[topped, 0] == [whole, "length"]
     assert [pairs[0][0] for pairs in tops] == whole
     engine.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_slots", "chunk_steps", "guesses"),
+    [
+        (3, 5, SpeculationConfig(draft_tokens=1)),
+        (4, 16, SpeculationConfig(draft_tokens=6, ngram_tokens=1)),
+        (32, 1, SpeculationConfig(draft_tokens=4, ngram_tokens=5)),
+    ],
+    ids=str,
+)
+def test_slots_chunks_and_guesses_do_not_matter(num_slots, chunk_steps, guesses):
+    engine = engine_of(num_slots=num_slots, chunk_steps=chunk_steps, speculation=guesses)
+    assert_same(engine.generate(rollout_params(), workload()), expected())
+    assert engine.statistics.tokens_per_forward > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
+def test_mesh_does_not_matter(sizes):
+    mesh = tiny.make_mesh(**sizes)
+    engine = engine_of(mesh, speculation=THREE)
+    split = engine.compiled.state_shardings
+    assert split.history.spec[0], "slots are on one device: nothing was shown"
+    assert_same(engine.generate(rollout_params(mesh), workload()), expected())
+
+
+@pytest.mark.slow
+def test_other_weights_compile_nothing_and_give_their_own_samples():
+    engine, other = engine_of(speculation=THREE), tiny.rollout_params(tiny.params(seed=1), ONE)
+    engine.generate(rollout_params(), workload())
+    count = engine.num_compilations()
+    found = engine.generate(other, workload())
+    assert engine.num_compilations() == count
+    assert_same(found, engine_of().generate(other, workload()))
+
+
+def test_without_speculation_no_history_is_kept():
+    state = engine_of().compiled.abstract_state()
+    assert state.history.shape == (8, 0)
+    kept_by = engine_of(speculation=THREE).compiled.abstract_state()
+    assert kept_by.history.shape == (8, LIMIT)
