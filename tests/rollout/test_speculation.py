@@ -212,6 +212,7 @@ def test_the_samples_are_those_of_the_plain_engine():
     assert statistics.tokens_per_forward == pytest.approx(1 + 3 * statistics.acceptance)
 
 
+@pytest.mark.slow
 def test_turns_stop_strings_and_likeliest_tokens():
     engine = Engine(
         tiny.NETWORK,
