@@ -432,6 +432,7 @@ class TrainerConfig:
     minibatch_size: int = 0  # sequences; 0: the whole step
     epochs: int = 1
     max_tokens_per_microbatch: int = 16_384  # per device, padding included; a hard cap
+    shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def problems(self) -> Iterator[Problem]:

@@ -193,7 +193,7 @@ def assemble(
             layout=rollout_layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=places.row_layout(config, meshes),
+        layout=places.row_layout(config, meshes, policy),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
