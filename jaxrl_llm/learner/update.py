@@ -109,35 +109,41 @@ def token_statistics(
     Zero at tokens that `microbatch.scored` does not name.
     """
     packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-    everywhere = microbatch.scored.shape == packed.shape
-    head = heads.token_statistics if everywhere else heads.chosen_statistics
-    return head(
-        hidden,
-        network.head_weight(params),
-        packed,
-        microbatch.segment_ids if everywhere else microbatch.scored,
-        temperature=temperature,
-        chunk=chunk,
-        entropy=entropy,
-    )
+    hidden = _hidden(network, params, packed, microbatch)
+    weight = network.head_weight(params)
+    settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
+    if microbatch.scores_everything:
+        return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
+    places = microbatch.scored, microbatch.before
+    return heads.chosen_statistics(hidden, weight, packed, *places, **settings)
+
+
+def _hidden(
+    network: Network, params: Params, packed: Array, microbatch: Microbatch
+) -> Float[Array, "R W D"]:
+    places = microbatch.positions, microbatch.segment_ids, microbatch.prefix_ids
+    return network.hidden(params, packed, *places)
 
 
 def token_values(
     network: Network, params: Params, tokens: Array, microbatch: Microbatch
 ) -> Float[Array, "R W"]:
-    """Returns the value just before each token of packed rows."""
-    packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-    return heads.token_values(hidden, network.head_weight(params), microbatch.segment_ids)
+    """Returns the value just before each token of packed rows.
+
+    Zero at tokens that `microbatch.scored` does not name.
+    """
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
+    weight = network.head_weight(params)
+    if microbatch.scores_everything:
+        return heads.token_values(hidden, weight, microbatch.segment_ids)
+    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
 
 
 def sequence_scores(
     network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
 ) -> Float[Array, " b"]:
     """Returns the score at the last token of each of the microbatch's sequences."""
-    packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
     return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
