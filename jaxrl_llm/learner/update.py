@@ -85,9 +85,7 @@ def take_update(
     like = jax.eval_shape(gradient, variables, first)
     # Sums over microbatches are float32 whatever the dtype of the parameters.
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = batches.add_up(
-        plan, functools.partial(gradient, variables), like
-    )
+    (value, metrics), gradients = batches.add_up(plan, functools.partial(gradient, variables), like)
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
         transformation, gradients, role.opt_state, role.params, allowed
@@ -276,7 +274,9 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
             return value, {**metrics, "log_probs": seen}
 
-        role, found = take_update(role, roles.policy_optimizer, plan, loss, compute_dtype, "actor", max_kl)
+        role, found = take_update(
+            role, roles.policy_optimizer, plan, loss, compute_dtype, "actor", max_kl
+        )
         # An entropy that was not computed is no entropy of zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
         metrics = {name: value for name, value in found.items() if name not in unseen}
