@@ -259,7 +259,8 @@ class Network:
         rotary = self.rotary(positions)
 
         def body(x, numbered):
-            layer = casting.computed(*numbered, self.compute_dtype)
+            stacked, index = numbered
+            layer = casting.computed(stacked, index, self.compute_dtype)
             return self.block(layer, x, rotary, attend)[0], None
 
         if self.remat != "none":
