@@ -44,11 +44,15 @@ RESUMABLE = (
     "model.attention",
     "rollout.num_slots",
     "rollout.chunk_steps",
+    "rollout.speculation",
     "rewards.num_workers",
     "rewards.timeout_s",
     "rewards.memory_gib",
     "rewards.environment",
 )
+
+# What a run writes beside its config; never into a folder that had it before.
+OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
 
 
 def default_config_dict() -> ml_config.ConfigDict:
@@ -340,9 +344,16 @@ def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool =
 
     Raises:
       ConfigError: If the folder belongs to a run with other settings than may change between
-        resumes (`RESUMABLE`); names them.
+        resumes (`RESUMABLE`), or holds outputs that no run described; names them.
     """
     path = pathlib.Path(workdir) / "config.json"
+    if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
+        raise ConfigError(
+            [
+                f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
+                " go on; use another --workdir"
+            ]
+        )
     if path.exists() and (changed := differences(config, load_config(workdir))):
         raise ConfigError(
             [

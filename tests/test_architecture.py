@@ -16,9 +16,11 @@ FLOORS = (
         ("types",),
         (
             "errors",
+            "folder_lock",
             "recipes",
             "config_model",
             "config_records",
+            "config_rollout",
             "placement",
             "config",
             "config_bridge",

@@ -189,6 +189,7 @@ def assemble(
             ),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            speculation=config.rollout.speculation,
             layout=rollout_layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
