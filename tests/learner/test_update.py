@@ -296,7 +296,6 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
         numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
         found.append((gradients, numbers))
         tokens.append(int((plan.microbatches.segment_ids != 0).sum()))
-    assert 0 < plan.microbatches.key_blocks.shape[3] < plan.microbatches.key_blocks.shape[2]
     assert tokens[1] < tokens[0] == batch.lengths[CHOSEN].sum()
     assert_same(found[1], found[0])
 
