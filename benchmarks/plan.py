@@ -1,0 +1,167 @@
+"""Plans against the compiler: `python benchmarks/plan.py [--only=WORD,...] [--table]`.
+
+Compiles the programs of a run for TPU topologies (nothing attached; needs the extra `[tpu]`)
+and for fake CPU devices, keeps what the compiler reports in `benchmarks/plan_reports.json`,
+and prints it beside the analytic plan. A combination that is in the file is not compiled again.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+# Compilations for absent devices cannot be read back from the cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+import jax
+from absl import app, flags
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.planning.shapes import SHAPES
+
+REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
+ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
+
+SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Llama-3.2-3B", "Llama-3.1-8B"
+HUGE = "Llama-3.1-70B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """One run to be planned: where, what, and what differs from `base`."""
+
+    topology: str  # "cpu": eight fake devices
+    model: str
+    settings: dict
+    programs: tuple[str, ...] = ("train",)
+
+    @property
+    def name(self) -> str:
+        changed = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.settings.items())
+        return f"{self.topology} {self.model} {changed}"
+
+
+def base() -> dict:
+    """Returns PPO on sequences of 512 + 512 tokens, computed with in bfloat16."""
+    return {
+        "algorithm.recipe": "ppo",
+        "algorithm.samples_per_prompt": 1,
+        "model.compute_dtype": "bfloat16",
+        "model.remat": "full",
+        "data.max_prompt_tokens": 512,
+        "rollout.max_response_tokens": 512,
+        "rollout.num_slots": 64,
+        "trainer.prompts_per_step": 256,
+        "trainer.minibatch_size": 128,
+        "trainer.max_tokens_per_microbatch": 2048,
+        "rewards.functions.answer": {"function": "arithmetic"},
+    }
+
+
+def made(combination: Combination) -> Config:
+    """Returns the config of a combination."""
+    config = default_config_dict()
+    for key, value in {**base(), **combination.settings}.items():
+        *groups, last = key.split(".")
+        group = config
+        for name in groups:
+            group = group[name]
+        group[last] = value
+    return from_config_dict(config)
+
+
+HALF = {
+    "model.param_dtype": "bfloat16",
+    "trainer.optimizer.moment_dtype": "bfloat16",
+    "critic.optimizer.moment_dtype": "bfloat16",
+}
+LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
+# Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
+WHOLE = {"model.compute_dtype": "float32"}
+ALL = ("prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer")
+MESHES = (
+    {"mesh.fsdp": 8},
+    {"mesh.fsdp": 4, "mesh.tensor": 2},
+    {"mesh.data": 8, "mesh.fsdp": 1},
+)
+COMBINATIONS = [
+    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
+    Combination(
+        "v5p:2x2x2", LARGE, {"mesh.fsdp": 8, "trainer.max_tokens_per_microbatch": 4096, **LONG}, ALL
+    ),
+    Combination(
+        "v5p:4x4x4", HUGE, {"mesh.fsdp": 16, "mesh.tensor": 4, **LONG}, ("train", "decode", "score")
+    ),
+    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 16, "mesh.rollout": "train", **HALF}, ("train",)),
+    Combination(
+        "v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "dots"}, ("train",)
+    ),
+    *(
+        Combination("cpu", SMALL, {**mesh, "model.remat": remat, **WHOLE}, programs)
+        for mesh in MESHES
+        for remat, programs in (
+            ("full", ("train", "score", "decode")),
+            ("dots", ("train",)),
+            ("none", ("train",)),
+        )
+    ),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score", "decode")),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2, **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.data": 2, "mesh.fsdp": 4, "model.remat": "dots", **WHOLE}),
+    Combination("cpu", LARGE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score")),
+    Combination("cpu", LARGE, {"mesh.fsdp": 2, "mesh.tensor": 4, **WHOLE}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "none"}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4}, ("train", "score", "decode")),
+    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ("train", "decode")),
+    Combination("v5e:2x2", SMALL, {"mesh.data": 4, "mesh.fsdp": 1}),
+    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, "trainer.max_tokens_per_microbatch": 8192}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2}),
+    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 8, "model.remat": "dots", **HALF}),
+    Combination("v5e:2x2", SMALL, {"mesh.data": 2, "mesh.fsdp": 2}),
+]
+
+
+def kept() -> dict:
+    return json.loads(REPORTS.read_text()) if REPORTS.exists() else {}
+
+
+def keep(name: str, program: str, report: compiled.Report | str) -> None:
+    found = kept()  # read again: another process may have added to it
+    found.setdefault(name, {})[program] = (
+        report if isinstance(report, str) else dataclasses.asdict(report)
+    )
+    REPORTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def main(_):
+    for combination in COMBINATIONS:
+        if ONLY.value and not any(word in combination.name for word in ONLY.value):
+            continue
+        config = made(combination)
+        known = kept().get(combination.name, {})
+        wanted = [name for name in combination.programs if name not in known]
+        if not wanted:
+            continue
+        on_cpu = combination.topology == "cpu"
+        devices = jax.devices() if on_cpu else compiled.topology_devices(combination.topology)
+        roles = lowering.abstract_roles(config, SHAPES[combination.model], devices)
+        programs = lowering.lowered(roles)
+        for name in wanted:
+            start = time.perf_counter()
+            [report] = compiled.compile_all(programs, [name]).values()
+            keep(combination.name, name, report)
+            print(combination.name, name, report, f"{time.perf_counter() - start:.1f}s", flush=True)
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    app.run(main)

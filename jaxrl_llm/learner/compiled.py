@@ -1,0 +1,88 @@
+"""What the compiler says a run's programs need, on devices present or of a TPU topology."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl_llm.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The compiler's account of one program, in bytes on each device."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # of the outputs: they reuse the memory of donated arguments
+    temporary: int
+    host: int  # arguments, outputs and temporaries in host memory
+    lower_s: float
+    compile_s: float
+
+    @property
+    def total(self) -> int:
+        """Bytes of device memory that the program needs while it runs."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def topology_devices(topology: str) -> Sequence[Any]:
+    """Returns the devices of a TPU topology such as "v5e:4x4"; none needs to be attached.
+
+    Raises:
+      ConfigError: If the TPU compiler is not installed or does not know the topology.
+    """
+    # No machine is asked for its metadata, and another process may use the compiler too.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:  # the plugin raises types of its own
+        raise ConfigError(
+            [
+                f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"
+                " and install the TPU compiler with pip install 'jaxrl_llm[tpu]'"
+            ]
+        ) from error
+
+
+def compile_report(lower: Any) -> Report:
+    """Returns the compiler's account of one of `lowering.lowered`'s programs.
+
+    Raises:
+      jax.errors.JaxRuntimeError: If the compiler finds that the program cannot fit.
+    """
+    start = time.perf_counter()
+    lowered = lower()
+    middle = time.perf_counter()
+    stats = lowered.compile().memory_analysis()
+    return Report(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+        lower_s=middle - start,
+        compile_s=time.perf_counter() - middle,
+    )
+
+
+def compile_all(
+    programs: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Report | str]:
+    """Returns reports by program, or the first line of why the compiler refused."""
+    reports: dict[str, Report | str] = {}
+    for name in names:
+        if name in programs:
+            try:
+                reports[name] = compile_report(programs[name])
+            except jax.errors.JaxRuntimeError as error:
+                reports[name] = str(error).splitlines()[0]
+    return reports
