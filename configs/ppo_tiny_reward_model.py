@@ -5,8 +5,8 @@ with a teacher who errs in half of the examples, a reward model trained on pairs
 wrong worked sum, then PPO on that model's score alone. The check of the answer is not part of
 the reward; the evaluation uses it (`val-core/arithmetic/mean@4`), so that `metrics.jsonl` shows
 what the score is worth. The sums have four digits, not three as in the other tiny runs: there are
-enough different pairs that the reward model must learn to add, and a strong KL penalty
-keeps the policy where the model knows what it says.
+enough different pairs that the reward model must learn to add. The pairs show wrong additions and
+misread digits, and a strong KL penalty keeps the policy where the model knows what it says.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict
@@ -35,14 +35,15 @@ def get_config():
     config.warm_start.num_steps = 400
     config.warm_start.batch_size = 64
     config.warm_start.optimizer.learning_rate = 1e-3
-    config.preference.num_steps = 500
+    config.preference.num_steps = 800
     config.preference.batch_size = 64
     config.preference.optimizer.learning_rate = 1e-3
+    config.preference.optimizer.schedule = "cosine"
 
     config.algorithm.recipe = "ppo"
-    config.algorithm.kl_coef = 0.05
+    config.algorithm.kl_coef = 0.5
     config.critic.optimizer.learning_rate = 1e-3
-    config.trainer.num_steps = 40
+    config.trainer.num_steps = 60
     config.trainer.prompts_per_step = 256
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4

@@ -42,11 +42,12 @@ def worked_examples(
 def preference_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
 ) -> list[tuple[Tokens, Tokens, Tokens]]:
-    """Returns prompt, chosen and rejected answer of every row of the arithmetic task, as tokens.
+    """Returns prompt, chosen and rejected answer, as tokens, two pairs of every arithmetic row.
 
-    The chosen answer is the worked one. In the rejected one a step drawn from the seed and the
-    row is wrong by 1 to 9, never below zero, and the steps after it go on from there, so that the
-    final answer is wrong.
+    The chosen answer is the worked one. The rejected one of the first pair of a row is wrong by
+    1 to 9 in a step drawn from the seed and the row, never below zero, and the steps after it go
+    on from there; that of the second pair adds rightly, but misreads a digit of the question. So
+    both end in a wrong answer. All first pairs come before all second ones.
 
     Raises:
       DataError: another task, or its data cannot be used.
@@ -57,8 +58,9 @@ def preference_pairs(
         )
     rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
     chosen = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
-    rejected = _responses(tokenizer, [_wrong_answer(row, seed) for row in rows])
-    return list(zip(prompts, chosen, rejected, strict=True))
+    wrong = [mistake(row, seed) for mistake in (_wrong_answer, _misread_answer) for row in rows]
+    rejected = _responses(tokenizer, wrong)
+    return list(zip(prompts * 2, chosen * 2, rejected, strict=True))
 
 
 def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) -> str:
@@ -69,13 +71,24 @@ def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) ->
 
 
 def _wrong_answer(row: Row, seed: int, attempt: int = 0) -> str:
-    question = row["extra_info"]["question"]
-    draw = random.Random(f"wrong answer {seed} {attempt} {question}")
-    digits = [int(digit) for digit in question.rstrip("=").split("+")]
+    draw = random.Random(f"wrong answer {seed} {attempt} {row['extra_info']['question']}")
+    digits = _digits(row)
     step = draw.randrange(len(digits) - 1)
     right = sum(digits[: step + 2])
     errors = [error for error in range(-9, 10) if error and right + error >= 0]
     return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
+
+
+def _misread_answer(row: Row, seed: int) -> str:
+    draw = random.Random(f"misread answer {seed} {row['extra_info']['question']}")
+    digits = _digits(row)
+    place = draw.randrange(len(digits))
+    digits[place] = draw.choice([digit for digit in range(10) if digit != digits[place]])
+    return worked_sum(digits)
+
+
+def _digits(row: Row) -> list[int]:
+    return [int(digit) for digit in row["extra_info"]["question"].rstrip("=").split("+")]
 
 
 def _rows_and_prompts(

@@ -43,25 +43,29 @@ def test_worked_examples_of_gsm8k(tokenizer, tmp_path):
     assert tokenizer.decode(prompt).startswith("<bos><user>1+1? Let's think")
 
 
-def test_the_rejected_answer_differs_and_is_wrong(tokenizer):
+def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
     dataset = load_dataset(CONFIG, tokenizer, "train", 0)
     pairs = preference_pairs(CONFIG, tokenizer, "train", 0)
-    assert len(pairs) == 200
-    wrong_steps = set()
-    for (prompt, chosen, rejected), row in zip(pairs, dataset, strict=True):
+    assert len(pairs) == 400
+    wrong_steps, misread_places = set(), set()
+    for i, (prompt, chosen, rejected) in enumerate(pairs):
+        row = dataset[i % 200]
         good, bad = tokenizer.decode(chosen[:-1]), tokenizer.decode(rejected[:-1])
         assert prompt == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
         assert arithmetic("", good, row.ground_truth, {}) == 1.0
         assert arithmetic("", bad, row.ground_truth, {}) == 0.0
         assert int(bad.partition("#")[2]) >= 0
-        wrong = [
-            step
-            for step, text in enumerate(bad.partition("#")[0].split(","))
-            if eval(text.partition("=")[0]) != int(text.partition("=")[2])
-        ]
-        assert len(wrong) == 1  # one mistake, carried on
-        wrong_steps.add(wrong[0])
-    assert wrong_steps == {0, 1, 2}
+        steps = [text.partition("=") for text in bad.partition("#")[0].split(",")]
+        wrong = [step for step, (sum_, _, got) in enumerate(steps) if eval(sum_) != int(got)]
+        asked = row.extra_info["question"].rstrip("=").split("+")
+        (first, _, second), *others = [sum_.partition("+") for sum_, _, _ in steps]
+        read = [first, second, *(other[2] for other in others)]
+        misread = [place for place, (x, y) in enumerate(zip(asked, read, strict=True)) if x != y]
+        # One mistake, carried on.
+        assert (len(wrong), len(misread)) == ((1, 0) if i < 200 else (0, 1))
+        wrong_steps.update(wrong)
+        misread_places.update(misread)
+    assert wrong_steps == {0, 1, 2} and misread_places == {0, 1, 2, 3}
 
 
 def test_preference_pairs_depend_on_the_seed_alone(tokenizer):
