@@ -9,15 +9,8 @@ import dataclasses
 import json
 import os
 import pathlib
-import sys
 import time
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-# Compilations for absent devices cannot be read back from the cache.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+from collections.abc import Iterator
 
 import jax
 from absl import app, flags
@@ -25,11 +18,15 @@ from absl import app, flags
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
 from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.planning import fit, memory
+from jaxrl_llm.planning.devices import GIB, of_topology
 from jaxrl_llm.planning.shapes import SHAPES
 
 REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
+TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print what is kept.")
 ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
 
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Llama-3.2-3B", "Llama-3.1-8B"
 HUGE = "Llama-3.1-70B"
 
@@ -45,7 +42,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        changed = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.settings.items())
+        changed = " ".join(f"{k.partition('.')[2]}={v}" for k, v in self.settings.items())
         return f"{self.topology} {self.model} {changed}"
 
 
@@ -83,6 +80,11 @@ HALF = {
     "trainer.optimizer.moment_dtype": "bfloat16",
     "critic.optimizer.moment_dtype": "bfloat16",
 }
+GRPO = {
+    "algorithm.recipe": "grpo",
+    "algorithm.samples_per_prompt": 4,
+    "trainer.prompts_per_step": 64,
+}
 LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
 # Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
 WHOLE = {"model.compute_dtype": "float32"}
@@ -118,6 +120,10 @@ COMBINATIONS = [
     Combination("cpu", MIDDLE, {"mesh.data": 2, "mesh.fsdp": 4, "model.remat": "dots", **WHOLE}),
     Combination("cpu", LARGE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score")),
     Combination("cpu", LARGE, {"mesh.fsdp": 2, "mesh.tensor": 4, **WHOLE}),
+    Combination("cpu", SMALL, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2, **GRPO}),
+    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "none"}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4}, ("train", "score", "decode")),
@@ -130,20 +136,53 @@ COMBINATIONS = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program of one combination: bytes planned and bytes reported."""
+
+    combination: str
+    program: str
+    planned: float
+    reported: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.reported - 1
+
+
+def setting(combination: Combination) -> memory.Setting:
+    """Returns what the analytic plan of a combination follows from."""
+    config = made(combination)
+    on_cpu = combination.topology == "cpu"
+    count = 8 if on_cpu else of_topology(combination.topology)[1]
+    backend = "cpu" if on_cpu else "tpu"
+    sizes = fit.mesh_sizes(config, count)
+    return memory.Setting(config, SHAPES[combination.model], (), sizes, backend)
+
+
+def compared(reports: dict) -> Iterator[Row]:
+    """Yields plan and report of every program that is in `reports` and was not refused."""
+    for combination in COMBINATIONS:
+        planned = memory.estimate(setting(combination))
+        for program, report in reports.get(combination.name, {}).items():
+            if isinstance(report, dict):
+                total = compiled.Report(**report).total
+                yield Row(combination.name, program, planned[program].total, total)
+
+
 def kept() -> dict:
+    """Returns the reports in the file, by combination and program."""
     return json.loads(REPORTS.read_text()) if REPORTS.exists() else {}
 
 
-def keep(name: str, program: str, report: compiled.Report | str) -> None:
+def keep(name: str, program: str, report: dict | str) -> None:
     found = kept()  # read again: another process may have added to it
-    found.setdefault(name, {})[program] = (
-        report if isinstance(report, str) else dataclasses.asdict(report)
-    )
+    found.setdefault(name, {})[program] = report
     REPORTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def main(_):
-    for combination in COMBINATIONS:
+    for combination in [] if TABLE.value else COMBINATIONS:
         if ONLY.value and not any(word in combination.name for word in ONLY.value):
             continue
         config = made(combination)
@@ -157,11 +196,25 @@ def main(_):
         programs = lowering.lowered(roles)
         for name in wanted:
             start = time.perf_counter()
-            [report] = compiled.compile_all(programs, [name]).values()
+            try:
+                report = dataclasses.asdict(compiled.compile_report(programs[name]))
+            except compiled.Refused as error:
+                report = str(error)
             keep(combination.name, name, report)
             print(combination.name, name, report, f"{time.perf_counter() - start:.1f}s", flush=True)
             jax.clear_caches()
+    print("| combination | program | planned GiB | compiler GiB | error |\n|---|---|---|---|---|")
+    for row in compared(kept()):
+        planned, reported = row.planned / GIB, row.reported / GIB
+        print(
+            f"| {row.combination} | {row.program} | {planned:.2f} | {reported:.2f}"
+            f" | {row.error:+.1%} |"
+        )
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES}"
+    # Compilations for absent devices cannot be read back from the cache.
+    jax.config.update("jax_enable_compilation_cache", False)
     app.run(main)

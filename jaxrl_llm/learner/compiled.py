@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,10 @@ class Report:
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
+class Refused(Exception):
+    """The compiler finds that a program cannot fit; the first line of its reason."""
+
+
 def topology_devices(topology: str) -> Sequence[Any]:
     """Returns the devices of a TPU topology such as "v5e:4x4"; none needs to be attached.
 
@@ -54,12 +58,15 @@ def compile_report(lower: Any) -> Report:
     """Returns the compiler's account of one of `lowering.lowered`'s programs.
 
     Raises:
-      jax.errors.JaxRuntimeError: If the compiler finds that the program cannot fit.
+      Refused: If the compiler finds that the program cannot fit.
     """
     start = time.perf_counter()
     lowered = lower()
     middle = time.perf_counter()
-    stats = lowered.compile().memory_analysis()
+    try:
+        stats = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        raise Refused(str(error).splitlines()[0]) from error
     return Report(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -72,17 +79,3 @@ def compile_report(lower: Any) -> Report:
         lower_s=middle - start,
         compile_s=time.perf_counter() - middle,
     )
-
-
-def compile_all(
-    programs: Mapping[str, Any], names: Sequence[str]
-) -> dict[str, Report | str]:
-    """Returns reports by program, or the first line of why the compiler refused."""
-    reports: dict[str, Report | str] = {}
-    for name in names:
-        if name in programs:
-            try:
-                reports[name] = compile_report(programs[name])
-            except jax.errors.JaxRuntimeError as error:
-                reports[name] = str(error).splitlines()[0]
-    return reports

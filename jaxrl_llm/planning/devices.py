@@ -7,8 +7,10 @@ of GPUs nine tenths of what is installed, the rest being the runtime's and other
 
 import dataclasses
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxrl_llm.config import ConfigError
 
@@ -22,7 +24,7 @@ class Device:
     Attributes:
       name: As in `DEVICES`.
       memory_bytes: What programs may use.
-      flops: bfloat16 operations a second, dense.
+      flops: bfloat16 operations a second, dense; 0: not known, no times are given.
       memory_bandwidth: Bytes a second of its own memory.
       link_bandwidth: Bytes a second to its neighbours, one direction, all links together.
       domain: Devices joined by those links; beyond it `network_bandwidth` counts.
@@ -92,10 +94,18 @@ def named(name: str) -> Device:
     return DEVICES[name.lower()]
 
 
-def of_kind(device_kind: str) -> Device | None:
-    """Returns the row of what JAX calls `device_kind`, or None of a kind that has none."""
+def present(devices: Sequence[Any]) -> Device | None:
+    """Returns the row of devices of this process; of CPU devices each one's share of the memory.
+
+    None of a kind that is not in the table: nothing is known of its memory.
+    """
+    first = devices[0]
+    if first.platform == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        local = sum(device.process_index == first.process_index for device in devices)
+        return Device("cpu", pages // local, 0.0, 0.0, 0.0, len(devices), 0.0)
     for pattern, name in _KINDS:
-        if re.search(pattern, device_kind):
+        if re.search(pattern, first.device_kind):
             return DEVICES[name]
     return None
 

@@ -367,10 +367,9 @@ def _score(setting: Setting, head: str) -> Parts:
     )
     at_head = between
     if head == "lm":
-        at_head += Parts(logits=compiler.chunk[0] * work.chunk, temporary=table)
-    in_layers = between + Parts(
-        activations=compiler.attention[0] * work.attention + 3 * work.mlp
-    )
+        split = setting.backend == "cpu" and setting.mesh["tensor"] > 1  # one more to be reduced
+        at_head += Parts(logits=(compiler.chunk[0] + split) * work.chunk, temporary=table)
+    in_layers = between + Parts(activations=compiler.attention[0] * work.attention + 3 * work.mlp)
     busiest = max((at_head, in_layers), key=lambda parts: parts.total)
     tokens = config.sequences_per_step * setting.width
     tables = 3 if head == "lm" else 1  # log-probs, entropies, squares

@@ -1,0 +1,115 @@
+"""Plans as text, JSON and charts."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.planning.devices import GIB
+from jaxrl_llm.planning.fit import Advice, Plan
+from jaxrl_llm.planning.memory import PARTS
+
+_COLUMNS = (*PARTS, "host")
+_BAR = 48  # characters of a full device
+_MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
+
+
+def headline(plan: Plan) -> str:
+    """Returns in one line what runs where and whether it fits."""
+    setting, device = plan.setting, plan.device
+    mesh = " x ".join(f"{axis} {size}" for axis, size in setting.mesh.items() if size > 1)
+    verdict = "fits" if plan.fits else "does not fit"
+    return (
+        f"{setting.num_devices} x {device.name} ({mesh or 'one device'}):"
+        f" {plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device, {verdict},"
+        f" {abs(plan.room) / GIB:.1f} GiB {'free' if plan.fits else 'short'}"
+    )
+
+
+def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
+    """Returns GiB a device by program and part, the compiler's total beside it where asked for.
+
+    Args:
+      plan: The analytic plan.
+      compiled: Program -> bytes while it runs by the compiler's report, or why it refused.
+    """
+    head = f"{'GiB a device':14}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
+    lines = [head + (f"{'compiler':>12}" if compiled else "")]
+    for name, parts in plan.programs.items():
+        cells = [getattr(parts, column) for column in _COLUMNS] + [parts.total]
+        line = f"{name:14}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
+        if name in compiled:
+            found = compiled[name]
+            line += f"{found / GIB:12.2f}" if isinstance(found, (int, float)) else f"  {found}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def bars(plan: Plan) -> str:
+    """Returns a bar a program, its parts by letter, on the scale of the device's memory."""
+    top = max(plan.peak, plan.device.memory_bytes)
+    lines = []
+    for name, parts in plan.programs.items():
+        bar = ""
+        ends = 0.0
+        for part in PARTS:
+            ends += getattr(parts, part)
+            bar += _MARKS[part] * (round(ends / top * _BAR) - len(bar))
+        limit = round(plan.device.memory_bytes / top * _BAR)
+        line = f"{bar:{_BAR}}"
+        line = line[:limit] + "|" + line[limit:]
+        lines.append(f"{name:14}{line} {parts.total / GIB:6.1f}")
+    legend = ", ".join(f"{mark} {part}" for part, mark in _MARKS.items())
+    return "\n".join([*lines, f"{'':14}{legend}; | the device's memory"])
+
+
+def to_json(plan: Plan, advice: Advice | None) -> dict[str, Any]:
+    """Returns the plan as JSON holds it, in bytes."""
+    found = {
+        "device": dataclasses.asdict(plan.device),
+        "num_devices": plan.setting.num_devices,
+        "mesh": dict(plan.setting.mesh),
+        "peak_bytes": plan.peak,
+        "fits": plan.fits,
+        "room_bytes": plan.room,
+        "programs": {
+            name: {**dataclasses.asdict(parts), "total": parts.total}
+            for name, parts in plan.programs.items()
+        },
+    }
+    if advice:
+        found["advice"] = {
+            "changes": dict(advice.changes),
+            "device": advice.device.name,
+            "num_devices": advice.num_devices,
+            "peak_bytes": advice.plan.peak,
+        }
+    return found
+
+
+def _series(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+    for part in PARTS:
+        yield part, [getattr(parts, part) / GIB for parts in plan.programs.values()]
+
+
+def save_chart(plan: Plan, path: str) -> None:
+    """Writes the plan as a picture: a stacked bar a program, the device's memory a line.
+
+    Raises:
+      ImportError: If matplotlib, the extra `[plot]`, is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = list(plan.programs)
+    below = [0.0] * len(names)
+    for part, heights in _series(plan):
+        axes.bar(names, heights, bottom=below, label=part)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    axes.axhline(plan.device.memory_bytes / GIB, color="black", linestyle="--", label="device")
+    axes.set_ylabel("GiB on each device")
+    axes.set_title(headline(plan), fontsize=9)
+    axes.legend(fontsize=8, ncols=2)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,50 @@
+"""Plans a run before it is paid for: `python launch/plan.py --config=FILE --topology=v5p:2x2x4`.
+
+Or `--devices=8 --device=h100`; without either, the devices of this process. Prints bytes a
+device by program and part, whether that fits, and the nearest change that does. `--compile`
+asks the compiler too, for a TPU topology with no TPU attached.
+"""
+
+import json
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm import config_bridge, program
+from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import fit, report
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
+flags.mark_flag_as_required("config")
+TOPOLOGY = flags.DEFINE_string("topology", "", "TPU devices, as in v5p:2x2x4.")
+DEVICE = flags.DEFINE_string("device", "", "Kind of device, e.g. h100; see planning/devices.py.")
+DEVICES = flags.DEFINE_integer("devices", 1, "How many of --device.")
+COMPILE = flags.DEFINE_bool("compile", False, "Compile every program and print what that needs.")
+JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]).")
+
+
+def main():
+    config = config_bridge.from_config_dict(CONFIG.value)
+    if TOPOLOGY.value and DEVICE.value:
+        program.refuse([("device", "give it or --topology, not both")])
+    if not (TOPOLOGY.value or DEVICE.value):
+        place = planned.here(jax.devices())
+    else:
+        place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
+    plan = planned.plan(config, place)
+    compiled = planned.compiled(plan, place) if COMPILE.value else {}
+    advice = fit.advise(plan)
+    if CHART.value:
+        report.save_chart(plan, CHART.value)
+    if JSON.value:
+        print(json.dumps({**report.to_json(plan, advice), "compiled": compiled}))
+        return
+    print(report.headline(plan), report.table(plan, compiled), report.bars(plan), sep="\n\n")
+    if not plan.fits:
+        print(f"\nnearest run that fits, {advice}")
+
+
+if __name__ == "__main__":
+    program.run(main)
