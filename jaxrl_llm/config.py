@@ -7,7 +7,7 @@ optional: what is not set in the ConfigDict (missing, or `None`) takes the
 value of the recipe, then the default written here.
 
 The bridge itself is `jaxrl_llm/config_bridge.py`; this file holds the nouns and
-their rules.
+their rules. What the policy network is stands in `config_model.py`.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.config_model import LoraConfig, ModelConfig
+from jaxrl_llm.errors import Problem, UserError
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -35,8 +36,6 @@ class ConfigError(UserError, ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 
-
-Problem = tuple[str, str]  # (field path below this group, what is wrong and what to do)
 
 GROUP_ADVANTAGES = (
     "grpo",
@@ -62,44 +61,6 @@ def _known(name: str, known: tuple[str, ...], what: str) -> Iterator[str]:
             f"unknown {what} {name!r}; known: {', '.join(known)}; "
             "or your own function as 'package.module:function' or 'path/file.py:function'"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The policy network: a Hugging Face folder, or a random one of a given shape."""
-
-    path: str = ""  # folder with config.json and safetensors; "" makes a random model
-    tokenizer: str = ""  # folder; "" is `path`, or the built-in character tokenizer
-    chat_template: str = ""  # Jinja template file; "" is the tokenizer's own
-    # Shape of a random model; unused with `path`.
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 16
-    mlp_size: int = 256
-    rope_theta: float = 10_000.0
-    tie_embeddings: bool = True
-    # Numbers and memory.
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
-    vocab_chunk: int = 512  # tokens whose logits exist at one time
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_heads % self.num_kv_heads:
-            yield (
-                "num_kv_heads",
-                f"{self.num_kv_heads} does not divide num_heads={self.num_heads}",
-            )
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "mlp_size"):
-            if getattr(self, name) < 1:
-                yield name, f"must be at least 1, got {getattr(self, name)}"
-        if self.head_size < 2 or self.head_size % 2:
-            yield "head_size", f"must be even and positive (rotary pairs), got {self.head_size}"
-        if self.vocab_chunk < 1:
-            yield "vocab_chunk", f"must be at least 1 token, got {self.vocab_chunk}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -554,6 +515,20 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """A window of steps that the JAX profiler records, for TensorBoard, in `WORKDIR/profile`."""
+
+    first_step: int = 0  # RL steps; 0: no window
+    num_steps: int = 1
+
+    def problems(self) -> Iterator[Problem]:
+        if self.first_step < 0:
+            yield "first_step", f"must not be negative (0: no window), got {self.first_step}"
+        if self.num_steps < 1:
+            yield "num_steps", f"must be at least 1, got {self.num_steps}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
 
@@ -577,7 +552,8 @@ class Config:
     """One run."""
 
     seed: int = 0
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -590,6 +566,7 @@ class Config:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
     mesh: MeshConfig = MeshConfig()
 
     @property

@@ -4,6 +4,8 @@ import contextlib
 import pathlib
 from collections.abc import Iterator
 
+Problem = tuple[str, str]  # (field path below a group, what is wrong and what to do)
+
 
 class UserError(Exception):
     """Something about the run, its files or its machine is wrong; the message says what to do.

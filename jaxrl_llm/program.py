@@ -6,13 +6,15 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import jax
-from absl import app, logging
+from absl import app, flags, logging
 
-from jaxrl_llm import config_bridge
+from jaxrl_llm import compiler_flags, config_bridge
 from jaxrl_llm.config import ConfigError, Problem
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import cluster, hosts
 
 # Libraries that report at INFO what only their own developers want to know.
 _CHATTY = ("orbax", "tensorboardX", "xla_bridge")
@@ -32,25 +34,53 @@ _DISK_ERRORS = frozenset(
     }
 )
 
+_START = flags.DEFINE_enum(
+    "start", "auto", cluster.STARTS, "How the processes of the run find each other."
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; see --start.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", -1, "Of the run; -1: the launcher's.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which one this is; -1: the launcher's.")
+
 
 def run(main: Callable[[], None]) -> None:
-    """Parses flags and runs `main`; what the user can mend ends it with a message, not a trace."""
+    """Parses flags, joins the other processes of the run, if any, and runs `main`.
+
+    What the user can mend ends it with a message, not a trace. On several processes, one that
+    ends before its time ends the others.
+    """
 
     def guarded(_):
+        compiler_flags.set_defaults()
         logging.set_verbosity(logging.INFO)
         logging.get_absl_handler().addFilter(_is_ours)
         try:
+            address = cluster.Address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+            hosts.join(cluster.find(os.environ, _START.value, address))
             main()
+            hosts.leave()
         except UserError as error:
-            logging.error("%s", error)
-            sys.exit(1)
+            _end(str(error))
         except OSError as error:
             if error.errno not in _DISK_ERRORS:
+                hosts.abandon(repr(error), with_trace=True)
                 raise
-            logging.error("%s; check free space, quota and permission of the folder", error)
-            sys.exit(1)
+            _end(f"{error}; check free space, quota and permission of the folder")
+        except KeyboardInterrupt:
+            hosts.abandon("was interrupted")
+            raise
+        except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                hosts.wait_for_verdict()  # another process may have died in a collective
+            hosts.abandon(repr(error), with_trace=True)
+            raise
 
     app.run(guarded, flags_parser=config_bridge.parse_flags)
+
+
+def _end(message: str) -> NoReturn:
+    logging.error("%s", message)
+    hosts.abandon(message)
+    sys.exit(1)
 
 
 def refuse(problems: Iterable[Problem]) -> None:

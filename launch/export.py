@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder.
+"""Writes a run's policy as a Hugging Face folder, LoRA adapters merged or on their own.
 
 `python launch/export.py --workdir=DIR --out=DIR`
 """
@@ -7,7 +7,7 @@ from absl import flags, logging
 
 from jaxrl_llm import program
 from jaxrl_llm.learner import saved
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models import families, huggingface, peft_folder
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 OUT = flags.DEFINE_string(
@@ -16,15 +16,23 @@ OUT = flags.DEFINE_string(
 DTYPE = flags.DEFINE_enum(
     "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: the run's."
 )
+ADAPTERS = flags.DEFINE_bool("adapters", False, "Only the adapters, as a folder for `peft`.")
 
 
 def main():
     roles, params, step = saved.load_policy(WORKDIR.value)
     path = roles.config.model.path
+    if ADAPTERS.value:
+        if not roles.config.lora.rank:
+            message = f"the run in {WORKDIR.value} has no adapters (lora.rank=0); leave it out"
+            program.refuse([("adapters", message)])
+        peft_folder.save(OUT.value, roles.policy, params, path)
+        logging.info("the adapters after step %d are in %s", step, OUT.value)
+        return
     huggingface.save(
         OUT.value,
         roles.policy,
-        params,
+        roles.whole_policy(params),
         tokenizer=roles.tokenizer,
         source_config=families.read_config(path) if path else None,
         dtype=DTYPE.value or None,

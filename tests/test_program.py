@@ -4,7 +4,7 @@ import errno
 
 import jax
 import pytest
-from absl import app
+from absl import app, flags
 
 from jaxrl_llm import program
 from jaxrl_llm.config import ConfigError
@@ -15,6 +15,7 @@ from jaxrl_llm.errors import UserError
 def run(monkeypatch):
     """Runs a main function without reading this process's command line."""
     monkeypatch.setattr(app, "run", lambda main, flags_parser: main([]))
+    monkeypatch.setitem(flags.FLAGS.__dict__, "__flags_parsed", True)
     return program.run
 
 

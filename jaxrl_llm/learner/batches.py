@@ -70,7 +70,8 @@ class Plan:
 class Layout:
     """Chooses the shapes of plans, few of them: every new one is a compilation.
 
-    The number of packed rows differs a little from step to step. It is rounded up to the most
+    The number of packed rows differs a little from step to step. What fills several microbatches
+    is spread over them evenly. What fits into one is rounded up to the most
     rows that as many sequences in rows as wide have needed so far, or to a half, quarter, ...
     of it. That memory is state: a resumed run restores it and so repeats the same shapes.
     """
@@ -98,7 +99,10 @@ class Layout:
         shards = self._num_shards
         cap = self._max_tokens // width * shards
         if needed > cap:
-            return cap
+            # As many microbatches as the cap asks for, evenly filled, in steps of a 48th of it.
+            even = -(-needed // -(-needed // cap))
+            step = shards * max(1, cap // shards // 48)
+            return min(cap, -(-even // step) * step)
         kind = f"{num_sequences} in rows of {width}"
         if needed > self._most_rows.get(kind, 0):
             # Some room for the next step, but no more rows than sequences can fill.
@@ -150,14 +154,15 @@ class Layout:
 
 
 def add_up(plan: Plan, function, like):
-    """Returns the sum of `function(microbatch)` over a plan, a tree of arrays shaped as `like`."""
+    """Returns the sum of `function(microbatch)` over a plan, in the shapes and dtypes of `like`."""
     microbatches = plan.microbatches
     if microbatches.rows.shape[0] == 1:
-        return function(jax.tree.map(lambda a: a[0], microbatches))
+        part = function(jax.tree.map(lambda a: a[0], microbatches))
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
 
     def body(i, total):
         part = function(jax.tree.map(lambda a: a[i], microbatches))
-        return jax.tree.map(jnp.add, total, part)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     return jax.lax.fori_loop(0, plan.count, body, zeros)

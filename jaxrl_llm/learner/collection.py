@@ -11,6 +11,7 @@ from jaxrl_llm.algorithms import shaping
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.datasets import PromptIterator
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import replicas
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import agent
@@ -52,15 +53,13 @@ def collect(
     found = seen = 0
     for wave in range(algorithm.max_sampling_waves if algorithm.dynamic_sampling else 1):
         taken = prompts.take(wanted - found)
+        wave_key = jax.random.fold_in(key, wave)
+        replicas.check_prompts(taken, wave_key)
         rollouts = agent.rollout(
-            roles.engine,
-            rollout_params,
-            roles.tokenizer,
-            taken,
-            samples,
-            jax.random.fold_in(key, wave),
+            roles.engine, rollout_params, roles.tokenizer, taken, samples, wave_key
         )
         rewards = score(rollouts)
+        replicas.check_sampled(rollouts, rewards)
         if algorithm.advantage == "remax":
             rollouts, rewards = _split_baseline(rollouts, rewards, len(samples))
         seen += len(taken.prompts)

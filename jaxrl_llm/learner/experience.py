@@ -20,6 +20,7 @@ from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import sequence_scores, token_statistics, token_values
+from jaxrl_llm.models import lora
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
@@ -73,10 +74,9 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         mask = rollouts.response_mask
         inside = lambda values: jnp.where(mask, values, 0.0)  # noqa: E731
         zeros = jnp.zeros(tokens.shape, jnp.float32)
+        policy = lora.joined(roles.base_params, state.policy.params)
         with jax.set_mesh(roles.mesh):
-            old, entropies, squares = of_policy(
-                state.policy.params, tokens, lengths, plan, with_entropy=True
-            )
+            old, entropies, squares = of_policy(policy, tokens, lengths, plan, with_entropy=True)
             if algorithm.old_log_probs == "rollout":
                 old = jnp.asarray(rollouts.rollout_log_probs)
             reference = old

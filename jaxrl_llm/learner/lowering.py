@@ -5,6 +5,7 @@ shardings in place of arrays. Every sequence is taken to be as long as the run a
 the compiler says of memory is the most that a step can need.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import batches, experience, optimizer, update
+from jaxrl_llm.learner import batches, experience, networks, optimizer, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
@@ -46,20 +48,25 @@ def abstract_state(roles: Roles) -> LearnerState:
     algorithm = roles.config.algorithm
     number = lambda dtype: _array(roles, (), dtype)  # noqa: E731
 
-    def trainable(net: Network, shardings: Params, transformation) -> Trainable:
-        params = _placed(net.abstract(), shardings)
+    def trainable(shapes: Params, shardings: Params, transformation) -> Trainable:
+        params = _placed(shapes, shardings)
         opt_state = roles_lib.abstract_optimizer(transformation, params, roles.mesh)
         return Trainable(params, opt_state, number(jnp.int32))
 
     def critic(needed: bool) -> Trainable:
         if needed:
-            return trainable(roles.value, roles.value_shardings, roles.critic_optimizer)
+            shapes = roles.value.abstract()
+            return trainable(shapes, roles.value_shardings, roles.critic_optimizer)
         nothing = optimizer.make(roles.config.critic.optimizer, roles.num_updates)
         opt_state = roles_lib.abstract_optimizer(nothing, {}, roles.mesh)
         return Trainable({}, opt_state, number(jnp.int32))
 
+    trained, trained_shardings = roles.policy.abstract(), roles.policy_shardings
+    if roles.config.lora.rank:
+        trained = roles.policy.abstract_adapters()
+        trained_shardings = networks.adapter_shardings(roles.policy, roles.mesh)
     return LearnerState(
-        policy=trainable(roles.policy, roles.policy_shardings, roles.policy_optimizer),
+        policy=trainable(trained, trained_shardings, roles.policy_optimizer),
         critic=critic(algorithm.needs_critic),
         cost_critic=critic(algorithm.safe),
         kl_coef=number(jnp.float32),
@@ -76,6 +83,9 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """
     config = roles.config
     state = abstract_state(roles)
+    base = _placed(roles.policy.abstract(), roles.policy_shardings) if config.lora.rank else {}
+    roles = dataclasses.replace(roles, base_params=base)
+    policy = lora.joined(base, state.policy.params)
     width = config.max_sequence_tokens
     everything = config.sequences_per_step
     of_policy, of_critic = experience.scoring_programs(roles)
@@ -97,7 +107,7 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
         learners = (state.policy, state.critic, state.cost_critic)
         plan = abstract_plan(roles, config.minibatch_size)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return program.lower(learners, abstract_batch(roles), plan, key, train_policy=True)
+        return program.lower(learners, base, abstract_batch(roles), plan, key, train_policy=True)
 
     def score(program, params: Params, **choices):
         return program.lower(params, tokens, lengths, abstract_plan(roles, everything), **choices)
@@ -108,14 +118,12 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
             rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
         ),
         "decode": lambda: engine.compiled.lower_generate(rollout_params),
-        "score": lambda: score(of_policy, state.policy.params, with_entropy=True),
+        "score": lambda: score(of_policy, policy, with_entropy=True),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,
-        "reshard": lambda: roles.resharder.jitted["ends"].lower(
-            ends(rollout_params), ends(state.policy.params)
-        ),
+        "reshard": lambda: roles.resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
         "reshard_layer": lambda: roles.resharder.jitted["layer"].lower(
-            rollout_params["layers"][0], state.policy.params["layers"], layer_number
+            rollout_params["layers"][0], policy["layers"], layer_number
         ),
     }
     if not state.critic.params:

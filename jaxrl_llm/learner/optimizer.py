@@ -35,8 +35,13 @@ def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then AdamW (arXiv:1711.05101)."""
-    return optax.chain(
+    """Returns clipping by global norm, then AdamW (arXiv:1711.05101).
+
+    Gradients come in float32. The second moment stays float32 whatever the parameters are and
+    whatever `moment_dtype` says of the first: steps of 1 - beta2 = 0.001 are lost to the 8
+    bits of a bfloat16.
+    """
+    chain = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
             learning_rate(config, num_updates),
@@ -47,6 +52,12 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
             mu_dtype=config.moment_dtype,
         ),
     )
+
+    def init(params: Tree) -> Tree:
+        # Moments take the dtype of what they are made for.
+        return chain.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    return optax.GradientTransformation(init, chain.update)
 
 
 def apply_if_finite(
@@ -68,5 +79,16 @@ def apply_if_finite(
     def choose(taken, kept):
         return jnp.where(finite, taken, kept)
 
-    params = jax.tree.map(lambda p, u: choose(p + u.astype(p.dtype), p), params, updates)
+    # Added in the wider dtype, rounded once.
+    params = jax.tree.map(lambda p, u: choose((p + u).astype(p.dtype), p), params, updates)
     return params, jax.tree.map(choose, next_state, opt_state), norm, ~finite
+
+
+def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:
+    """Returns `PREFIX/MODULE`, the gradient's norm of each part of a network over all its layers.
+
+    Modules are what a parameter tree has at its top, and below `layers`: embed, attention, mlp,
+    norms, head. Their squares add up to that of the global norm.
+    """
+    modules = {k: v for k, v in gradients.items() if k != "layers"} | gradients.get("layers", {})
+    return {f"{prefix}/{name}": optax.tree.norm(part) for name, part in sorted(modules.items())}

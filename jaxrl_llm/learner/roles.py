@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,17 @@ from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
-from jaxrl_llm.config import Config, ModelConfig, OptimizerConfig
-from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import optimizer
+from jaxrl_llm.config import Config, OptimizerConfig
+from jaxrl_llm.learner import networks, optimizer
 from jaxrl_llm.learner.batches import Layout
-from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models import families, huggingface, lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding.reshard import Resharder
+
+_ADAPTERS = 1  # folded into the seed for their first values
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +65,13 @@ class Roles:
     resharder: Resharder
     layout: Layout
     reference_params: Params = dataclasses.field(default_factory=dict)
+    base_params: Params = dataclasses.field(default_factory=dict)  # below adapters; else nothing
     scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices: "cpu", "tpu", "gpu"."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_updates(self) -> int:
@@ -82,10 +89,23 @@ class Roles:
         return optimizer.make(self.config.critic.optimizer, self.num_updates)
 
     def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
-        """Returns policy weights in the rollout layout, in the memory of `old` if there is one."""
+        """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
+
+        `params` is what the policy trains; adapters are merged into the base on the way.
+        """
         old = self.resharder.empty() if old is None else old
         with jax.set_mesh(self.mesh):
-            return self.resharder.reshard(old, params)
+            return self.resharder.reshard(old, lora.joined(self.base_params, params))
+
+    def whole_policy(self, params: Params) -> Params:
+        """Returns the plain policy that the trained `params` amount to, in the training layout."""
+        if not self.base_params:
+            return params
+        merge = jax.jit(
+            networks.merge_adapters(self.config.lora), out_shardings=self.policy_shardings
+        )
+        with jax.set_mesh(self.mesh):
+            return merge(lora.joined(self.base_params, params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +123,8 @@ def build(config: Config) -> Roles:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
     mesh = mesh_lib.make_mesh(config.mesh)
-    tokenizer = load_tokenizer(config.model)
-    shape = model_shape(config.model, tokenizer)
+    tokenizer = networks.load_tokenizer(config.model)
+    shape = networks.model_shape(config.model, tokenizer)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
@@ -122,8 +142,10 @@ def assemble(
 
     No folder is read and nothing is allocated.
     """
-    policy = network(config.model, shape, "lm")
-    value = network(config.model, shape, "scalar")
+    platform = mesh.devices.flat[0].platform
+    policy = networks.network(config.model, shape, "lm", platform)
+    policy = dataclasses.replace(policy, lora=config.lora)
+    value = networks.network(config.model, shape, "scalar", platform)
     return Roles(
         config=config,
         mesh=mesh,
@@ -131,12 +153,12 @@ def assemble(
         eos_tokens=eos_tokens,
         policy=policy,
         value=value,
-        policy_shardings=train_shardings(policy, mesh),
-        value_shardings=train_shardings(value, mesh),
+        policy_shardings=networks.train_shardings(policy, mesh),
+        value_shardings=networks.train_shardings(value, mesh),
         engine=Engine(
             rollout_network(config, policy),
             mesh,
-            num_slots=num_slots(config, mesh.devices.flat[0].platform),
+            num_slots=num_slots(config, platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
@@ -151,48 +173,8 @@ def assemble(
             mesh,
             rollout_network(config, policy).compute_dtype,
             config.mesh.rollout,
+            networks.merge_adapters(config.lora),
         ),
-    )
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Returns the run's tokenizer: of its folder, or the built-in one of characters."""
-    folder = config.tokenizer or config.path
-    if not folder:
-        return tokenizer_lib.character_tokenizer()
-    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
-
-
-def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
-    """Returns the architecture of a folder, or of the config's random model."""
-    if config.path:
-        shape = huggingface.read_shape(config.path)
-        huggingface.check_vocabulary(shape, tokenizer)
-        return shape
-    return Shape(
-        family=config.family,
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        mlp_size=config.mlp_size,
-        rope_theta=config.rope_theta,
-        qkv_bias=config.family == "qwen2",
-        qk_norm=config.family == "qwen3",
-        tie_embeddings=config.tie_embeddings,
-    )
-
-
-def network(config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"]) -> Network:
-    """Returns the network of one role."""
-    return Network(
-        shape,
-        head=head,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        remat=config.remat,
     )
 
 
@@ -212,11 +194,6 @@ def num_slots(config: Config, platform: str) -> int:
     return min(config.sequences_per_step, most)
 
 
-def train_shardings(net: Network, mesh: Mesh) -> Params:
-    """Returns how the parameters of a network are split in training and scoring."""
-    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
-
-
 def check_folders(roles: Roles) -> None:
     """Checks every model folder of the run by its headers, before any weights are read.
 
@@ -231,15 +208,12 @@ def check_folders(roles: Roles) -> None:
         folders.append((config.critic.path, roles.value))
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
-            folders.append((model.path, scorer_network(config, model.path)))
+            folders.append(
+                (model.path, networks.scorer_network(config.model, model.path, roles.platform))
+            )
     for path, net in folders:
         if path:
             huggingface.check(path, net)
-
-
-def scorer_network(config: Config, path: str) -> Network:
-    """Returns the network of a reward or cost model in a folder; its shape is its own."""
-    return network(config.model, huggingface.read_shape(path), "scalar")
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -279,7 +253,10 @@ def abstract_optimizer(
 
 
 def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
-    """Returns the state RL begins with; the critics begin at the policy's weights."""
+    """Returns the state RL begins with; the critics begin at the policy's weights.
+
+    With LoRA the policy of the state is its adapters alone, which change nothing yet.
+    """
     config = roles.config
     algorithm = config.algorithm
     replicated = mesh_lib.replicated(roles.mesh)
@@ -288,6 +265,8 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
         params = _initial_critic(roles, policy_params) if needed else {}
         return trainable(params, config.critic.optimizer, roles.num_updates, roles.mesh)
 
+    if config.lora.rank:
+        policy_params = _initial_adapters(roles)
     return LearnerState(
         policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
         critic=critic(algorithm.needs_critic),
@@ -297,6 +276,12 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
         ),
         log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
     )
+
+
+def _initial_adapters(roles: Roles) -> Params:
+    key = jax.random.fold_in(jax.random.key(roles.config.seed), _ADAPTERS)
+    shardings = networks.adapter_shardings(roles.policy, roles.mesh)
+    return jax.jit(roles.policy.init_adapters, out_shardings=shardings)(key)
 
 
 def _initial_critic(roles: Roles, policy_params: Params) -> Params:
@@ -322,7 +307,7 @@ def abstract(tree: Any) -> Any:
 
 
 def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str, Params]) -> Roles:
-    """Returns the roles with reference, reward and cost models in place.
+    """Returns the roles with reference, reward and cost models in place, and adapters' base.
 
     Args:
       roles: As built.
@@ -337,14 +322,21 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
                 config.reference.path, roles.policy, roles.policy_shardings
             )
         else:
+            # Below adapters the policy stays as it is and is the reference itself.
             copy = functools.partial(jax.tree.map, jnp.copy)
-            reference = jax.jit(copy, out_shardings=roles.policy_shardings)(policy_params)
+            copied = jax.jit(copy, out_shardings=roles.policy_shardings)
+            reference = policy_params if config.lora.rank else copied(policy_params)
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = scorer_network(config, model.path)
-            params = huggingface.load(model.path, net, train_shardings(net, roles.mesh))
+            net = networks.scorer_network(config.model, model.path, roles.platform)
+            params = huggingface.load(model.path, net, networks.train_shardings(net, roles.mesh))
             scorers[name] = Scalar(net, params)
         else:
             scorers[name] = Scalar(roles.value, trained[name])
-    return dataclasses.replace(roles, reference_params=reference, scorers=scorers)
+    return dataclasses.replace(
+        roles,
+        reference_params=reference,
+        base_params=policy_params if config.lora.rank else {},
+        scorers=scorers,
+    )

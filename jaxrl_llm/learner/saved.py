@@ -1,5 +1,6 @@
 """The policy of a finished or running run, read from its folder."""
 
+import dataclasses
 import os
 import pathlib
 
@@ -8,6 +9,7 @@ import jax
 from jaxrl_llm import checkpoint
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import load_config
+from jaxrl_llm.learner import networks
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models.transformer import Params
@@ -15,6 +17,9 @@ from jaxrl_llm.models.transformer import Params
 
 def load_policy(workdir: str | os.PathLike[str]) -> tuple[Roles, Params, int]:
     """Returns the roles of a run, its newest saved policy, and the step it was saved after.
+
+    With LoRA the policy is its adapters, and the roles have the base that they belong to:
+    `Roles.whole_policy` and `Roles.rollout_layout` put the two together.
 
     Critics, optimizers and frozen models are left unread; the mesh is that of this process.
 
@@ -24,17 +29,33 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[Roles, Params, int]:
     """
     config = load_config(workdir)
     roles = roles_lib.build(config)
+    if config.lora.rank:
+        roles = dataclasses.replace(roles, base_params=_base(roles, pathlib.Path(workdir)))
     params, step = _restore(config, roles, pathlib.Path(workdir))
     return roles, params, step
 
 
+def _base(roles: Roles, workdir: pathlib.Path) -> Params:
+    """Returns the policy as RL found it: of the warm start, or of where the run began."""
+    folder = workdir / "warm_start"
+    if not folder.exists():
+        return roles_lib.initial_policy(roles)
+    return checkpoint.load_tree(folder, _placed(roles.policy.abstract(), roles.policy_shardings))[0]
+
+
 def _restore(config: Config, roles: Roles, workdir: pathlib.Path) -> tuple[Params, int]:
-    abstract = jax.tree.map(
-        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        roles.policy.abstract(),
-        roles.policy_shardings,
-    )
+    if config.lora.rank:
+        shardings = networks.adapter_shardings(roles.policy, roles.mesh)
+        abstract = _placed(roles.policy.abstract_adapters(), shardings)
+    else:
+        abstract = _placed(roles.policy.abstract(), roles.policy_shardings)
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
     state, _, step = saver.restore({"policy": {"params": abstract}}, partial=True)
     saver.close()
     return state["policy"]["params"], step
+
+
+def _placed(shapes: Params, shardings: Params) -> Params:
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+    )

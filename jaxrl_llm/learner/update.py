@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.learner import batches, optimizer
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
-from jaxrl_llm.models import heads
+from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
@@ -43,6 +43,8 @@ def take_update(
     gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda a: a[0], plan.microbatches)
     like = jax.eval_shape(gradient, role.params, first)
+    # Sums over microbatches are float32 whatever the dtype of the parameters.
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
     (value, metrics), gradients = batches.add_up(
         plan, functools.partial(gradient, role.params), like
     )
@@ -52,6 +54,7 @@ def take_update(
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
         **metrics,
+        **optimizer.module_norms(gradients, f"{prefix}/grad_norm"),
         f"{prefix}/loss": value,
         f"{prefix}/grad_norm": norm,
         f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
@@ -108,11 +111,13 @@ class Updater:
 
     Attributes:
       mesh: Where the learners live.
-      program: `(learners, batch, plan, key, *, train_policy) -> (learners, metrics)`, jitted;
-        the learners are policy, critic and cost critic.
+      base: What the policy's adapters are added to, or nothing.
+      program: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
+        jitted; the learners are policy, critic and cost critic.
     """
 
     mesh: jax.sharding.Mesh
+    base: Params
     program: Any
 
     def __call__(
@@ -130,10 +135,10 @@ class Updater:
         learners = (state.policy, state.critic, state.cost_critic)
         with jax.set_mesh(self.mesh):
             (policy, critic, cost_critic), metrics = self.program(
-                learners, batch, plan, key, train_policy=train_policy
+                learners, self.base, batch, plan, key, train_policy=train_policy
             )
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, metrics
+        return state, {**metrics, "perf/padding_share": plan.padding_share()}
 
 
 def updater(roles: Roles, state: LearnerState) -> Updater:
@@ -154,17 +159,18 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
     )
     with_entropy = algorithm.entropy_coef != 0.0
 
-    def policy_update(role: Trainable, batch: Minibatch, plan: Plan, key):
+    def policy_update(role: Trainable, base: Params, batch: Minibatch, plan: Plan, key):
         width = batch.tokens.shape[1]
         denominators = minibatch_denominators(
             batch.loss_mask & plan.chosen[:, None],
             algorithm.loss_scale or float(config.rollout.max_response_tokens),
         )
-        chosen = _selection(role.params, batch, plan, key)
+        chosen = _selection(lora.joined(base, role.params), batch, plan, key)
 
         def loss(params: Params, microbatch: Microbatch):
+            whole = lora.joined(base, params)
             log_probs, entropies, _ = statistics(
-                params, batch.tokens, microbatch, with_entropy=with_entropy
+                whole, batch.tokens, microbatch, with_entropy=with_entropy
             )
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
             return losses.policy_objective(
@@ -220,7 +226,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             mesh_lib.replicated(roles.mesh),
         ),
     )
-    def update(learners, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
+    def update(learners, base: Params, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
         policy, critic, cost_critic = learners
         metrics: dict[str, Array] = {}
         if critic.params:
@@ -234,11 +240,11 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             )
             metrics |= of_costs
         if train_policy:
-            policy, of_policy = policy_update(policy, batch, plan, key)
+            policy, of_policy = policy_update(policy, base, batch, plan, key)
             metrics |= of_policy
         return (policy, critic, cost_critic), metrics
 
-    return Updater(roles.mesh, update)
+    return Updater(roles.mesh, roles.base_params, update)
 
 
 def _only(batch: Minibatch, plan: Plan) -> Minibatch:

@@ -1,15 +1,31 @@
-"""Seconds of the named phases of a step."""
+"""Seconds of the named phases of a step, and a recording of what the devices do in some steps."""
 
+import concurrent.futures
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from absl import logging
+
+from jaxrl_llm.config import ProfilerConfig
+
+Tree = TypeVar("Tree")
 
 
 class Clock:
     """Measures phases: `with clock("gen"): ...` adds to `timing_s/gen`.
 
-    Times are the host's: work that a phase only dispatches is counted where the host waits
-    for it, so a phase that shall count its own device work ends by reading a result.
+    Times are the host's. A phase that only hands work to the devices watches its results:
+
+        with clock("predict") as watch:
+            predictions = watch(predict(state, rollouts))
+
+    Its time then ends when they are ready and begins when the watched phase before it was done,
+    if that was later than the `with`. Another thread does the waiting: neither the loop nor the
+    devices stand still for it.
 
     >>> times = iter([0.0, 1.0, 3.5, 5.0])
     >>> clock = Clock(now=lambda: next(times))
@@ -28,17 +44,90 @@ class Clock:
         self._now = now
         self._start = now()
         self._phases: dict[str, float] = {}
+        self._waiter = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._waits: list[concurrent.futures.Future[None]] = []
+        self._last_ready = self._start
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the time of the `with` block to `phase`, also when the block raises."""
+    def __call__(self, phase: str) -> Iterator[Callable[[Tree], Tree]]:
+        """Adds the time of the `with` block to `phase`, also when the block raises.
+
+        Yields:
+          `watch(tree)`, which returns the tree and lets the phase end when it is ready. What is
+          watched must not be donated before.
+        """
         begin = self._now()
+        watched: list[Any] = []
+
+        def watch(tree: Tree) -> Tree:
+            watched.append(tree)
+            return tree
+
         try:
-            yield
+            with jax.profiler.TraceAnnotation(phase):
+                yield watch
         finally:
-            self._phases[phase] = self._phases.get(phase, 0.0) + self._now() - begin
+            if watched:
+                self._waits.append(self._waiter.submit(self._wait, phase, begin, watched))
+            else:
+                self._add(phase, self._now() - begin)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def _wait(self, phase: str, begin: float, watched: list[Any]) -> None:
+        jax.block_until_ready(watched)
+        ready = self._now()
+        self._add(phase, ready - max(begin, self._last_ready))
+        self._last_ready = ready
 
     def seconds(self) -> dict[str, float]:
-        """Returns `timing_s/PHASE` for every phase and `timing_s/step` since the start."""
+        """Returns `timing_s/PHASE` for every phase and `timing_s/step` since the start.
+
+        Waits for what is watched; the clock is not to be used afterwards.
+        """
+        for wait in self._waits:
+            wait.result()
+        self._waiter.shutdown()
         phases = {f"timing_s/{phase}": seconds for phase, seconds in self._phases.items()}
         return {**phases, "timing_s/step": self._now() - self._start}
+
+
+class Profiler:
+    """Records a window of steps for TensorBoard or Perfetto, and the memory at its end."""
+
+    def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
+        """Records nothing yet.
+
+        Args:
+          config: The window.
+          folder: Where traces go; each process of a run writes its own.
+        """
+        self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
+        self._folder = folder
+        self._on = False
+
+    def begin(self, step: int) -> None:
+        """Says that a step begins: the window may, or may have ended with the step before."""
+        if self._on and step > self._last:
+            self.close()
+        if self._first and self._first <= step <= self._last and not self._on:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # else the loop's own lines fill the file
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._on = True
+
+    def close(self) -> None:
+        """Ends the window, if it is open, and writes what was recorded."""
+        if self._on:
+            self._on = False
+            jax.profiler.stop_trace()
+            name = f"memory_{jax.process_index()}.prof"
+            jax.profiler.save_device_memory_profile(str(self._folder / name))
+            logging.info("the profile of steps %d on is in %s", self._first, self._folder)
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

@@ -1,17 +1,69 @@
-"""Attention of a whole sequence at once, as in training, scoring and prefill."""
+"""Attention of whole rows, as in training, scoring and prefill: one function, several kernels.
 
+XLA's own products everywhere, in blocks of queries so that long rows need little memory; the
+splash kernel on TPUs, which skips what no query sees; cuDNN's on GPUs.
+"""
+
+import functools
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.sharding.mesh import ACTIVATIONS, partition_spec
 
-def segment_causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B 1 T T"]:
-    """Returns which key each query may see: its own segment, not the future. 0 is padding."""
-    length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return (same & jnp.tril(jnp.ones((length, length), bool)))[:, None]
+Implementation = Literal["xla", "splash", "cudnn"]
+
+_QUERY_BLOCK = 512  # queries whose scores exist at one time
+_SPLASH_LANES = 128  # splash works on multiples of it
+_SPLASH_BLOCK = 512
+_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
+
+
+def implementation_for(
+    wanted: Literal["auto", "xla", "splash", "cudnn"],
+    platform: str,
+    compute_dtype: str,
+    head_size: int,
+) -> Implementation:
+    """Returns the kernel of a run.
+
+    "auto" is splash on TPUs, and cuDNN on GPUs where it can: numbers of 16 bits, heads of at
+    most 128 that divide by 8.
+    """
+    if wanted != "auto":
+        return wanted
+    if platform == "tpu":
+        return "splash"
+    fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128
+    return "cudnn" if platform in ("gpu", "cuda") and fits else "xla"
+
+
+def segment_causal_mask(
+    segment_ids: Int[Array, "B T"], first: int = 0, length: int = 0, window: int = 0
+) -> Bool[Array, "B 1 Q S"]:
+    """Returns which key each query may see: its own segment, not the future. 0 is padding.
+
+    Args:
+      segment_ids: Which sequence of the row each token belongs to.
+      first: The first query.
+      length: Of the queries; 0: all from the first on. Keys end with the last query.
+      window: Tokens back from the query, itself included, that it sees; 0: all.
+    """
+    last = first + length if length else segment_ids.shape[1]
+    queries, keys = jnp.arange(first, last)[:, None], jnp.arange(last)
+    sees = keys <= queries
+    if window:
+        sees &= keys > queries - window
+    same = segment_ids[:, first:last, None] == segment_ids[:, None, :last]
+    return (same & sees)[:, None]
 
 
 def full_attention(
@@ -19,13 +71,124 @@ def full_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
-    implementation: Literal["xla", "cudnn"] = "xla",
+    implementation: Implementation = "xla",
+    *,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 
-    Key and value heads are shared by groups of N/K query heads and never repeated in memory.
+    Key and value heads are shared by groups of N/K query heads and never repeated in memory
+    (splash alone repeats them where the mesh splits heads further than there are key heads).
     Rows of padding attend to padding; what they hold is of no consequence.
+
+    Args:
+      q, k, v: Turned by their positions.
+      segment_ids: Which sequence of the row; 0 is padding.
+      implementation: The kernel; see `implementation_for`.
+      window: Tokens back, itself included, that a query sees; 0: all.
+      soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0: as they are. cuDNN has none.
+      interpret: Runs splash without a TPU, slowly.
     """
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=segment_causal_mask(segment_ids), implementation=implementation
+    if implementation == "splash":
+        return _splash(q, k, v, segment_ids, window, soft_cap, interpret)
+    if implementation == "cudnn" and not soft_cap:
+        mask = segment_causal_mask(segment_ids, window=window)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+    return _in_blocks(q, k, v, segment_ids, window, soft_cap)
+
+
+def _in_blocks(q, k, v, segment_ids, window: int, soft_cap: float):
+    """Returns attention of one block of queries after another, each with the keys up to its end.
+
+    A block's scores are computed again in the backward pass: never more than one block's exist.
+    """
+    length = q.shape[1]
+    plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
+    if length <= _QUERY_BLOCK:
+        return attend(q, k, v, mask=segment_causal_mask(segment_ids, window=window))
+
+    @functools.partial(jax.checkpoint, static_argnums=(4, 5), prevent_cse=False)
+    def block(q, k, v, segment_ids, first: int, size: int):
+        mask = segment_causal_mask(segment_ids, first, size, window)
+        return attend(q, k, v, mask=mask)
+
+    mixed = []
+    for first in range(0, length, _QUERY_BLOCK):
+        last = min(first + _QUERY_BLOCK, length)
+        mixed.append(
+            block(q[:, first:last], k[:, :last], v[:, :last], segment_ids, first, last - first)
+        )
+    return jnp.concatenate(mixed, axis=1)
+
+
+def _capped(q, k, v, mask: Bool[Array, "B 1 Q S"], soft_cap: float):
+    batch, queries, _, size = q.shape
+    grouped = q.reshape(batch, queries, k.shape[2], -1, size)
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
+    scores = soft_cap * jnp.tanh(scores * (size**-0.5 / soft_cap))
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, _NEVER), -1).astype(v.dtype)
+    return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)
+
+
+# Splash.
+
+
+def _splash(q, k, v, segment_ids, window: int, soft_cap: float, interpret: bool):
+    local = functools.partial(_splash_local, window=window, soft_cap=soft_cap, interpret=interpret)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
+        return local(q, k, v, segment_ids)
+    # A kernel sees local arrays: its own rows, and the key heads of its own query heads.
+    sizes = dict(mesh.shape)
+    spec = functools.partial(partition_spec, rules=ACTIVATIONS, axis_sizes=sizes, units={})
+    rows = spec(q.shape, ("batch", None, "heads", None))
+    ways = sizes.get("tensor", 1) if rows[2] else 1
+    if repeats := ways // math.gcd(k.shape[2], ways) - 1:
+        k, v = (jnp.repeat(x, repeats + 1, axis=2) for x in (k, v))
+    tokens = spec(segment_ids.shape, ("batch", None))
+    return jax.shard_map(
+        local, in_specs=(rows, rows, rows, tokens), out_specs=rows, check_vma=False
+    )(q, k, v, segment_ids)
+
+
+def _splash_local(q, k, v, segment_ids, *, window: int, soft_cap: float, interpret: bool):
+    length, num_heads, size = q.shape[1:]
+    padded = -(-length // _SPLASH_LANES) * _SPLASH_LANES
+    block = math.gcd(padded, _SPLASH_BLOCK)
+    one_head = (
+        splash_mask.LocalMask((padded, padded), (window - 1, 0), 0)
+        if window
+        else splash_mask.CausalMask((padded, padded))
     )
+    kernel = splash_kernel.make_splash_mha(
+        splash_mask.MultiHeadMask([one_head] * num_heads),
+        block_sizes=splash_kernel.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=soft_cap or None,
+        interpret=interpret,
+    )
+    more = padded - length
+    heads_first = lambda x: jnp.swapaxes(  # noqa: E731
+        jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))), 1, 2
+    )
+    ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
+    mixed = jax.vmap(kernel)(
+        heads_first(q * size**-0.5),
+        heads_first(k),
+        heads_first(v),
+        splash_kernel.SegmentIds(ids, ids),
+    )
+    return jnp.swapaxes(mixed, 1, 2)[:, :length].astype(q.dtype)

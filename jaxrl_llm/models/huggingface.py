@@ -8,10 +8,7 @@ part. Writing streams one tensor at a time. Neither holds a whole model on the h
 import collections
 import dataclasses
 import functools
-import json
-import os
 import pathlib
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.experimental import multihost_utils
 
-from jaxrl_llm.models import families, safetensors_file
+from jaxrl_llm.models import families, safetensors_file, written_folder
 from jaxrl_llm.models.families import CheckpointFormatError, TensorName
 from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
 from jaxrl_llm.models.shape import Shape
@@ -30,7 +26,6 @@ from jaxrl_llm.models.transformer import Network, Params
 
 Block = tuple[slice, ...]  # of one array, with start and stop
 
-_WRITER = {"format": "pt", "writer": "jaxrl_llm"}
 _MAX_LISTED = 8
 
 
@@ -252,7 +247,7 @@ def save(
         tokens than the model.
     """
     folder = pathlib.Path(folder)
-    _check_replaceable(folder)
+    written_folder.check_replaceable(folder)
     if tokenizer is not None:
         check_vocabulary(network.shape, tokenizer)
     dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
@@ -260,42 +255,11 @@ def save(
     _set_token_ids(config, tokenizer, eos_token_ids)
     files = _split(list(_tensors_to_write(network, params, dtype)), max_shard_bytes)
 
-    partial = folder.with_name(f".{folder.name}.partial")
-    if jax.process_index() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            _write_weights(partial, files)
-            _write_json(partial / "config.json", config)
-            if network.head == "lm":
-                ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
-                _write_json(partial / "generation_config.json", ids)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(partial))
-            _replace(folder, partial)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    else:
-        for tensors in files.values():
-            for tensor in tensors:
-                tensor.contents()  # takes part in gathering it
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"export to {folder}")
-
-
-def _check_replaceable(folder: pathlib.Path) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            if safetensors_file.read_header(path)[1] == _WRITER:
-                return
-        except CheckpointFormatError:
-            continue
-    raise CheckpointFormatError(
-        f"{folder}: exists and was not written by an earlier export; choose another folder or"
-        " remove it first"
-    )
+    documents = {"config.json": config}
+    if network.head == "lm":
+        ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
+        documents["generation_config.json"] = ids
+    written_folder.write(folder, files, documents, tokenizer)
 
 
 def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
@@ -316,28 +280,13 @@ def _tensors_to_write(network: Network, params: Params, dtype) -> Iterator[Tenso
     def entry(name: TensorName, layer: int) -> TensorToWrite:
         leaf = leaves[name.path]
         shape = leaf.shape[1:] if name.stacked else leaf.shape
-        contents = functools.partial(_fetch, leaf, name, layer, dtype)
+        contents = functools.partial(written_folder.fetch, leaf, name, layer, dtype)
         shape = shape[::-1] if name.transposed else shape
         return TensorToWrite(name.name.format(layer), dtype, tuple(shape), contents)
 
     yield from (entry(name, 0) for name in names if not name.stacked)
     for layer in range(network.shape.num_layers):
         yield from (entry(name, layer) for name in names if name.stacked)
-
-
-@functools.partial(jax.jit, static_argnames=("stacked", "transposed", "dtype"))
-def _as_stored(leaf, layer, *, stacked: bool, transposed: bool, dtype: str):
-    tensor = leaf[layer] if stacked else leaf
-    return (tensor.T if transposed else tensor).astype(dtype)
-
-
-def _fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.ndarray:
-    tensor = _as_stored(
-        leaf, layer, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
-    )
-    if tensor.is_fully_addressable:
-        return np.asarray(tensor)
-    return multihost_utils.process_allgather(tensor, tiled=True)
 
 
 def _split(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
@@ -356,33 +305,3 @@ def _split(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[Tenso
         f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
         for i, group in enumerate(groups, start=1)
     }
-
-
-def _write_weights(folder: pathlib.Path, files: dict[str, list[TensorToWrite]]) -> None:
-    for name, tensors in files.items():
-        safetensors_file.write_file(folder / name, tensors, _WRITER)
-    if len(files) > 1:
-        total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
-        weight_map = {t.name: name for name, tensors in files.items() for t in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / safetensors_file.INDEX, index)
-
-
-def _write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
-
-
-def _replace(folder: pathlib.Path, partial: pathlib.Path) -> None:
-    """Puts `partial` in the place of `folder`, keeping files that no export writes."""
-    if not folder.exists():
-        os.rename(partial, folder)
-        return
-    earlier = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(earlier, ignore_errors=True)
-    os.rename(folder, earlier)
-    os.rename(partial, folder)
-    for path in earlier.iterdir():
-        weights = path.name.startswith("model") and ".safetensors" in path.name
-        if not weights and not (folder / path.name).exists():
-            os.rename(path, folder / path.name)
-    shutil.rmtree(earlier)

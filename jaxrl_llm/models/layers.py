@@ -2,7 +2,8 @@
 
 Modules define parameters and arithmetic; they own no state that outlives a trace
 (see `transformer.Network`). Every parameter carries the logical names of its dims in the
-metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes.
+metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes. Activations that a
+backward pass may want to find again are named (see `transformer.REMAT_POLICIES`).
 """
 
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.config_model import LoraConfig
 from jaxrl_llm.models.shape import RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -19,21 +22,60 @@ from jaxrl_llm.sharding.mesh import constrain
 Attend = Callable[[Array, Array, Array], tuple[Array, object]]
 
 
+NO_ADAPTERS = LoraConfig()
+
+
 def _param(init, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> nnx.Param:
     return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
 
 
-class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, with the kernel stored as [in, out]."""
+def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R"]:
+    """Returns the first factor of an adapter, uniform as `peft` draws it; the second is zero."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    def __init__(self, in_size, out_size, axes, *, bias=False, rngs: nnx.Rngs, dtype):
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`, with the kernel stored as [in, out].
+
+    With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
+    """
+
+    def __init__(
+        self,
+        in_size,
+        out_size,
+        axes,
+        *,
+        bias=False,
+        lora: LoraConfig = NO_ADAPTERS,
+        rngs: nnx.Rngs,
+        dtype,
+    ):
         self.kernel = _param(nnx.initializers.normal(0.02), rngs, (in_size, out_size), axes, dtype)
         if bias:
             self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
+        if lora.rank:
+            # Few numbers, and small steps: float32 whatever the dtype of the frozen kernel.
+            wide = {"rngs": rngs, "dtype": jnp.float32}
+            zeros = nnx.initializers.zeros_init()
+            self.lora_a = _param(
+                _as_peft, shape=(in_size, lora.rank), axes=(axes[0], "rank"), **wide
+            )
+            self.lora_b = _param(zeros, shape=(lora.rank, out_size), axes=("rank", axes[1]), **wide)
+            self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         y = x @ self.kernel[...].astype(x.dtype)
+        if hasattr(self, "lora_a"):
+            inner = x @ self.lora_a[...].astype(x.dtype)
+            y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+
+def of(lora: LoraConfig, projection: str) -> LoraConfig:
+    """Returns the adapters of one projection: as configured, or none."""
+    return lora if projection in lora.targets else NO_ADAPTERS
 
 
 class RMSNorm(nnx.Module):
@@ -81,14 +123,18 @@ def rotate(x: Float[Array, "B T N H"], rotary) -> Float[Array, "B T N H"]:
 class Attention(nnx.Module):
     """Grouped-query attention; where keys and values are kept is the caller's business."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+    def __init__(self, shape: Shape, *, lora: LoraConfig, rngs: nnx.Rngs, dtype):
         d, h = shape.hidden_size, shape.head_size
-        bias = shape.qkv_bias
         kinds = {"rngs": rngs, "dtype": dtype}
-        self.q = Linear(d, shape.num_heads * h, ("embed", "heads"), bias=bias, **kinds)
-        self.k = Linear(d, shape.num_kv_heads * h, ("embed", "kv_heads"), bias=bias, **kinds)
-        self.v = Linear(d, shape.num_kv_heads * h, ("embed", "kv_heads"), bias=bias, **kinds)
-        self.o = Linear(shape.num_heads * h, d, ("heads", "embed"), **kinds)
+
+        def linear(name, in_size, out_size, axes, bias=False):
+            return Linear(in_size, out_size, axes, bias=bias, lora=of(lora, name), **kinds)
+
+        keys = shape.num_kv_heads * h
+        self.q = linear("q", d, shape.num_heads * h, ("embed", "heads"), shape.qkv_bias)
+        self.k = linear("k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.v = linear("v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.o = linear("o", shape.num_heads * h, d, ("heads", "embed"))
         if shape.qk_norm:
             self.q_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
             self.k_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
@@ -102,36 +148,40 @@ class Attention(nnx.Module):
         q = constrain(rotate(q, rotary), "batch", "length", "heads", None)
         k = constrain(rotate(k, rotary), "batch", "length", "kv_heads", None)
         v = constrain(v, "batch", "length", "kv_heads", None)
+        q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
         mixed, kept = attend(q, k, v)
+        mixed = checkpoint_name(mixed, "mixed")
         return self.o(mixed.reshape(*x.shape[:-1], -1)), kept
 
 
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+    def __init__(self, shape: Shape, *, lora: LoraConfig, rngs: nnx.Rngs, dtype):
         d, f = shape.hidden_size, shape.mlp_size
-        self.gate = Linear(d, f, ("embed", "mlp"), rngs=rngs, dtype=dtype)
-        self.up = Linear(d, f, ("embed", "mlp"), rngs=rngs, dtype=dtype)
-        self.down = Linear(f, d, ("mlp", "embed"), rngs=rngs, dtype=dtype)
+        kinds = {"rngs": rngs, "dtype": dtype}
+        self.gate = Linear(d, f, ("embed", "mlp"), lora=of(lora, "gate"), **kinds)
+        self.up = Linear(d, f, ("embed", "mlp"), lora=of(lora, "up"), **kinds)
+        self.down = Linear(f, d, ("mlp", "embed"), lora=of(lora, "down"), **kinds)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(
-            constrain(jax.nn.silu(self.gate(x)) * self.up(x), "batch", "length", "mlp")
-        )
+        gate = checkpoint_name(self.gate(x), "gate")
+        up = checkpoint_name(self.up(x), "up")
+        return self.down(constrain(jax.nn.silu(gate) * up, "batch", "length", "mlp"))
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs, dtype):
+    def __init__(self, shape: Shape, *, lora: LoraConfig = NO_ADAPTERS, rngs: nnx.Rngs, dtype):
         kinds = {"rngs": rngs, "dtype": dtype}
         self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.attention = Attention(shape, **kinds)
+        self.attention = Attention(shape, lora=lora, **kinds)
         self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.mlp = MLP(shape, **kinds)
+        self.mlp = MLP(shape, lora=lora, **kinds)
 
     def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
+        x = checkpoint_name(x, "stream")
         mixed, kept = self.attention(self.attention_norm(x), rotary, attend)
         x = x + mixed
         x = x + self.mlp(self.mlp_norm(x))

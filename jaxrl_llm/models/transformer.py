@@ -17,16 +17,37 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention
-from jaxrl_llm.models.layers import Attend, Block, RMSNorm, _param, rotary_table
+from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.models import attention, lora
+from jaxrl_llm.models.layers import NO_ADAPTERS, Attend, Block, RMSNorm, _param, rotary_table
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain
 
 Params = dict[str, Any]  # nested dict of arrays
 
+# What the backward pass finds again; all else it computes anew. Of a layer, "full" keeps its input
+# alone, "attention" what surrounds the scores, "projections" the MLP's two inner products too,
+# "dots" the result of every product with a weight. The last two keep them in the host's memory.
+_AROUND_SCORES = ("q", "k", "v", "mixed")
+_save = jax.checkpoint_policies.save_only_these_names
+
+
+def _offload(*names: str):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(),
+        names_which_can_be_offloaded=("stream", *names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": _save(*_AROUND_SCORES),
+    "projections": _save(*_AROUND_SCORES, "gate", "up"),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload_full": _offload(),
+    "offload_attention": _offload(*_AROUND_SCORES),
 }
 
 
@@ -50,6 +71,13 @@ def _pure(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(module)[1])
 
 
+def _axes(state, prefix: tuple[str, ...] = ()) -> Params:
+    flat = nnx.to_flat_state(state)
+    return nnx.traversals.unflatten_mapping(
+        {path: prefix + variable.get_metadata("logical_axes") for path, variable in flat}
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
     """A decoder of one shape with a language-model or a scalar head.
@@ -59,6 +87,9 @@ class Network:
       head: "lm" predicts tokens; "scalar" gives one number a position (critic, reward model).
       param_dtype, compute_dtype: Of the parameters as created, and of the activations.
       remat: What the backward pass recomputes; a key of `REMAT_POLICIES` or "none".
+      kernel: Of attention over whole rows.
+      lora: Of the adapters that a parameter tree may have; one without them computes as if there
+        were none.
     """
 
     shape: Shape
@@ -66,19 +97,21 @@ class Network:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "none"
+    lora: LoraConfig = NO_ADAPTERS
+    kernel: attention.Implementation = "xla"
 
     @functools.cached_property
     def _definitions(self):
-        """Graph definitions of a block and of the ends, and the logical axes of both."""
+        """Graph definitions and states of a block, of the ends, and of a block with adapters."""
         with nnx.use_eager_sharding(False):
             block = nnx.eval_shape(lambda: self._block(nnx.Rngs(0)))
             ends = nnx.eval_shape(lambda: self._ends(nnx.Rngs(0)))
-        block_def, block_state = nnx.split(block)
-        ends_def, ends_state = nnx.split(ends)
-        return block_def, block_state, ends_def, ends_state
+            adapted = nnx.eval_shape(lambda: self._block(nnx.Rngs(0), self.lora))
+        return *nnx.split(block), *nnx.split(ends), *nnx.split(adapted)
 
-    def _block(self, rngs: nnx.Rngs) -> Block:
-        return Block(self.shape, rngs=rngs, dtype=jnp.dtype(self.param_dtype))
+    def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
+        dtype = jnp.dtype(self.param_dtype)
+        return Block(self.shape, lora=adapters, rngs=rngs, dtype=dtype)
 
     def _ends(self, rngs: nnx.Rngs) -> _Ends:
         return _Ends(self.shape, self.head, rngs=rngs, dtype=jnp.dtype(self.param_dtype))
@@ -103,15 +136,22 @@ class Network:
 
     def logical_axes(self) -> Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
-        _, block, _, ends = self._definitions
+        _, block, _, ends, _, _ = self._definitions
+        return {**_axes(ends), "layers": _axes(block, ("layers",))}
 
-        def names(state, prefix=()):
-            flat = nnx.to_flat_state(state)
-            return nnx.traversals.unflatten_mapping(
-                {path: prefix + variable.get_metadata("logical_axes") for path, variable in flat}
-            )
+    def init_adapters(self, key: jax.Array) -> Params:
+        """Returns adapters that change nothing yet: the first factor random, the second zero."""
+        layer = lambda k: lora.only(_pure(self._block(nnx.Rngs(k), self.lora)))  # noqa: E731
+        return {"layers": jax.vmap(layer)(jax.random.split(key, self.shape.num_layers))}
 
-        return {**names(ends), "layers": names(block, ("layers",))}
+    def abstract_adapters(self) -> Params:
+        """Returns shapes and dtypes of the adapters, nothing allocated; `{}` with rank 0."""
+        return lora.only(jax.eval_shape(self.init_adapters, jax.random.key(0)))
+
+    def adapter_axes(self) -> Params:
+        """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
+        *_, adapted = self._definitions
+        return lora.only({"layers": _axes(adapted, ("layers",))})
 
     # Arithmetic.
 
@@ -126,14 +166,16 @@ class Network:
 
     def block(self, layer: Params, x: Float[Array, "B T D"], rotary, attend: Attend):
         """Returns one layer's output and what `attend` kept."""
-        block_def, block_state, _, _ = self._definitions
+        block_def, block_state, _, _, adapted_def, adapted_state = self._definitions
+        if lora.present(layer):
+            block_def, block_state = adapted_def, adapted_state
         state = jax.tree.map(lambda v: v, block_state)
         nnx.replace_by_pure_dict(state, layer)
         return nnx.merge(block_def, state)(x, rotary, attend)
 
     def norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the final normalization of the residual stream."""
-        _, _, ends_def, ends_state = self._definitions
+        _, _, ends_def, ends_state, _, _ = self._definitions
         state = jax.tree.map(lambda v: v, ends_state)
         nnx.replace_by_pure_dict(state, {k: v for k, v in params.items() if k != "layers"})
         return nnx.merge(ends_def, state).norm(x)
@@ -166,7 +208,7 @@ class Network:
         """
 
         def attend(q, k, v):
-            return attention.full_attention(q, k, v, segment_ids), None
+            return attention.full_attention(q, k, v, segment_ids, self.kernel), None
 
         rotary = self.rotary(positions)
 

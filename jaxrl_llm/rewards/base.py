@@ -4,7 +4,7 @@ The functions run in processes (`pool.py`); the models run where the learner put
 here as plain callables.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from jaxtyping import Float
 
 from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+from jaxrl_llm.rewards.pool import Call, Outcome, RewardError, RewardPool
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import Rewards, Rollouts
 
 ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
@@ -143,13 +144,25 @@ class Scorer:
                         extra_info=prompt.extra_info,
                     )
                 )
-        outcomes = self._pool.run(calls) if calls else []
+        outcomes = self._outcomes(calls, hosts.own_part(len(rollouts.responses)))
         for name, call, outcome in zip(names, calls, outcomes, strict=True):
             values[name][call.row] = outcome.score
             row_details = details[call.row]
             for key, value in outcome.details.items():
                 row_details[f"{name}/{key}" if key in row_details else key] = value
         return sum(bool(outcome.failure) for outcome in outcomes)
+
+    def _outcomes(self, calls: Sequence[Call], own_rows: range) -> list[Outcome]:
+        """Returns the outcome of every call; each host makes those of its own rows."""
+        own = {i: call for i, call in enumerate(calls) if call.row in own_rows}
+
+        def run() -> dict[int, Outcome]:
+            return dict(zip(own, self._pool.run(list(own.values())), strict=True)) if own else {}
+
+        found: dict[int, Outcome] = {}
+        for outcomes in hosts.together(run):
+            found |= outcomes
+        return [found[i] for i in range(len(calls))]
 
 
 def _applies(term: TermConfig, sources: list[str]) -> np.ndarray:

@@ -7,6 +7,7 @@ in flight.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,14 @@ class Resharder:
     """Turns stacked training parameters into per-layer rollout parameters."""
 
     def __init__(
-        self, abstract: Params, logical_axes: Params, units, mesh: Mesh, dtype, layout: str
+        self,
+        abstract: Params,
+        logical_axes: Params,
+        units,
+        mesh: Mesh,
+        dtype,
+        layout: str,
+        merge: Callable[[Params], Params] = lambda layer: layer,
     ):
         """
         Args:
@@ -34,6 +42,8 @@ class Resharder:
           dtype: Of the rollout weights.
           layout: "tensor": split over the tensor axis alone, a replica on the rest; "train":
             as in training; "replicas": whole on every device.
+          merge: What makes a layer as in `abstract` of one as `reshard` gets it, which may carry
+            adapters.
         """
         rules = mesh_lib.LAYOUTS[layout]
         cast = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
@@ -54,7 +64,7 @@ class Resharder:
             lambda old, new: _cast(new, dtype), out_shardings=self._end_shardings
         )
         self._move_layer = reuse(
-            lambda old, new, i: _cast(jax.tree.map(lambda a: a[i], new), dtype),
+            lambda old, new, i: _cast(merge(jax.tree.map(lambda a: a[i], new)), dtype),
             out_shardings=self._layer_shardings,
         )
 

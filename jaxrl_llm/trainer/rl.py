@@ -24,12 +24,13 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import collection, experience, update
+from jaxrl_llm.learner import collection, experience, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.trainer.evaluate import Evaluator, judge
 
@@ -66,7 +67,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
-    claim_workdir(config, workdir)
+    replicas.check_start(config, (training_set, held_out))
+    claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
     # Policy, reference, critic, reward model: what each begins as.
@@ -93,6 +95,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
         rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
         judge(config, scorer) as score_held_out,
         Writer(workdir, config.metrics, first + bool(first), total) as writer,
+        Profiler(config.profiler, workdir / "profile") as profiler,
     ):
         evaluator = Evaluator(roles, held_out, score_held_out)
         if first == 0 and evaluator.due(0):
@@ -100,6 +103,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
 
         for step in range(first + 1, total + 1):
             clock = Clock()
+            profiler.begin(step)
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
@@ -110,8 +114,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 of_engine = statistics.of_engine(*roles.engine.speed())
 
             # What the models say about those tokens.
-            with clock("predict"):
-                predictions = predict(state, rollouts)  # each field [B, T]
+            with clock("predict") as watch:
+                predictions = watch(predict(state, rollouts))  # each field [B, T]
 
             # Turn rewards into advantages. No model runs here.
             with clock("adv"):
@@ -120,7 +124,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                 )  # advantages, returns: [B, T]
 
             # Learn.
-            with clock("update"):
+            with clock("update") as watch:
                 batch = experience.assemble(rollouts, predictions, estimates)
                 updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
@@ -131,8 +135,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    updates.append(of_update)
+                    updates.append(watch(of_update))
                 of_updates = statistics.mean(updates)
+                replicas.check_learned(step, state)
 
             # Hand the new weights to the engine.
             with clock("reshard"):
@@ -152,7 +157,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_estimates,
                     of_evaluation,
                     of_engine,
-                    statistics.of_speed(rollouts, seconds, len(roles.mesh.devices.flat)),
+                    throughput.of_step(roles, rollouts, seconds),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)

@@ -84,3 +84,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     after, _, _, _ = apply(good, kept_state, kept)
     want, _, _, _ = apply(good, state, params)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, want))
+
+
+def test_norms_of_modules_make_the_whole():
+    layers = {"mlp": {"up": jnp.full((2, 3), 2.0)}, "attention": {"q": jnp.full((2, 2), 0.5)}}
+    gradients = {"embed": jnp.array([3.0, 4.0]), "layers": layers}
+    found = optimizer.module_norms(gradients, "actor/grad_norm")
+    assert {k: float(v) for k, v in found.items()} == {
+        "actor/grad_norm/embed": 5.0,
+        "actor/grad_norm/attention": 1.0,
+        "actor/grad_norm/mlp": pytest.approx(24**0.5),
+    }
+    assert sum(v**2 for v in found.values()) == pytest.approx(25 + 1 + 24)
+    assert optimizer.module_norms({}, "critic/grad_norm") == {}
+
+
+def test_moments_and_sums_are_wide_whatever_the_parameters_are():
+    config = OptimizerConfig(learning_rate=2.0**-10, weight_decay=0.0, max_grad_norm=1e9)
+    make = optimizer.make(config, 1)
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    state = make.init(params)
+    assert {a.dtype for a in jax.tree.leaves(state) if a.ndim} == {jnp.dtype("float32")}
+    gradient = {"w": jnp.full(4, 3.0, jnp.float32)}
+    after, moved, _, _ = optimizer.apply_if_finite(make, gradient, state, params)
+    assert after["w"].dtype == jnp.bfloat16
+    assert jax.tree.map(lambda a: a.dtype, moved) == jax.tree.map(lambda a: a.dtype, state)
+    # 1 - 2**-10 is between two bfloat16 numbers, nearer to 1.
+    np.testing.assert_array_equal(after["w"], jnp.ones(4, jnp.bfloat16))

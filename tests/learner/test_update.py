@@ -40,11 +40,10 @@ def plain_steps(monkeypatch):
     monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
 
 
-def roles_on(mesh, algorithm, monkeypatch):
+def roles_on(mesh, algorithm, monkeypatch, **settings):
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
-    model = ModelConfig(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, mlp_size=48
-    )
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = ModelConfig(**sizes, head_size=8, mlp_size=48, **settings)
     return roles.build(
         Config(
             model=model,
@@ -123,7 +122,9 @@ def learned(run, *, budget=1024, width=T, **settings):
         **settings,
     )
     gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
-    return gradients, {name: float(value) for name, value in metrics.items()}
+    # How full the rows are is not of the numbers, but of how they are laid out.
+    numbers = {name: float(v) for name, v in metrics.items() if not name.startswith("perf/")}
+    return gradients, numbers
 
 
 def assert_equal_gradients(got, want):
@@ -276,3 +277,47 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
     gradient = jax.jit(jax.grad(loss))(params)
     (_, ours), _ = reference(FULL, monkeypatch)
     assert_equal_gradients(ours, jax.tree.map(np.asarray, gradient))
+
+
+def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
+    """Eight microbatches or one: the sum is rounded once, when the parameters move."""
+    found = {}
+
+    def keep(transformation, gradients, opt_state, params):
+        found[len(found)] = jax.tree.map(lambda a: a.dtype, gradients)
+        return apply(transformation, gradients, opt_state, params)
+
+    apply = optimizer.apply_if_finite
+    monkeypatch.setattr(optimizer, "apply_if_finite", keep)
+    run = roles_on(ONE, PLAIN, monkeypatch, param_dtype="bfloat16")
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny.params(run.policy))
+    state = roles.initial_state(run, tiny.sharded(narrow, run.mesh, run.policy))
+    for budget in (T, 1024):
+        program = update.updater(run, state).program
+        learners = (state.policy, state.critic, state.cost_critic)
+        plan, key = plan_of(ONE, budget), jax.random.key(3)
+        with jax.set_mesh(run.mesh):
+            program.lower(learners, {}, batch_of(tiny.NETWORK), plan, key, train_policy=True)
+    assert len(found) == 2
+    assert {d for dtypes in found.values() for d in jax.tree.leaves(dtypes)} == {
+        jnp.dtype("float32")
+    }
+
+
+def test_nothing_goes_to_the_host_and_back(monkeypatch):
+    run = roles_on(ONE, FULL, monkeypatch)
+    state = initial(run)
+    step = update.updater(run, state)
+    replicated = mesh_lib.replicated(run.mesh)
+    batch, plan = jax.device_put((batch_of(run.policy), plan_of(ONE, T)), replicated)
+    learners = (state.policy, state.critic, state.cost_critic)
+    arguments = learners, {}, batch, plan, jax.random.key(3)
+    with jax.set_mesh(run.mesh), jax.transfer_guard("disallow"):
+        lowered = step.program.lower(*arguments, train_policy=True)
+        moved, _ = jax.block_until_ready(step.program(*arguments, train_policy=True))
+    assert int(moved[0].num_updates) == 1
+    # A guard sees what goes through Python; a program could also hold a callback or a feed.
+    text = lowered.as_text()
+    assert not [word for word in ("callback", "infeed", "outfeed", "send", "recv") if word in text]
+    # The state was consumed, all of it.
+    assert all(a.is_deleted() for a in jax.tree.leaves(learners))

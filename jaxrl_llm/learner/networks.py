@@ -1,0 +1,85 @@
+"""What the networks of a run are, before there are any weights: shapes, kernels, layouts."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.models import attention, huggingface, lora
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Returns the run's tokenizer: of its folder, or the built-in one of characters."""
+    folder = config.tokenizer or config.path
+    if not folder:
+        return tokenizer_lib.character_tokenizer()
+    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
+
+
+def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
+    """Returns the architecture of a folder, or of the config's random model."""
+    if config.path:
+        shape = huggingface.read_shape(config.path)
+        huggingface.check_vocabulary(shape, tokenizer)
+        return shape
+    return Shape(
+        family=config.family,
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        mlp_size=config.mlp_size,
+        rope_theta=config.rope_theta,
+        qkv_bias=config.family == "qwen2",
+        qk_norm=config.family == "qwen3",
+        tie_embeddings=config.tie_embeddings,
+    )
+
+
+def network(
+    config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"], platform: str
+) -> Network:
+    """Returns the network of one role, on devices of a platform."""
+    return Network(
+        shape,
+        head=head,
+        param_dtype=config.param_dtype,
+        compute_dtype=config.compute_dtype,
+        remat=config.remat,
+        kernel=attention.implementation_for(
+            config.attention, platform, config.compute_dtype, shape.head_size
+        ),
+    )
+
+
+def scorer_network(config: ModelConfig, path: str, platform: str) -> Network:
+    """Returns the network of a reward or cost model in a folder; its shape is its own."""
+    return network(config, huggingface.read_shape(path), "scalar", platform)
+
+
+def train_shardings(net: Network, mesh: Mesh) -> Params:
+    """Returns how the parameters of a network are split in training and scoring."""
+    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
+
+
+def adapter_shardings(net: Network, mesh: Mesh) -> Params:
+    """Returns how the adapters of a network are split: as the kernels that they belong to."""
+    adapters, axes = net.abstract_adapters(), net.adapter_axes()
+    return mesh_lib.shardings(adapters, axes, mesh, mesh_lib.TRAIN, net.units)
+
+
+def merge_adapters(config: LoraConfig) -> Callable[[Params], Params]:
+    """Returns what makes plain weights of weights with adapters; the identity with rank 0."""
+    if not config.rank:
+        return lambda tree: tree
+    return functools.partial(lora.merged, scale=config.scale)

@@ -1,0 +1,122 @@
+"""Folders of weights as they are written: whole or not at all, one tensor at a time."""
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.models import safetensors_file
+from jaxrl_llm.models.families import CheckpointFormatError, TensorName
+from jaxrl_llm.models.safetensors_file import TensorToWrite
+
+_WRITER = {"format": "pt", "writer": "jaxrl_llm"}
+
+
+def check_replaceable(folder: pathlib.Path) -> None:
+    """Checks that an export may be written there: nothing, or an earlier one.
+
+    Raises:
+      CheckpointFormatError: If the folder holds something else.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    for path in sorted(folder.glob("*model*.safetensors")):
+        try:
+            if safetensors_file.read_header(path)[1] == _WRITER:
+                return
+        except CheckpointFormatError:
+            continue
+    raise CheckpointFormatError(
+        f"{folder}: exists and was not written by an earlier export; choose another folder or"
+        " remove it first"
+    )
+
+
+def write(
+    folder: pathlib.Path,
+    files: dict[str, list[TensorToWrite]],
+    documents: Mapping[str, Mapping[str, Any]],
+    tokenizer: Any = None,
+) -> None:
+    """Writes a folder, in the place of an earlier export if there is one.
+
+    On several hosts every process must call this; the first one writes.
+
+    Args:
+      folder: Passed by `check_replaceable`.
+      files: Tensors of each safetensors file; with several, an index is written too.
+      documents: Contents of each JSON file.
+      tokenizer: With `save_pretrained`; None writes no tokenizer files.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    if jax.process_index() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            _write_weights(partial, files)
+            for name, contents in documents.items():
+                _write_json(partial / name, contents)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial))
+            _replace(folder, partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    else:
+        for tensors in files.values():
+            for tensor in tensors:
+                tensor.contents()  # takes part in gathering it
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"export to {folder}")
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "transposed", "dtype"))
+def _as_stored(leaf, layer, *, stacked: bool, transposed: bool, dtype: str):
+    tensor = leaf[layer] if stacked else leaf
+    return (tensor.T if transposed else tensor).astype(dtype)
+
+
+def fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.ndarray:
+    """Returns one tensor as a file holds it; every process takes part in gathering it."""
+    tensor = _as_stored(
+        leaf, layer, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
+    )
+    if tensor.is_fully_addressable:
+        return np.asarray(tensor)
+    return multihost_utils.process_allgather(tensor, tiled=True)
+
+
+def _write_weights(folder: pathlib.Path, files: dict[str, list[TensorToWrite]]) -> None:
+    for name, tensors in files.items():
+        safetensors_file.write_file(folder / name, tensors, _WRITER)
+    if len(files) > 1:
+        total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+        weight_map = {t.name: name for name, tensors in files.items() for t in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / safetensors_file.INDEX, index)
+
+
+def _write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+
+
+def _replace(folder: pathlib.Path, partial: pathlib.Path) -> None:
+    """Puts `partial` in the place of `folder`, keeping files that no export writes."""
+    if not folder.exists():
+        os.rename(partial, folder)
+        return
+    earlier = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(earlier, ignore_errors=True)
+    os.rename(folder, earlier)
+    os.rename(partial, folder)
+    for path in earlier.iterdir():
+        weights = "model" in path.name and ".safetensors" in path.name
+        if not weights and not (folder / path.name).exists():
+            os.rename(path, folder / path.name)
+    shutil.rmtree(earlier)

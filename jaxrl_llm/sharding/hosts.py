@@ -1,0 +1,260 @@
+"""The processes of a run as one: they join, share what each has, watch each other, and leave.
+
+A process that dies leaves the others inside a collective that will never end. So each of them
+says every few seconds that it is alive, through the service at which they met; one that is silent
+or that says why it stopped ends the others with a message, and the next start resumes.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding.cluster import ALL_DEVICES, ClusterError, Start
+
+T = TypeVar("T")
+
+PERIOD_S = 3.0  # between two signs of life
+SILENCE_S = 30.0  # without one: the process is dead, or its host, or the network
+JOIN_TIMEOUT_S = 300
+EXIT_CODE = 1
+_LEFT = "left"
+_STOPPED = "stopped: "
+_SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two, as each size is compiled
+
+_watch: "Watch | None" = None
+
+
+class HostError(UserError, RuntimeError):
+    """Another process of the run cannot go on; the message is its."""
+
+
+def is_first() -> bool:
+    """Returns whether this is process 0, the one that writes what is written once."""
+    return jax.process_index() == 0
+
+
+def join(start: Start) -> None:
+    """Meets the other processes; before the first use of a device.
+
+    Collectives between CPU devices of several processes go through gloo.
+
+    Raises:
+      ClusterError: If they do not all come.
+    """
+    global _watch
+    if start.num_processes == 1:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    logging.info(
+        "process %d of %d (%s), met at %s",
+        start.process_id,
+        start.num_processes,
+        start.how,
+        start.coordinator,
+    )
+    try:
+        jax.distributed.initialize(
+            start.coordinator,
+            start.num_processes,
+            start.process_id,
+            local_device_ids=None if start.local_device == ALL_DEVICES else [start.local_device],
+            cluster_detection_method="deactivate",
+            initialization_timeout=JOIN_TIMEOUT_S,
+        )
+    except RuntimeError as error:
+        raise ClusterError(
+            f"--start={start.how}: process {start.process_id} of {start.num_processes} did not meet"
+            f" the others at {start.coordinator} ({error}); are all of them started, and is that"
+            " port of process 0's host free and reachable?"
+        ) from error
+    _watch = Watch(_Board(), start.process_id, start.num_processes, _end_now)
+    _watch.start()
+
+
+def leave() -> None:
+    """Parts from the others at a good end; waits for all of them."""
+    global _watch
+    if _watch is not None:
+        _watch.leave()
+        _watch = None
+        jax.distributed.shutdown()
+
+
+def abandon(reason: str, with_trace: bool = False) -> None:
+    """Ends this process and, with its reason, the others. Without others it returns.
+
+    Args:
+      reason: What the others are told.
+      with_trace: Whether the exception in flight is shown here first.
+    """
+    if _watch is not None:
+        if with_trace:
+            traceback.print_exc()
+        _watch.stop_all(reason)
+        _end_now("")
+
+
+def wait_for_verdict() -> None:
+    """Gives the watch its time to say whose end broke a collective; it ends this process then."""
+    if _watch is not None:
+        time.sleep(SILENCE_S + 2 * PERIOD_S)
+
+
+def share(value: T) -> list[T]:
+    """Returns every process's value, in the order of the processes. Values can be pickled."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
+    room = max(_SMALLEST_SHARE, 1 << (int(sizes.max()) - 1).bit_length())
+    padded = np.zeros(room, np.uint8)
+    padded[: mine.size] = mine
+    everyone = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+
+
+def together(action: Callable[[], T]) -> list[T]:
+    """Returns what `action` gave each process; if one of them cannot go on, none does.
+
+    Raises:
+      UserError: That of this process's action, or a `HostError` with the text of another's.
+    """
+    try:
+        value = action()
+    except UserError as error:
+        share((None, str(error)))
+        raise
+    results = share((value, ""))
+    for process, (_, text) in enumerate(results):
+        if text:
+            raise HostError(f"process {process}: {text}")
+    return [value for value, _ in results]
+
+
+def own_part(count: int) -> range:
+    """Returns which of `count` rows are this process's work: contiguous, as even as can be."""
+    first, last = (
+        count * process // jax.process_count()
+        for process in (jax.process_index(), jax.process_index() + 1)
+    )
+    return range(first, last)
+
+
+class _Board:
+    """Where processes write what all others can read: the service that jax keeps for a run."""
+
+    _FOLDER = "jaxrl_llm/alive/"
+
+    def __init__(self):
+        # jax has no public name for the client; orbax reaches it in the same way.
+        from jax._src import distributed
+
+        self._client: Any = distributed.global_state.client
+
+    def write(self, process: int, text: str) -> None:
+        self._client.key_value_set(f"{self._FOLDER}{process}", text, allow_overwrite=True)
+
+    def read(self) -> dict[int, str]:
+        entries = self._client.key_value_dir_get(self._FOLDER)
+        return {int(name.rpartition("/")[2]): text for name, text in entries}
+
+
+class Watch(threading.Thread):
+    """Says that this process is alive, and ends it when another one is not."""
+
+    def __init__(
+        self,
+        board: Any,
+        process: int,
+        num_processes: int,
+        end: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+          board: Has `write(process, text)` and `read() -> {process: text}`.
+          process: This one.
+          num_processes: All of them.
+          end: Ends this process with a message.
+          now: Seconds on a clock that never goes back.
+        """
+        super().__init__(name="watch", daemon=True)
+        self._board, self._process, self._end, self._now = board, process, end, now
+        self._last_words = dict.fromkeys(range(num_processes), "")
+        self._heard = dict.fromkeys(range(num_processes), now())
+        self._count = 0
+        self._done = threading.Event()
+        self._writing = threading.Lock()
+
+    def run(self) -> None:
+        """Looks around until `leave`."""
+        while not self._done.wait(PERIOD_S):
+            if verdict := self.look():
+                self._end(verdict)
+
+    def look(self) -> str:
+        """Gives a sign of life; returns why the run must end, "" if all are alive."""
+        self._count += 1
+        try:
+            with self._writing:
+                if not self._done.is_set():
+                    self._board.write(self._process, str(self._count))
+            words = self._board.read()
+        except Exception as error:
+            silent = self._now() - self._heard[0]
+            return "" if silent < SILENCE_S else self._verdict(0, f"cannot be reached: {error}")
+        for process, text in words.items():
+            if text.startswith(_STOPPED) and process != self._process:
+                return self._verdict(process, text)
+        for process, last in self._last_words.items():
+            text = words.get(process, "")
+            if text != last or text == _LEFT:
+                self._last_words[process] = text
+                self._heard[process] = self._now()
+            elif self._now() - self._heard[process] >= SILENCE_S:
+                return self._verdict(process, f"gave no sign of life for {SILENCE_S:.0f} seconds")
+        return ""
+
+    def leave(self) -> None:
+        """Says that this process is done."""
+        self._say(_LEFT)
+
+    def stop_all(self, reason: str) -> None:
+        """Says why this process stops, and gives the others time to hear it."""
+        self._say(_STOPPED + reason)
+        # Their service ends with process 0.
+        time.sleep(2 * PERIOD_S if self._process == 0 else 0.0)
+
+    def _say(self, word: str) -> None:
+        with self._writing:
+            self._done.set()
+            try:
+                self._board.write(self._process, word)
+            except Exception as error:
+                logging.warning("process 0 could not be told %r (%s)", word, error)
+
+    def _verdict(self, process: int, what: str) -> str:
+        return (
+            f"process {process} {what}\nprocess {self._process} ends too, as no step can be"
+            " finished without it; start the run again to resume from its last checkpoint"
+        )
+
+
+def _end_now(message: str) -> None:
+    """Ends this process from any thread: whoever waits in a collective cannot be asked."""
+    if message:
+        logging.error("%s", message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)

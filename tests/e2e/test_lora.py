@@ -1,0 +1,87 @@
+"""A run that trains adapters alone: it learns, resumes, is small on disk, and is exported."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import recipe_settings
+
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import saved
+from jaxrl_llm.models import huggingface, lora
+from jaxrl_llm.trainer import rl
+
+CHANGES = {
+    "lora": {"rank": 8, "alpha": 16.0},
+    "trainer": {"optimizer": {"learning_rate": 4e-3}},
+    "algorithm": {"kl_in": "loss"},
+    "checkpoint": {"every": 30},
+}
+
+
+def bytes_of(tree):
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def test_only_adapters_are_trained_and_kept(train, tmp_path):
+    state, whole = train("grpo", CHANGES)
+    found = recipe_settings.metrics(whole)
+    scores = [found[step]["critic/score/mean"] for step in range(1, 41)]
+    # As for every recipe: see test_recipes.
+    assert np.mean(scores[-5:]) > np.mean(scores[:3]) + 0.15, scores
+    assert jax.tree.structure(state.policy.params) == jax.tree.structure(
+        lora.only(state.policy.params)
+    )
+    # The first step's policy is the reference to the bit, and so are its log-probs.
+    assert found[1]["actor/kl_loss"] == 0.0 < found[40]["actor/kl_loss"]
+
+    # Two moments beside the adapters, and nothing of the base.
+    arrays = sum(p.stat().st_size for p in (whole / "checkpoints/40").rglob("*") if p.is_file())
+    trained = bytes_of(state.policy.params)
+    roles, params, step = saved.load_policy(whole)
+    base = bytes_of(roles.base_params)
+    assert 3 * trained < arrays < 3 * trained + 60_000 < base  # what Orbax adds to any tree
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "40")
+    again = rl.train(recipe_settings.config("grpo", CHANGES), resumed)
+    assert recipe_settings.metrics(resumed) == found
+    jax.tree.map(np.testing.assert_array_equal, state, again)
+
+    # What is read back is what was trained; merged it is what samples and what is exported.
+    assert step == 40
+    jax.tree.map(np.testing.assert_array_equal, params, state.policy.params)
+    merged = roles.whole_policy(params)
+    assert jax.tree.structure(merged) == jax.tree.structure(roles.base_params)
+    sampled = roles.rollout_layout(params)["layers"][0]["attention"]["q"]["kernel"]
+    np.testing.assert_array_equal(sampled, merged["layers"]["attention"]["q"]["kernel"][0])
+    assert not np.array_equal(sampled, roles.base_params["layers"]["attention"]["q"]["kernel"][0])
+    huggingface.save(tmp_path / "export", roles.policy, merged, tokenizer=roles.tokenizer)
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert config["model_type"] == "qwen2"
+
+
+def test_the_reference_is_the_base_itself(one_device):
+    roles = roles_lib.build(recipe_settings.config("grpo", CHANGES))
+    policy = roles_lib.initial_policy(roles)
+    roles = roles_lib.with_frozen_models(roles, policy, {})
+    shared = zip(*map(jax.tree.leaves, (roles.reference_params, roles.base_params)), strict=True)
+    assert all(a is b for a, b in shared)
+    state = roles_lib.initial_state(roles, policy)
+    assert bytes_of(state.policy.opt_state) < 2.1 * bytes_of(state.policy.params)
+    assert not any(a is b for a in jax.tree.leaves(state) for b in jax.tree.leaves(policy))
+
+
+def test_new_weights_compile_nothing(one_device):
+    roles = roles_lib.build(recipe_settings.config("grpo", CHANGES))
+    policy = roles_lib.initial_policy(roles)
+    roles = roles_lib.with_frozen_models(roles, policy, {})
+    params = roles_lib.initial_state(roles, policy).policy.params
+    first = roles.rollout_layout(params)
+    moved = jax.tree.map(lambda a: jnp.asarray(a) + 0.1, params)
+    roles.rollout_layout(moved, old=first)
+    for program in roles.resharder.jitted.values():
+        assert program._cache_size() == 1

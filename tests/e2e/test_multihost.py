@@ -1,0 +1,129 @@
+"""Runs of several processes, from the command line, equal the run of one process.
+
+All have eight devices in a mesh of data 2 x fsdp 2 x tensor 2, so every kind of collective
+crosses the border between processes.
+"""
+
+import functools
+import json
+import time
+
+import processes
+import pytest
+import runs
+
+pytestmark = pytest.mark.multihost
+
+# Whether digits are answered: something the policy can move, different within every group. In
+# step 3, process 1 waits to be killed if the test asks for it.
+REWARD = """
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    wanted = (HERE / "wait").exists() and os.environ.get("JAX_PROCESS_ID") == "1"
+    if wanted and (HERE / "run/rollouts/2.jsonl").exists():
+        (HERE / "in_step_3").touch()
+        time.sleep(3600)
+    return sum(c.isdigit() for c in solution_str) / 16
+"""
+STEPS = 4
+
+
+def arguments(name: str, folder, num_steps: int = STEPS) -> list[str]:
+    """Returns the command of a run in `folder`/run; the same for any number of processes."""
+    (folder / "reward.py").write_text(REWARD)
+    settings = {
+        "rewards.functions": {"answer": {"function": f"{folder}/reward.py:score"}},
+        "rewards.num_workers": 1,
+        "rewards.timeout_s": 3600.0,
+        "trainer.num_steps": num_steps,
+        # The length of the run must not decide the learning rate: it is cut in two.
+        "trainer.optimizer.schedule": "constant",
+        "trainer.optimizer.warmup_steps": 0,
+        "evaluation.num_prompts": 4,
+        "evaluation.every": 0,
+        "evaluation.after": False,
+        "checkpoint.every": 2,
+        "checkpoint.keep": 4,
+        "mesh.data": 2,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+    }
+    return ["launch/train.py", *runs.flags(name, settings), f"--workdir={folder / 'run'}"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, cache):
+    """Returns `reference(name) -> folder` of a run by one process, made once."""
+
+    @functools.cache
+    def make(name: str):
+        folder = tmp_path_factory.mktemp(name)
+        processes.run(arguments(name, folder), 1, 8, cache)
+        return folder / "run"
+
+    return make
+
+
+def check_same_run(workdir, wanted) -> None:
+    """Tokens are identical; numbers are equal but for the order of sums in collectives."""
+    found, expected = runs.metrics(workdir), runs.metrics(wanted)
+    assert list(found) == list(expected) == list(range(STEPS + 1))
+    assert all(expected[step]["actor/grad_norm"] > 1e-2 for step in range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        mine, other = (
+            [json.loads(line) for line in (run / f"rollouts/{step}.jsonl").read_text().splitlines()]
+            for run in (workdir, wanted)
+        )
+        assert mine == other, step
+        numbers = runs.repeatable(found[step])
+        assert numbers.keys() == runs.repeatable(expected[step]).keys()
+        for name, value in numbers.items():
+            close = pytest.approx(expected[step][name], rel=1e-5, abs=1e-5)
+            assert value == close, (step, name)
+
+
+@pytest.mark.parametrize(
+    "name, counts", [("grpo_tiny", (2, 4)), ("ppo_tiny", (4, 2))], ids=["grpo", "ppo"]
+)
+def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path, cache):
+    first, second = counts
+    processes.run(arguments(name, tmp_path, num_steps=2), first, 8 // first, cache)
+    said = processes.run(arguments(name, tmp_path), second, 8 // second, cache)
+    assert all("resumed after step 2" in text for text in said)
+    check_same_run(tmp_path / "run", reference(name))
+    assert not [path for path in (tmp_path / "run").rglob("*") if "tmp" in path.name]
+
+
+def test_a_killed_process_ends_the_other_and_the_next_start_resumes(reference, tmp_path, cache):
+    command = arguments("grpo_tiny", tmp_path)
+    (tmp_path / "wait").touch()
+    both = processes.start(command, 2, 4, cache)
+    try:
+        for process in both:
+            runs.wait_until(lambda: (tmp_path / "in_step_3").exists(), process)
+        both[1].kill()
+        killed = time.monotonic()
+        _, said = both[0].communicate(timeout=60)
+        seconds = time.monotonic() - killed
+    finally:
+        for process in both:
+            process.kill()
+    assert both[0].returncode == 1
+    assert "process 1 gave no sign of life" in said and "start the run again to resume" in said
+    print(f"the other process ended {seconds:.1f} s after the kill")
+    (tmp_path / "wait").unlink()
+    said = processes.run(command, 2, 4, cache)
+    assert all("resumed after step 2" in text for text in said)
+    check_same_run(tmp_path / "run", reference("grpo_tiny"))
+
+
+def test_another_setting_on_one_host_stops_all_before_the_first_step(tmp_path, cache):
+    both = processes.start(arguments("grpo_tiny", tmp_path), 2, 4, cache, {1: ["--config.seed=1"]})
+    for process, text in zip(both, processes.finish(both), strict=True):
+        assert process.returncode == 1
+        assert "the processes disagree, first about config.seed (process 0: " in text
+        assert "Traceback" not in text
+    assert not (tmp_path / "run" / "config.json").exists()

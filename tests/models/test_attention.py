@@ -1,0 +1,115 @@
+"""One function, several kernels: all compute the softmax by definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.models import attention
+
+B, N, K, H = 2, 4, 2, 16
+
+
+def inputs(length, dtype=np.float32, heads=N, size=H):
+    random = np.random.default_rng(0)
+    shapes = [(B, length, n, size) for n in (heads, K, K)]
+    q, k, v = (random.standard_normal(shape).astype(dtype) for shape in shapes)
+    cuts = np.sort(random.integers(1, length, (B, 4)), axis=1)
+    segments = 1 + (np.arange(length) >= cuts[..., None]).sum(1).astype(np.int32)
+    return q, k, v, np.where(np.arange(length) < length - 7, segments, 0)
+
+
+def by_definition(q, k, v, segments, window=0, soft_cap=0.0):
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, group, axis=2).astype(np.float64) for x in (k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    t, s = np.arange(length)[:, None], np.arange(length)
+    sees = (s <= t) & ((t - s < window) if window else True)
+    sees = sees & (segments[:, :, None] == segments[:, None, :])
+    scores = np.where(sees[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+KINDS = [{}, {"window": 20}, {"soft_cap": 1.5}, {"window": 9, "soft_cap": 0.7}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("block", [512, 32, 40], ids=["whole", "blocks", "uneven"])
+def test_blocks_are_the_whole(kind, block, monkeypatch):
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+    q, k, v, segments = inputs(96)
+    found = jax.jit(functools.partial(attention.full_attention, **kind))(q, k, v, segments)
+    real = segments > 0
+    wanted = by_definition(q, k, v, segments, **kind)
+    np.testing.assert_allclose(found[real], wanted[real], atol=3e-6)
+
+
+def gradients(q, k, v, segments, **kind):
+    def loss(q, k, v):
+        mixed = attention.full_attention(q, k, v, segments, **kind)
+        return jnp.sum(jnp.sin(mixed) * (segments > 0)[..., None, None])
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+
+def test_gradients_of_blocks_are_the_whole(monkeypatch):
+    arguments = inputs(96)
+    whole = gradients(*arguments)
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 32)
+    for ours, theirs in zip(gradients(*arguments), whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=str)
+def test_splash_computes_the_same(kind):
+    q, k, v, segments = inputs(150)  # no multiple of the kernel's lanes
+    splash = functools.partial(
+        attention.full_attention, implementation="splash", interpret=True, **kind
+    )
+    found, real = splash(q, k, v, segments), segments > 0
+    wanted = by_definition(q, k, v, segments, **kind)
+    np.testing.assert_allclose(found[real], wanted[real], atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 1, "tensor": 4}], ids=str)
+def test_splash_on_a_mesh_and_its_gradient(sizes):
+    arguments = inputs(128)
+    whole = gradients(*arguments)
+    with jax.set_mesh(tiny.make_mesh(**sizes)):
+        found = gradients(*arguments, implementation="splash", interpret=True)
+    for ours, theirs in zip(found, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-6 * np.abs(theirs).max())
+
+
+def test_key_heads_are_shared_and_long_rows_need_little():
+    # 16 query heads to 2 key heads, 2048 tokens: repeated keys would be [2, 2048, 16, 64], four
+    # times what they are; all scores at once [2, 16, 2048, 2048].
+    q, k, v, segments = inputs(2048, heads=16, size=64)
+    program = jax.jit(functools.partial(gradients)).lower(q, k, v, segments).compile()
+    scores = B * 16 * 2048 * 2048 * 4
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * scores
+    repeated = f"f32[{B},2048,16,64]"
+    forward = jax.jit(attention.full_attention).lower(q, k, v, segments).compile()
+    shapes = [
+        line.split(" = ")[1].split("{")[0]
+        for line in forward.as_text().splitlines()
+        if " broadcast(" in line and " = " in line
+    ]
+    assert repeated not in shapes
+
+
+def test_kernel_of_a_platform():
+    choose = attention.implementation_for
+    assert choose("auto", "tpu", "float32", 128) == "splash"
+    assert choose("auto", "gpu", "bfloat16", 64) == "cudnn"
+    assert choose("auto", "gpu", "float32", 64) == "xla"
+    assert choose("auto", "gpu", "bfloat16", 256) == "xla"
+    assert choose("auto", "cpu", "bfloat16", 64) == "xla"
+    assert choose("xla", "tpu", "bfloat16", 64) == "xla"

@@ -1,0 +1,57 @@
+"""Arithmetic counted from the shape is what the compiler counts, where it can count."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.models import flops
+from jaxrl_llm.models.transformer import Network
+
+FAMILIES = {
+    "llama": {"qkv_bias": False, "tie_embeddings": False, "num_kv_heads": 4},
+    "qwen2": {},
+    "qwen3": {"qkv_bias": False, "qk_norm": True, "head_size": 16},
+}
+
+
+def counted(function, *arguments):
+    """Operations of the program as the compiler sees it; without a scan it sees all."""
+    return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_pass_against_the_compiler(family):
+    # Large enough that norms, rotations and the softmax, which are left out, weigh little.
+    wide = {"hidden_size": 256, "mlp_size": 1024, "head_size": 64, "vocab_size": 2048}
+    shape = dataclasses.replace(tiny.SHAPE, **{**wide, **FAMILIES[family], "num_layers": 1})
+    network, rows, length = Network(dataclasses.replace(shape, family=family)), 2, 64
+    ids = jnp.ones((rows, length), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
+
+    def forward(params, tokens):
+        # One layer, as a scan of one is no loop.
+        return network.logits(params, network.hidden(params, tokens, positions, ids))
+
+    found = counted(forward, network.abstract(), ids)
+    wanted = flops.forward(shape, np.full(rows, length))
+    # The kernel on CPU computes all pairs and masks half of them.
+    heads = shape.num_heads * shape.head_size
+    masked = 4 * heads * rows * length * (length - 1) / 2
+    assert found == pytest.approx(wanted + masked, rel=0.03)
+
+
+def test_by_hand():
+    shape = dataclasses.replace(
+        tiny.SHAPE, hidden_size=4, num_heads=2, num_kv_heads=1, head_size=2, mlp_size=8
+    )
+    shape = dataclasses.replace(shape, num_layers=3, vocab_size=10)
+    # A layer: q, o of 4 x 4, k, v of 4 x 2, three of 4 x 8: 144 weights. Head: 40.
+    assert flops.layer_products(shape) == 144
+    # Lengths 1 and 3: 4 tokens, 1 + 6 pairs, 4 operations x 4 of the heads x 3 layers each.
+    assert flops.forward(shape, np.array([1, 3])) == 2 * (3 * 144 + 40) * 4 + 4 * 4 * 3 * 7
+    assert flops.forward(shape, np.array([1]), num_labels=1) == 2 * (432 + 4) + 48
+    assert flops.training(shape, np.array([3])) == 3 * flops.forward(shape, np.array([3]))

@@ -1,0 +1,100 @@
+"""Adapters: beside the kernels, merged into them, and as `peft` reads them."""
+
+import dataclasses
+
+import hf_checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import tiny
+import torch
+import transformers
+
+from jaxrl_llm.config_model import PROJECTIONS, LoraConfig
+from jaxrl_llm.models import huggingface, lora, peft_folder
+from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.transformer import Network
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+NETWORK = dataclasses.replace(tiny.NETWORK, lora=LORA)
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 12)).astype(np.int32)
+
+
+def adapters(network=NETWORK, size=0.3):
+    """Adapters that have learned something: neither factor is zero."""
+    found = jax.jit(network.init_adapters)(jax.random.key(1))
+    random = np.random.default_rng(2)
+    return jax.tree.map(lambda a: size * random.standard_normal(a.shape).astype(np.float32), found)
+
+
+def logits(network, params):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    hidden = network.hidden(params, TOKENS, positions, jnp.ones_like(TOKENS))
+    return network.logits(params, hidden)
+
+
+def test_fresh_adapters_change_nothing():
+    base = tiny.params()
+    fresh = jax.jit(NETWORK.init_adapters)(jax.random.key(0))
+    assert all(a.any() for a in jax.tree.leaves(fresh["layers"]["mlp"]["up"]["lora_a"]))
+    whole = lora.joined(base, fresh)
+    np.testing.assert_array_equal(logits(NETWORK, whole), logits(tiny.NETWORK, base))
+    jax.tree.map(np.testing.assert_array_equal, lora.merged(whole, LORA.scale), base)
+
+
+def test_merged_weights_compute_the_same():
+    whole = lora.joined(tiny.params(), adapters())
+    plain = lora.merged(whole, LORA.scale)
+    assert jax.tree.structure(plain) == jax.tree.structure(tiny.params())
+    found, wanted = logits(NETWORK, plain), logits(NETWORK, whole)
+    assert np.abs(logits(NETWORK, tiny.params()) - wanted).max() > 0.1  # they are felt
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("targets", [("q", "down"), PROJECTIONS], ids=len)
+def test_adapters_lie_beside_their_targets(targets):
+    network = dataclasses.replace(NETWORK, lora=dataclasses.replace(LORA, targets=targets))
+    layers = network.abstract_adapters()["layers"]
+    assert {name for part in layers.values() for name in part} == set(targets)
+    down = layers["mlp"]["down"]
+    assert (down["lora_a"].shape, down["lora_b"].shape) == ((2, 48, 3), (2, 3, 32))
+    axes = network.adapter_axes()["layers"]["mlp"]["down"]
+    assert axes == {"lora_a": ("layers", "mlp", "rank"), "lora_b": ("layers", "rank", "embed")}
+    assert tiny.NETWORK.abstract_adapters() == {}
+
+
+def test_trees_are_taken_apart_and_put_together():
+    whole = lora.joined(tiny.params(), adapters())
+    assert lora.present(whole) and not lora.present(tiny.params())
+    assert jax.tree.structure(lora.only(whole)) == jax.tree.structure(adapters())
+    assert lora.joined({}, whole) == whole
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_peft_loads_what_is_written(family, tmp_path):
+    hf_checkpoints.make(tmp_path / "base", family)
+    targets = ("q", "v", "o", "gate", "down")
+    network = Network(
+        huggingface.read_shape(tmp_path / "base"), lora=dataclasses.replace(LORA, targets=targets)
+    )
+    base, learned = huggingface.load(tmp_path / "base", network), adapters(network)
+    peft_folder.save(tmp_path / "adapters", network, learned, str(tmp_path / "base"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
+        with model.disable_adapter():
+            without = model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
+    ours = logits(network, lora.joined(base, learned))
+    assert np.abs(theirs - without).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=3e-5 * np.abs(theirs).max())
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointFormatError, match="not written by an earlier export"):
+        peft_folder.save(tmp_path, NETWORK, adapters())
+    peft_folder.save(tmp_path / "out", NETWORK, adapters())
+    peft_folder.save(tmp_path / "out", NETWORK, adapters(size=0.1))  # an earlier export is

@@ -1,0 +1,204 @@
+"""The watch over the other processes, and what is shared; two real processes at the end."""
+
+import processes
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding.hosts import SILENCE_S, Watch
+
+
+class Board:
+    """A board in memory that can break."""
+
+    def __init__(self):
+        self.words: dict[int, str] = {}
+        self.broken = False
+
+    def write(self, process, text):
+        if self.broken:
+            raise ConnectionError("connection refused")
+        self.words[process] = text
+
+    def read(self):
+        if self.broken:
+            raise ConnectionError("connection refused")
+        return dict(self.words)
+
+
+class Time:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def scene():
+    """Three watches over one board, and the time that they see."""
+    board, time = Board(), Time()
+    watches = [Watch(board, process, 3, pytest.fail, time) for process in range(3)]
+    return board, time, watches
+
+
+def later(time, watches, seconds=3.0):
+    time.seconds += seconds
+    return [watch.look() for watch in watches]
+
+
+def test_nobody_ends_while_all_are_alive(scene):
+    _, time, watches = scene
+    for _ in range(50):
+        assert later(time, watches) == ["", "", ""]
+
+
+def test_one_that_is_silent_ends_the_others_and_is_named(scene):
+    _, time, (first, second, third) = scene
+    later(time, (first, second, third))
+    quiet = time.seconds
+    while not any(found := later(time, (first, third))):
+        assert time.seconds - quiet < SILENCE_S + 6
+    for process, text in zip((0, 2), found, strict=True):
+        if text:  # one of them may notice a period later
+            assert text.startswith("process 1 gave no sign of life for 30 seconds\n")
+            assert f"process {process} ends too" in text and "start the run again" in text
+    assert any(later(time, (first, third)))
+
+
+def test_one_that_never_came_is_silent_too(scene):
+    _, time, (first, _, _) = scene
+    assert "process 1 gave no sign" in later(time, [first], SILENCE_S)[0]
+
+
+def test_one_that_says_why_it_stops_ends_the_others_at_once(scene):
+    _, time, (first, second, third) = scene
+    later(time, (first, second, third))
+    third.stop_all("config.mesh: does not fit")
+    for text in later(time, (first, second)):
+        assert text.startswith("process 2 stopped: config.mesh: does not fit\nprocess ")
+
+
+def test_one_that_left_is_missed_by_nobody(scene):
+    board, time, (first, second, third) = scene
+    later(time, (first, second, third))
+    third.leave()
+    for _ in range(20):
+        assert later(time, (first, second)) == ["", ""]
+    third.look()
+    assert board.words[2] == "left"
+
+
+def test_a_board_that_breaks_is_waited_for_and_then_process_0_is_named(scene):
+    board, time, (first, second, third) = scene
+    later(time, (first, second, third))
+    board.broken = True
+    assert later(time, [second]) == [""]
+    board.broken = False
+    assert later(time, (first, second, third)) == ["", "", ""]
+    board.broken = True
+    (text,) = later(time, [second], SILENCE_S)
+    assert text.startswith("process 0 cannot be reached: connection refused\nprocess 1 ends too")
+
+
+def test_one_process_shares_with_itself():
+    assert hosts.is_first()
+    assert hosts.share({"a": 1}) == [{"a": 1}]
+    assert hosts.together(lambda: 3) == [3]
+    assert list(hosts.own_part(5)) == [0, 1, 2, 3, 4]
+    hosts.abandon("nobody is there to hear it")
+    with pytest.raises(UserError, match="mine"):
+        hosts.together(failing)
+
+
+def failing():
+    raise UserError("mine")
+
+
+@pytest.mark.parametrize("count, num_processes", [(0, 2), (1, 2), (7, 3), (8, 4), (2, 5)])
+def test_parts_cover_all_rows_once(monkeypatch, count, num_processes):
+    monkeypatch.setattr(hosts.jax, "process_count", lambda: num_processes)
+    parts = []
+    for process in range(num_processes):
+        monkeypatch.setattr(hosts.jax, "process_index", lambda process=process: process)
+        parts.append(list(hosts.own_part(count)))
+    assert [row for part in parts for row in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+PROGRAM = """
+import os, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import agreement, cluster, hosts
+
+hosts.join(cluster.find(os.environ))
+me = jax.process_index()
+values = hosts.share("x" * 5000 * (me + 1))
+assert [len(value) for value in values] == [5000, 10000]
+
+def action():
+    if me == 1:
+        raise UserError("no file here")
+try:
+    hosts.together(action)
+except UserError as error:
+    assert str(error) == ("no file here" if me == 1 else "process 1: no file here"), error
+else:
+    raise AssertionError
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "fsdp"))
+whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp"))
+def copies(odd):
+    shape = (2, 4)
+    def array(sharding, other):
+        numbers = np.arange(8, dtype=np.float32).reshape(shape) + other * (me == 1)
+        return jax.make_array_from_callback(shape, sharding, lambda index: numbers[index])
+    arrays = {"a": array(whole, 0.0), "b": array(split, odd), "c": array(whole, odd)}
+    return agreement.Copies(arrays)
+agreement.check("before", {"tokens": np.arange(4), "state": copies(0.0)})
+try:
+    agreement.check("step 3", {"tokens": np.arange(4), "state": copies(0.5)})
+except agreement.DivergenceError as error:
+    text = "step 3: the processes disagree, first about state['b'][0:2,0:2] (process 0: "
+    assert str(error).startswith(text), error
+else:
+    raise AssertionError
+try:
+    agreement.check("step 4", {"tokens": np.arange(4) + me, "rewards": me})
+except agreement.DivergenceError as error:
+    assert "first about tokens (process 0: " in str(error), error
+else:
+    raise AssertionError
+hosts.leave()
+"""
+
+
+@pytest.mark.multihost
+def test_two_processes_share_agree_and_find_what_differs(tmp_path):
+    processes.run(["-c", PROGRAM], 2, 2, tmp_path)
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("stopping", [0, 1])
+def test_the_reason_of_the_one_that_stops_reaches_the_other(tmp_path, stopping):
+    program = (
+        "import jax, sys\n"
+        "sys.argv = ['x']\n"
+        "from jaxrl_llm import program\n"
+        "from jaxrl_llm.errors import UserError\n"
+        "from jaxrl_llm.sharding import hosts\n"
+        "def main():\n"
+        f"    if jax.process_index() == {stopping}:\n"
+        "        raise UserError('the disk is full')\n"
+        "    hosts.share(1)\n"
+        "program.run(main)\n"
+    )
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    both = processes.start([path], 2, 1, tmp_path)
+    said = processes.finish(both, timeout_s=100)
+    assert [process.returncode for process in both] == [1, 1], said
+    assert "the disk is full" in said[stopping]
+    assert f"process {stopping} stopped: the disk is full" in said[1 - stopping]

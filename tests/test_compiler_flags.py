@@ -1,0 +1,42 @@
+"""Flags of the compiler: added where they are missing, never in the place of the user's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm import compiler_flags
+
+
+def test_flags_of_the_user_stay():
+    mine = "--xla_gpu_enable_pipelined_all_gather=false --xla_dump_to=here"
+    environment = {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": mine}
+    compiler_flags.set_defaults(environment)
+    assert environment["XLA_FLAGS"].startswith(mine + " ")
+    assert environment["XLA_FLAGS"].count("pipelined_all_gather") == 1
+    assert "latency_hiding_scheduler=true" in environment["XLA_FLAGS"]
+    before = dict(environment)
+    compiler_flags.set_defaults(environment)  # twice is once
+    assert environment == before
+
+
+def test_each_platform_has_its_own():
+    for platform, variable in {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}.items():
+        environment = {"JAX_PLATFORMS": platform}
+        compiler_flags.set_defaults(environment)
+        assert set(environment) == {"JAX_PLATFORMS", variable}
+    environment = {"JAX_PLATFORMS": "cpu"}
+    compiler_flags.set_defaults(environment)
+    assert environment == {"JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+def test_the_compiler_knows_the_flags_of_gpus():
+    # It ends the process at a flag that it does not know, on any platform.
+    flags = compiler_flags.FLAGS["gpu"]["XLA_FLAGS"]
+    text = " ".join(f"--{name}={value}" for name, value in flags.items())
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": text}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
