@@ -9,7 +9,7 @@ from absl import logging
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner import compiled as compiled_lib
 from jaxrl_llm.learner import lowering
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import networks
 from jaxrl_llm.planning import devices, fit, memory, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
@@ -81,7 +81,7 @@ def plan(config: Config, place: Place) -> Plan:
     Raises:
       ConfigError: If the model is not known or the mesh does not fill the devices.
     """
-    vocab_size = 0 if config.model.path else len(roles_lib.load_tokenizer(config.model))
+    vocab_size = 0 if config.model.path else len(networks.load_tokenizer(config.model))
     policy = shapes.shape_of(config.model, vocab_size)
     scorers = tuple(
         shapes.shape_of(dataclasses.replace(config.model, path=model.path), 0)

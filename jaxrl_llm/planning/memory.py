@@ -117,6 +117,11 @@ class Setting:
         return self.config.max_sequence_tokens
 
     @property
+    def minibatch_tokens(self) -> int:
+        """Tokens of one optimizer update."""
+        return self.config.minibatch_size * self.width
+
+    @property
     def num_slots(self) -> int:
         most = 64 if self.backend == "cpu" else 256
         return self.config.rollout.num_slots or min(self.config.sequences_per_step, most)
@@ -167,6 +172,34 @@ def resident(setting: Setting) -> Parts:
         held = counts(shape, head, mesh_lib.TRAIN, setting.mesh)
         parts += Parts(weights=held.all * item)
     return parts + Parts(weights=_rollout_weights(setting))
+
+
+def role_bytes(setting: Setting) -> dict[str, float]:
+    """Returns what each of four roles keeps on a device all through a step."""
+    item = ITEM_BYTES[setting.config.model.param_dtype]
+    judge = setting.scorers[0] if setting.scorers else setting.policy
+    return {
+        "policy": _trained(setting, "lm").total + _rollout_weights(setting),
+        "critic": _trained(setting, "scalar").total,
+        "reference": float(_counted(setting, "lm").all * item),
+        "reward": float(counts(judge, "scalar", mesh_lib.TRAIN, setting.mesh).all * item),
+    }
+
+
+def role_work(setting: Setting) -> dict[str, float]:
+    """Returns the most that the programs of each of four roles make and drop at one time."""
+    given = _arguments(setting)
+    own = {name: (parts + _negative(given[name])).total for name, parts in estimate(setting).items()}
+    trained = own["train"]
+    if setting.config.algorithm.needs_critic:
+        trained -= (COMPILERS[setting.backend].gradients[0] - 1) * 4.0 * _counted(setting, "lm").all
+    scored = own["score"]
+    return {
+        "policy": max(trained, scored, own["decode"], own["prefill"]),
+        "critic": trained,
+        "reference": scored,
+        "reward": scored,
+    }
 
 
 def step(setting: Setting) -> dict[str, Parts]:
@@ -220,8 +253,8 @@ def _trained(setting: Setting, head: str) -> Parts:
     chosen = config.trainer.optimizer if head == "lm" else config.critic.optimizer
     held = _counted(setting, head).all
     item = ITEM_BYTES[config.model.param_dtype]
-    # The first moment has a dtype of its own, the second that of the parameters.
-    return Parts(weights=held * item, optimizer=held * (ITEM_BYTES[chosen.moment_dtype] + item))
+    # The first moment has a dtype of its own, the second is float32.
+    return Parts(weights=held * item, optimizer=held * (ITEM_BYTES[chosen.moment_dtype] + 4))
 
 
 def _rollout_item(setting: Setting) -> int:
@@ -263,6 +296,7 @@ class _Work:
     carry: float  # one layer's input
     attention: float  # one layer's float32 attention weights, [rows, heads, T, T]
     dots: float  # outputs of one layer's matrix products
+    around: float  # queries, keys, values and what attention mixes of them
     mlp: float  # one intermediate of the gated MLP
     layer: float  # one layer's weights, gathered for use
     table: float  # one table [V, D], gathered for use
@@ -286,14 +320,21 @@ class _Work:
         return cls(
             rows=rows,
             carry=tokens * shape.hidden_size * item,
-            attention=tokens * heads * setting.width * 4.0,
+            attention=tokens * heads * setting.width * 4.0 if _holds_scores(setting) else 0.0,
             dots=tokens * (projected + 2 * shape.hidden_size + 2 * mlp) * item,
+            around=tokens * 2 * (heads + kv_heads) * shape.head_size * item,
             mlp=tokens * mlp * item,
             layer=layer * item,
             table=vocab * shape.hidden_size * item,
             sums=vocab * shape.hidden_size * 4.0,
             chunk=min(tokens, config.model.vocab_chunk) * vocab * 4.0,
         )
+
+
+def _holds_scores(setting: Setting) -> bool:
+    """Returns whether attention weights are ever whole arrays: not so within a kernel."""
+    kernel = setting.config.model.attention
+    return kernel == "xla" or (kernel == "auto" and setting.backend == "cpu")
 
 
 def _gathered(setting: Setting, size: float) -> float:
@@ -313,18 +354,12 @@ def _train(setting: Setting) -> Parts:
         given += _trained(setting, "scalar")
 
     held = _counted(setting, "lm")
-    gradient = held.all * ITEM_BYTES[config.model.param_dtype]
+    gradient = held.all * 4.0
     with_head, with_layers, with_optimizer = (n * gradient for n in compiler.gradients)
     layer, table = _gathered(setting, work.layer), _gathered(setting, work.table)
     cast = _cast_ahead(setting, held.layers)
 
-    saved = work.carry
-    if config.model.remat == "dots":
-        saved += work.dots
-    elif config.model.remat == "none":
-        saved += work.dots + work.mlp + 2 * work.carry + layer
-        saved += compiler.saved_attention * work.attention
-    saved *= shape.num_layers
+    saved, offloaded = _saved(setting, work, layer)
 
     at_head = Parts(
         gradients=with_head + work.sums * (compiler.head_sums if setting.row_shards > 1 else 1.0),
@@ -344,7 +379,27 @@ def _train(setting: Setting) -> Parts:
         temporary=cast + 1.2 * table,
     )
     busiest = max((at_head, in_layers, at_end), key=lambda parts: parts.total)
-    return given + busiest + Parts(activations=_batch(setting))
+    return given + busiest + Parts(activations=_batch(setting), host=offloaded)
+
+
+def _saved(setting: Setting, work: _Work, layer: float) -> tuple[float, float]:
+    """Returns what the forward pass keeps for the backward pass, on the device and on the host."""
+    remat = setting.config.model.remat
+    each = {
+        "full": work.carry,
+        "attention": work.carry + work.around,
+        "projections": work.carry + work.around + 2 * work.mlp,
+        "dots": work.carry + work.dots,
+        "offload_full": work.carry,
+        "offload_attention": work.carry + work.around,
+        "none": work.carry * 3
+        + work.dots
+        + work.mlp
+        + layer
+        + COMPILERS[setting.backend].saved_attention * work.attention,
+    }[remat]
+    everything = each * setting.policy.num_layers
+    return (0.0, everything) if remat.startswith("offload") else (everything, 0.0)
 
 
 def _cast_ahead(setting: Setting, num_params: int) -> float:
