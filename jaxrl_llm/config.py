@@ -536,7 +536,10 @@ class MeshConfig:
     fsdp: int = -1
     sequence: int = 1
     tensor: int = 1
-    rollout: Literal["tensor", "train", "replicas"] = "tensor"  # layout of the rollout weights
+    # How devices that share a row's length attend: swap length for heads, or pass keys around.
+    sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
+    # Rollout weights: split by tensor; as in training; over all model axes; whole on each device.
+    rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
 
     def problems(self) -> Iterator[Problem]:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
@@ -608,7 +611,8 @@ class Config:
                 f" {self.algorithm.samples_per_prompt} samples);"
                 f" use {' or '.join(map(str, near))}",
             )
-        if self.max_sequence_tokens > self.trainer.max_tokens_per_microbatch:
+        shards = self.mesh.sequence  # -1: known when the devices are
+        if self.max_sequence_tokens > self.trainer.max_tokens_per_microbatch * shards > 0:
             yield (
                 "trainer.max_tokens_per_microbatch",
                 f"{self.trainer.max_tokens_per_microbatch} cannot hold one sequence of"

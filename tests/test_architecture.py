@@ -17,7 +17,7 @@ FLOORS = (
     (("models",), ("data",), ("checkpoint",), ("metrics",)),
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
-    (("trainer",),),
+    (("trainer",), ("serving",)),
     (("compiler_flags", "program"),),
 )
 DEFAULT_MAX_LINES = 400

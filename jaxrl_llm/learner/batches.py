@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.data import packing
+from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.sharding.mesh import constrain
 
 
@@ -76,14 +77,16 @@ class Layout:
     of it. That memory is state: a resumed run restores it and so repeats the same shapes.
     """
 
-    def __init__(self, max_tokens: int, num_shards: int):
+    def __init__(self, max_tokens: int, num_shards: int, length_shards: int = 1):
         """
         Args:
           max_tokens: Tokens that a device may hold in one microbatch.
           num_shards: Devices that rows are split over.
+          length_shards: Devices that share each row.
         """
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens * length_shards
         self._num_shards = num_shards
+        self._length_shards = length_shards
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
@@ -113,6 +116,36 @@ class Layout:
             rows //= 2
         return rows
 
+    def _balanced(
+        self, packed: list[list[int]], lengths: Int[np.ndarray, " b"], num_rows: int
+    ) -> list[list[list[int]]]:
+        """Returns the rows of each microbatch, in the order in which its shards take them.
+
+        Shards get as many rows each; the cost is spread evenly over all shards of all
+        microbatches, and shards that work at one time cost about the same.
+        """
+        num_groups = -(-len(packed) // num_rows)
+        rows = packed + [[]] * (num_groups * num_rows - len(packed))
+        if self._num_shards == 1:
+            return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
+        costs = np.array([packing.workload(lengths[row]).sum() for row in rows])
+        num_parts = num_groups * self._num_shards
+        parts = packing.balanced_partition(costs, num_parts, equal_size=True)
+        parts.sort(key=lambda part: -costs[part].sum())
+        order = [row for part in parts for row in part]
+        return [[rows[r] for r in order[i : i + num_rows]] for i in range(0, len(order), num_rows)]
+
+    def shares(self, plan: Plan) -> list[list[int]]:
+        """Returns the sequences that each of the devices that rows are split over works on."""
+        microbatches = plan.microbatches
+        shares: list[list[int]] = [[] for _ in range(self._num_shards)]
+        local_rows = microbatches.segment_ids.shape[1] // self._num_shards
+        for sequences, rows in zip(microbatches.sequences, microbatches.rows, strict=True):
+            for sequence, row in zip(sequences.tolist(), rows.tolist(), strict=True):
+                if sequence < len(plan.chosen):
+                    shares[row // local_rows].append(sequence)
+        return shares
+
     def plan(
         self, lengths: Int[np.ndarray, " B"], chosen: Int[np.ndarray, " b"], *, width: int
     ) -> Plan:
@@ -123,9 +156,10 @@ class Layout:
           chosen: Numbers of the sequences to lay out.
           width: Tokens of a row; no sequence is longer, no device's budget shorter.
         """
+        width = sequence_attention.row_width(width, self._length_shards)
         packed = packing.pack(lengths[chosen], width)
         num_rows = self._num_rows(len(packed), len(chosen), width)
-        groups = [packed[i : i + num_rows] for i in range(0, len(packed), num_rows)]
+        groups = self._balanced(packed, lengths[chosen], num_rows)
         num_groups = packing.bucket(len(groups))
         most = packing.bucket(max(sum(map(len, group)) for group in groups))
 

@@ -136,8 +136,8 @@ def abstract_plan(roles: Roles, num_chosen: int) -> batches.Plan:
     config = roles.config
     width = config.max_sequence_tokens
     lengths = np.full(config.sequences_per_step, width)
-    shards = roles.mesh.shape["data"] * roles.mesh.shape["fsdp"]
-    layout = batches.Layout(config.trainer.max_tokens_per_microbatch, shards)
+    shards = mesh_lib.row_shards(roles.mesh)
+    layout = batches.Layout(config.trainer.max_tokens_per_microbatch, *shards)
     plan = layout.plan(lengths, np.arange(num_chosen), width=width)
     return jax.tree.map(lambda a: _array(roles, np.shape(a), a.dtype), plan)
 

@@ -7,10 +7,10 @@ from typing import Literal
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.config import Config, ConfigError, ModelConfig
 from jaxrl_llm.config_model import LoraConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.models import attention, huggingface, lora
+from jaxrl_llm.models import attention, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -46,23 +46,46 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
     )
 
 
-def network(
-    config: ModelConfig, shape: Shape, head: Literal["lm", "scalar"], platform: str
-) -> Network:
+def check_mesh(config: Config, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot hold this run's sequences and heads."""
+    shards = mesh.shape["sequence"]
+    budget = config.trainer.max_tokens_per_microbatch
+    widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
+    if widest > budget * shards:
+        raise ConfigError(
+            [
+                f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
+                f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
+            ]
+        )
+    check_heads(config, mesh, shape)
+
+
+def check_heads(config: Config, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot share the heads of a model."""
+    form, sizes = config.mesh.sequence_attention, mesh.shape
+    found = sequence_attention.problem(form, shape.num_heads, sizes["tensor"], sizes["sequence"])
+    if found:
+        raise ConfigError([f"config.mesh.sequence: {found}"])
+
+
+def network(config: Config, shape: Shape, head: Literal["lm", "scalar"], platform: str) -> Network:
     """Returns the network of one role, on devices of a platform."""
+    model = config.model
     return Network(
         shape,
         head=head,
-        param_dtype=config.param_dtype,
-        compute_dtype=config.compute_dtype,
-        remat=config.remat,
+        param_dtype=model.param_dtype,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
-            config.attention, platform, config.compute_dtype, shape.head_size
+            model.attention, platform, model.compute_dtype, shape.head_size
         ),
     )
 
 
-def scorer_network(config: ModelConfig, path: str, platform: str) -> Network:
+def scorer_network(config: Config, path: str, platform: str) -> Network:
     """Returns the network of a reward or cost model in a folder; its shape is its own."""
     return network(config, huggingface.read_shape(path), "scalar", platform)
 

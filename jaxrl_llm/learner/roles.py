@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
@@ -93,9 +94,13 @@ class Roles:
 
         `params` is what the policy trains; adapters are merged into the base on the way.
         """
-        old = self.resharder.empty() if old is None else old
+        first = old is None
         with jax.set_mesh(self.mesh):
-            return self.resharder.reshard(old, lora.joined(self.base_params, params))
+            old = self.resharder.empty() if old is None else old
+            moved = self.resharder.reshard(old, lora.joined(self.base_params, params))
+        if first:
+            logging.info("weights for sampling: %s", self.resharder.report())
+        return moved
 
     def whole_policy(self, params: Params) -> Params:
         """Returns the plain policy that the trained `params` amount to, in the training layout."""
@@ -141,11 +146,15 @@ def assemble(
     """Returns the roles of a policy of this shape on a mesh, whose devices need not be present.
 
     No folder is read and nothing is allocated.
+
+    Raises:
+      ConfigError: If the mesh cannot hold this run's sequences and heads.
     """
+    networks.check_mesh(config, mesh, shape)
     platform = mesh.devices.flat[0].platform
-    policy = networks.network(config.model, shape, "lm", platform)
+    policy = networks.network(config, shape, "lm", platform)
     policy = dataclasses.replace(policy, lora=config.lora)
-    value = networks.network(config.model, shape, "scalar", platform)
+    value = networks.network(config, shape, "scalar", platform)
     return Roles(
         config=config,
         mesh=mesh,
@@ -161,11 +170,10 @@ def assemble(
             num_slots=num_slots(config, platform),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            layout=config.mesh.rollout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=Layout(
-            config.trainer.max_tokens_per_microbatch, mesh.shape["data"] * mesh.shape["fsdp"]
-        ),
+        layout=Layout(config.trainer.max_tokens_per_microbatch, *mesh_lib.row_shards(mesh)),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
@@ -209,11 +217,12 @@ def check_folders(roles: Roles) -> None:
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             folders.append(
-                (model.path, networks.scorer_network(config.model, model.path, roles.platform))
+                (model.path, networks.scorer_network(config, model.path, roles.platform))
             )
     for path, net in folders:
         if path:
             huggingface.check(path, net)
+            networks.check_heads(config, roles.mesh, net.shape)
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -329,7 +338,7 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = networks.scorer_network(config.model, model.path, roles.platform)
+            net = networks.scorer_network(config, model.path, roles.platform)
             params = huggingface.load(model.path, net, networks.train_shardings(net, roles.mesh))
             scorers[name] = Scalar(net, params)
         else:

@@ -149,14 +149,15 @@ def of_balance(
 
     Args:
       lengths: Tokens of each sequence.
-      shards: Rows of each data shard.
+      shards: Rows of each data shard; those of no shard are not counted.
 
     >>> found = of_balance(np.array([4, 4, 1, 1]), [[0, 2], [1, 3]])
     >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]
     (6.0, 5.0)
     """
     lengths = np.asarray(lengths)
-    blocks = [int(block.sum()) for block in np.array_split(lengths, len(shards))]
+    came = lengths[sorted(row for rows in shards for row in rows)]
+    blocks = [int(block.sum()) for block in np.array_split(came, len(shards))]
     balanced = [int(lengths[list(rows)].sum()) for rows in shards]
     return {
         "global_seqlen/min": float(min(blocks)),
@@ -164,7 +165,7 @@ def of_balance(
         "global_seqlen/minmax_diff": float(max(blocks) - min(blocks)),
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
-        "global_seqlen/mean": float(lengths.sum() / len(shards)),
+        "global_seqlen/mean": float(came.sum() / len(shards)),
     }
 
 

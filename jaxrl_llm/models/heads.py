@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrl_llm.sharding.mesh import ACTIVATIONS, constrain, partition_spec
+from jaxrl_llm.sharding.mesh import activation_spec, constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class _Layout:
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         shards = [1, 1]
         if sizes:
-            spec = partition_spec((rows, length), ("batch", "length"), ACTIVATIONS, sizes, {})
-            for dim, axes in enumerate(spec):
+            for dim, axes in enumerate(activation_spec((rows, length), ("batch", "length"))):
                 axes = (axes,) if isinstance(axes, str) else axes or ()
                 shards[dim] = math.prod(sizes[axis] for axis in axes)
         local = rows * length // math.prod(shards)

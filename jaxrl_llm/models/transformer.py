@@ -18,8 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config_model import LoraConfig
-from jaxrl_llm.models import attention, lora
+from jaxrl_llm.models import attention, lora, sequence_attention
 from jaxrl_llm.models.layers import NO_ADAPTERS, Attend, Block, RMSNorm, _param, rotary_table
+from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -90,6 +91,7 @@ class Network:
       kernel: Of attention over whole rows.
       lora: Of the adapters that a parameter tree may have; one without them computes as if there
         were none.
+      sequence_attention: How devices that share a row's length attend together.
     """
 
     shape: Shape
@@ -99,6 +101,7 @@ class Network:
     remat: str = "none"
     lora: LoraConfig = NO_ADAPTERS
     kernel: attention.Implementation = "xla"
+    sequence_attention: Form = "all_to_all"
 
     @functools.cached_property
     def _definitions(self):
@@ -208,7 +211,9 @@ class Network:
         """
 
         def attend(q, k, v):
-            return attention.full_attention(q, k, v, segment_ids, self.kernel), None
+            whole_rows = functools.partial(attention.full_attention, implementation=self.kernel)
+            form = self.sequence_attention
+            return sequence_attention.attention(q, k, v, segment_ids, form, whole_rows), None
 
         rotary = self.rotary(positions)
 

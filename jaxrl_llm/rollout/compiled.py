@@ -17,13 +17,22 @@ class Compiled:
     """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
 
     def __init__(
-        self, network: Network, mesh: Mesh, *, num_slots: int, max_tokens: int, chunk_steps: int
+        self,
+        network: Network,
+        mesh: Mesh,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        chunk_steps: int,
+        layout: str,
     ):
         """See `engine.Engine`."""
         self._mesh = mesh
         self._max_tokens = max_tokens
         replicated = mesh_lib.replicated(mesh)
+        ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
 
+        @ruled
         def empty():
             return programs.empty_state(
                 network, num_slots, max_tokens, NUM_STOP_TOKENS, network.compute_dtype
@@ -33,19 +42,18 @@ class Compiled:
             self._state_shapes = jax.eval_shape(empty)
         # Left to the compiler, the state could come back split in another way than it went in,
         # and the next call would compile again.
-        self.state_shardings = jax.tree.map(
-            lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh), self._state_shapes
-        )
+        sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
+        self.state_shardings = jax.tree.map(sharding, self._state_shapes)
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
-        self.prefill = jax.jit(functools.partial(programs.prefill, network))
+        self.prefill = jax.jit(ruled(functools.partial(programs.prefill, network)))
         self.insert = jax.jit(
-            programs.insert,
+            ruled(programs.insert),
             static_argnames=("filtered", "num_top"),
             donate_argnums=0,
             out_shardings=(self.state_shardings, replicated),
         )
         self.generate = jax.jit(
-            functools.partial(programs.generate, network, num_steps=chunk_steps),
+            ruled(functools.partial(programs.generate, network, num_steps=chunk_steps)),
             static_argnames=("window", "filtered", "num_top"),
             donate_argnums=1,
             out_shardings=(self.state_shardings, replicated),

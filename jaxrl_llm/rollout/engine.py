@@ -49,15 +49,18 @@ class Engine:
         num_slots: int,
         max_tokens: int,
         chunk_steps: int = 16,
+        layout: str = "tensor",
         decode: Decode = _no_decoder,
     ):
         """
         Args:
           network: The policy; its `compute_dtype` is the cache's.
-          mesh: Slots are split over data and fsdp, heads over tensor, where they divide.
+          mesh: Where weights, slots and heads are split.
           num_slots: Sequences decoded at one time.
           max_tokens: Longest prompt plus response; the cache's length.
           chunk_steps: Most decode steps between two looks of the host.
+          layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
+            split over, where they divide.
           decode: Tokens to text, for stop strings; without it requests that have some are refused.
         """
         self.network = network
@@ -67,7 +70,12 @@ class Engine:
         self.chunk_steps = chunk_steps
         self._decode = decode
         self.compiled = Compiled(
-            network, mesh, num_slots=num_slots, max_tokens=max_tokens, chunk_steps=chunk_steps
+            network,
+            mesh,
+            num_slots=num_slots,
+            max_tokens=max_tokens,
+            chunk_steps=chunk_steps,
+            layout=layout,
         )
         self.reset()
 

@@ -3,10 +3,16 @@
 Sharding is data: parameters and activations name their dims, the tables below say which
 mesh axes each name is split over. An axis that does not divide a dim is left out of it.
 All meshes over the same devices use the same flat device order.
+
+Axes: `data` (replicas of the weights), `fsdp` (rows, and weights cut for memory alone), `sequence`
+(the length of rows, and weights cut as by fsdp), `tensor` (heads, MLP, vocabulary). The names
+`expert` and `stage` are reserved; a rule may name an axis that the mesh does not have.
 """
 
+import contextvars
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,24 +28,41 @@ Rules = Mapping[str, tuple[str, ...]]
 # A rollout rule is a prefix of the training rule of the same name: resharding is then an
 # all-gather over the axes left out, and the bytes moved are the least possible.
 TRAIN: Rules = {
-    "vocab": ("tensor", "fsdp"),
-    "heads": ("tensor", "fsdp"),
-    "kv_heads": ("tensor", "fsdp"),
-    "mlp": ("tensor", "fsdp"),
+    name: ("tensor", "fsdp", "sequence") for name in ("vocab", "heads", "kv_heads", "mlp")
 }
 ROLLOUT: Rules = {name: ("tensor",) for name in TRAIN}
 
 # Rollout weights by `config.mesh.rollout`.
-LAYOUTS: Mapping[str, Rules] = {"tensor": ROLLOUT, "train": TRAIN, "replicas": {}}
-
-ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp"),
-    "length": ("sequence",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
+LAYOUTS: Mapping[str, Rules] = {
+    "tensor": ROLLOUT,
+    "train": TRAIN,
+    "all_tensor": TRAIN,
+    "replicas": {},
 }
+# Axes that split heads in the arithmetic itself, so that a device must hold whole ones.
+COMPUTING: Mapping[str, tuple[str, ...]] = {
+    "tensor": ("tensor",),
+    "train": ("tensor",),
+    "all_tensor": ("tensor", "fsdp", "sequence"),
+    "replicas": (),
+}
+
+
+def _activations(batch: tuple[str, ...], length: tuple[str, ...], wide: tuple[str, ...]) -> Rules:
+    return {"batch": batch, "length": length, **{name: wide for name in TRAIN}}
+
+
+# In training and scoring.
+ACTIVATIONS = _activations(("data", "fsdp"), ("sequence",), ("tensor",))
+# In sampling, by `config.mesh.rollout`: one token at a time has no length to split.
+ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
+    "tensor": _activations(("data", "fsdp", "sequence"), (), ("tensor",)),
+    "train": _activations(("data", "fsdp", "sequence"), (), ("tensor",)),
+    "all_tensor": _activations(("data",), (), ("tensor", "fsdp", "sequence")),
+    "replicas": _activations(("data", "fsdp", "sequence", "tensor"), (), ()),
+}
+
+_rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=ACTIVATIONS)
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
@@ -71,6 +94,7 @@ def partition_spec(
     rules: Rules,
     axis_sizes: Mapping[str, int],
     units: Mapping[str, int],
+    computing: tuple[str, ...] = ("tensor",),
 ) -> PartitionSpec:
     """Returns how an array of `shape` is split.
 
@@ -79,43 +103,82 @@ def partition_spec(
       names: Logical name of each dim, or None.
       rules: Mesh axes of each name, major first.
       axis_sizes: Sizes of the mesh axes.
-      units: Name -> what must stay whole, e.g. a head's size in a dim of several heads;
-        only the "tensor" axis respects it, as only it splits the computation there.
+      units: Name -> what must stay whole, e.g. a head's size in a dim of several heads.
+      computing: Axes that respect units, as they split the computation there.
     """
     spec = []
     for dim, name in zip(shape, names, strict=True):
         axes: list[str] = []
         for axis in rules.get(name or "", ()):
-            parts = math.prod(axis_sizes[a] for a in axes) * axis_sizes[axis]
-            unit = units.get(name or "", 1) if axis == "tensor" else 1
-            if axis_sizes[axis] > 1 and dim % (parts * unit) == 0:
+            size = axis_sizes.get(axis, 1)
+            parts = math.prod(axis_sizes[a] for a in axes) * size
+            unit = units.get(name or "", 1) if axis in computing else 1
+            if size > 1 and dim % (parts * unit) == 0:
                 axes.append(axis)
         spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*spec)
 
 
-def shardings(abstract, logical_axes, mesh: Mesh, rules: Rules, units: Mapping[str, int]):
+def shardings(
+    abstract,
+    logical_axes,
+    mesh: Mesh,
+    rules: Rules,
+    units: Mapping[str, int],
+    computing: tuple[str, ...] = ("tensor",),
+):
     """Returns a tree of `NamedSharding` for a tree of shapes and a tree of logical names."""
-    sizes = dict(mesh.shape)
+    spec = functools.partial(
+        partition_spec,
+        rules=rules,
+        axis_sizes=dict(mesh.shape),
+        units=units,
+        computing=computing,
+    )
     return jax.tree.map(
-        lambda a, names: NamedSharding(mesh, partition_spec(a.shape, names, rules, sizes, units)),
-        abstract,
-        logical_axes,
+        lambda a, names: NamedSharding(mesh, spec(a.shape, names)), abstract, logical_axes
     )
 
 
+def under(rules: Rules, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, traced with these rules for its activations instead of training's."""
+
+    @functools.wraps(function)
+    def ruled(*args, **kwargs):
+        token = _rules.set(rules)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _rules.reset(token)
+
+    return ruled
+
+
+def activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
+    """Returns how such an activation is split, on the mesh of `jax.set_mesh` and by its rules."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return partition_spec(shape, names, _rules.get(), sizes, {})
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x`, told to be split as `ACTIVATIONS` says on the mesh of `jax.set_mesh`."""
+    """Returns `x`, told to be split by the rules on the mesh of `jax.set_mesh`.
+
+    Inside a `shard_map`, where arrays are local, it is `x` alone.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or all(size == 1 for size in mesh.shape.values()):
+    if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
         return x
-    spec = partition_spec(x.shape, names, ACTIVATIONS, dict(mesh.shape), {})
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, names))
 
 
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
     """Returns how an activation of this shape with these dim names is split."""
-    return NamedSharding(mesh, partition_spec(shape, names, ACTIVATIONS, dict(mesh.shape), {}))
+    return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), dict(mesh.shape), {}))
+
+
+def row_shards(mesh: Mesh) -> tuple[int, int]:
+    """Returns over how many devices packed rows are split, and their length."""
+    return mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -135,13 +135,14 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                         key,
                         train_policy=step > config.algorithm.critic_warmup_steps,
                     )
-                    updates.append(watch(of_update))
+                    of_layout = statistics.of_balance(rollouts.lengths, roles.layout.shares(plan))
+                    updates.append({**watch(of_update), **of_layout})
                 of_updates = statistics.mean(updates)
                 replicas.check_learned(step, state)
 
             # Hand the new weights to the engine.
-            with clock("reshard"):
-                rollout_params = roles.rollout_layout(state.policy.params, old=rollout_params)
+            with clock("reshard") as watch:
+                rollout_params = watch(roles.rollout_layout(state.policy.params, rollout_params))
 
             if evaluator.due(step):
                 with clock("testing"):
@@ -157,6 +158,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_estimates,
                     of_evaluation,
                     of_engine,
+                    roles.resharder.report().metrics(),
                     throughput.of_step(roles, rollouts, seconds),
                     seconds,
                 )

@@ -118,7 +118,7 @@ def _stage(
 
     # What belongs together, as the two answers of a pair, must meet in one microbatch.
     budget = roles.config.trainer.max_tokens_per_microbatch if len(rows[0]) == 1 else 1 << 40
-    layout = Layout(budget, roles.mesh.shape["data"] * roles.mesh.shape["fsdp"])
+    layout = Layout(budget, *mesh_lib.row_shards(roles.mesh))
     stream = Stream(rows, roles.config.seed)
     for i in range(config.num_steps):
         sequences = [pair for row in stream.take(config.batch_size) for pair in row]

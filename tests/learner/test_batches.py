@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.data import packing
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Layout
 
@@ -143,6 +144,35 @@ def test_shapes_are_few():
     resumed = Layout(1024 * 64, 2)
     resumed.set_state(layout.get_state())
     assert shapes(resumed, range(100, 120)) == shapes(layout, range(100, 120))
+
+
+def test_rows_are_spread_over_shards_by_cost():
+    """Of 64 packed rows a few hold one long sequence, whose attention costs most."""
+    lengths = np.array([4096] * 8 + [256] * 600)
+    lengths = np.random.default_rng(0).permutation(lengths)
+    shards, width = 8, 4096
+    layout = Layout(width * 4, shards)
+    plan = layout.plan(lengths, np.arange(len(lengths)), width=width)
+    shares = layout.shares(plan)
+    assert sorted(s for share in shares for s in share) == list(range(len(lengths)))
+    costs = [packing.workload(lengths[share]).sum() for share in shares]
+    assert max(costs) - min(costs) <= packing.workload([width])[0]
+    # What is at work at one time differs by a row at most: no shard waits long for another.
+    microbatches = plan.microbatches
+    for g in range(int(plan.count)):
+        used = (microbatches.segment_ids[g] > 0).reshape(shards, -1).sum(1)
+        assert used.max() - used.min() <= width
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_rows_of_a_sequence_mesh_divide_and_budgets_are_of_a_device(shards):
+    lengths = np.array([27, 3, 9, 14])
+    layout = Layout(16, 1, shards)
+    plan = layout.plan(lengths, np.arange(4), width=27)
+    rows, width = plan.microbatches.segment_ids.shape[1:]
+    assert width % (2 * shards) == 0 and 27 <= width <= 32
+    assert rows * width <= 16 * shards or rows == 1
+    assert layout.shares(plan) == [[0, 1, 2, 3]] or sorted(layout.shares(plan)[0]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("shards", [1, 8])

@@ -62,16 +62,20 @@ def test_the_tensor_axis_takes_whole_heads():
     unit=st.sampled_from([1, 4, 8]),
     fsdp=st.sampled_from([1, 2, 3, 4, 8]),
     tensor=st.sampled_from([1, 2, 3, 4, 8]),
+    sequence=st.sampled_from([1, 2, 4]),
     name=st.sampled_from(sorted(mesh_lib.TRAIN)),
+    layout=st.sampled_from(sorted(mesh_lib.LAYOUTS)),
 )
-def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, name):
-    def axes(rules):
-        (found,) = spec((dim,), (name,), rules, {name: unit}, fsdp=fsdp, tensor=tensor)
+def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name, layout):
+    sizes = {"fsdp": fsdp, "tensor": tensor, "sequence": sequence}
+
+    def axes(rules, computing):
+        (found,) = mesh_lib.partition_spec((dim,), (name,), rules, sizes, {name: unit}, computing)
         return (found,) if isinstance(found, str) else found or ()
 
-    train, rollout = axes(mesh_lib.TRAIN), axes(mesh_lib.ROLLOUT)
+    train = axes(mesh_lib.TRAIN, ("tensor",))
+    rollout = axes(mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout])
     assert train[: len(rollout)] == rollout
-    sizes = {"fsdp": fsdp, "tensor": tensor}
     parts = 1
     for axis in train:
         parts *= sizes[axis]
@@ -80,8 +84,9 @@ def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, name):
 
 def test_rules_name_the_same_dims():
     assert set(mesh_lib.ROLLOUT) == set(mesh_lib.TRAIN)
-    for layout in MeshConfig.__dataclass_fields__["rollout"].type.__args__:
-        assert layout in mesh_lib.LAYOUTS
+    layouts = set(MeshConfig.__dataclass_fields__["rollout"].type.__args__)
+    for table in (mesh_lib.LAYOUTS, mesh_lib.COMPUTING, mesh_lib.ROLLOUT_ACTIVATIONS):
+        assert set(table) == layouts
 
 
 def test_parameters_are_split_by_name():

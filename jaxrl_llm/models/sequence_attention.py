@@ -1,0 +1,278 @@
+"""Attention of rows whose length is split over the mesh's sequence axis.
+
+Two forms. `all_to_all` (Ulysses, arXiv:2309.14509) swaps the split of the length for a split of
+the heads, attends to whole rows, and swaps back: two exchanges of what is local, heads must
+divide. `ring` (arXiv:2310.01889) leaves queries where they are and sends keys and values around:
+any number of heads, and no device ever holds a whole row.
+
+Both are `shard_map`s over the whole mesh, so what attends inside sees local arrays only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+Form = Literal["all_to_all", "ring"]
+AXIS = "sequence"
+_NEVER = -1e30  # score of a key that is not seen
+_BLOCK = 512  # tokens of a query or key block of the ring
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"],
+    form: Form,
+    whole_rows: Callable[[Array, Array, Array, Array], Array],
+) -> Float[Array, "B T N H"]:
+    """Returns causal attention inside each segment, whatever the mesh splits.
+
+    Args:
+      q, k, v: Turned by their positions. N/K query heads share a key head.
+      segment_ids: Which sequence of the row; 0 is padding, whose results are of no consequence.
+      form: How the shards of a row work together.
+      whole_rows: Attention of rows that are not split; what runs where the mesh has no sequence
+        axis, and on every device's own heads in the form "all_to_all".
+
+    Raises:
+      ValueError: If length or heads do not divide; `check` and `row_width` see to it before.
+    """
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    shards = sizes.get(AXIS, 1)
+    if shards == 1:
+        return whole_rows(q, k, v, segment_ids)
+    num_heads, length = q.shape[2], q.shape[1]
+    if length % (2 * shards):
+        raise ValueError(f"rows of {length} tokens over {shards} sequence shards: see `row_width`")
+    head_shards = sizes.get("tensor", 1) if num_heads % sizes.get("tensor", 1) == 0 else 1
+    ways = head_shards * shards if form == "all_to_all" else head_shards
+    if num_heads % ways:
+        raise ValueError(f"{num_heads} heads over {ways} devices: see `check`")
+    # Every device gets the key heads of its own query heads, each repeated as little as that takes.
+    repeats = ways // int(np.gcd(k.shape[2], ways))
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    rows = mesh_lib.activation_spec(q.shape, ("batch", "length", "heads", None))
+    tokens = mesh_lib.activation_spec(segment_ids.shape, ("batch", "length"))
+    local = {
+        "all_to_all": functools.partial(_over_heads, whole_rows),
+        "ring": functools.partial(_around, shards),
+    }[form]
+    return jax.shard_map(
+        local, in_specs=(rows, rows, rows, tokens), out_specs=rows, check_vma=False
+    )(q, k, v, segment_ids)
+
+
+def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
+    """Returns why this many query heads cannot be attended to on such a mesh; "" if they can."""
+    tensor = tensor if num_heads % tensor == 0 else 1
+    if form == "ring" or num_heads % (tensor * sequence) == 0:
+        return ""
+    fits = next(s for s in range(sequence, 0, -1) if num_heads % (tensor * s) == 0)
+    return (
+        f"{num_heads} query heads do not divide by {tensor} tensor x {sequence} sequence shards;"
+        f" use mesh.sequence={fits} or mesh.sequence_attention='ring'"
+    )
+
+
+def row_width(width: int, shards: int) -> int:
+    """Returns the least width not below `width` that divides into what the shards work on."""
+    if shards == 1:
+        return width
+    # Two pieces a shard; of long rows, pieces that divide into blocks of nearly `_BLOCK`.
+    piece = -(-width // (2 * shards))
+    blocks = -(-piece // _BLOCK)
+    multiple = 2 * shards * (blocks * 8 if blocks > 1 else 1)
+    return -(-width // multiple) * multiple
+
+
+def _over_heads(whole_rows, q, k, v, segment_ids):
+    exchange = functools.partial(lax.all_to_all, axis_name=AXIS, tiled=True)
+    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+    whole_ids = lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
+    return exchange(whole_rows(q, k, v, whole_ids), split_axis=1, concat_axis=2)
+
+
+# The ring. A row of 2S pieces lies on S devices as (0, 1), (2, 3), ...: causally, the last device
+# would have almost all the work. So device d is dealt the pieces d and 2S-1-d, and then every
+# device sees just as much of every other's keys: two of four pairs of pieces.
+
+
+def _around(shards: int, q, k, v, segment_ids):
+    deal, gather = _dealers(shards)
+    num_kv_heads, size = k.shape[2:]
+    blocks = _num_blocks(q.shape[1])
+    q, k, v, ids = (_cut(deal(x), blocks) for x in (q, k, v, segment_ids))
+    q = q.reshape(*q.shape[:3], num_kv_heads, -1, size)
+    out = _ring(shards, q, k, v, ids)
+    return gather(_joined(out.reshape(*out.shape[:3], -1, size)))
+
+
+def _dealers(shards: int):
+    """Returns the exchange from neighbouring pieces to balanced ones, and its inverse."""
+    home = lambda piece: min(piece, 2 * shards - 1 - piece)  # noqa: E731
+    ways = [[(i, home(2 * i + odd)) for i in range(shards)] for odd in (0, 1)]
+
+    def exchange(x, inverse: bool):
+        halves = jnp.split(x, 2, axis=1)
+        routes = [[(b, a) for a, b in way] for way in ways] if inverse else ways
+        moved = [lax.ppermute(h, AXIS, r) for h, r in zip(halves, routes, strict=True)]
+        return jnp.concatenate(moved, axis=1)
+
+    return functools.partial(exchange, inverse=False), functools.partial(exchange, inverse=True)
+
+
+def _num_blocks(length: int) -> int:
+    """Returns how many blocks the local tokens are cut into, half of them to each piece."""
+    piece = length // 2
+    return 2 * next(n for n in range(-(-piece // _BLOCK), piece + 1) if piece % n == 0)
+
+
+def _cut(x: Array, blocks: int) -> Array:
+    return jnp.moveaxis(x.reshape(x.shape[0], blocks, -1, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: Array) -> Array:
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+def _places(device, shards: int, blocks: int, size: int) -> Int[Array, " P"]:
+    """Returns where in the row each block of a device begins; even pieces lie before odd ones."""
+    pair = jnp.stack([device, 2 * shards - 1 - device])
+    pieces = jnp.where(device % 2 == 0, pair, pair[::-1])
+    each = blocks // 2
+    return ((pieces[:, None] * each + jnp.arange(each)) * size).reshape(-1)
+
+
+def _sees(of_q, of_k) -> Bool[Array, "B Q S"]:
+    """Returns which keys of a block each query of another sees; both are (place, ids)."""
+    (q_place, q_ids), (k_place, k_ids) = of_q, of_k
+    past = (q_place + jnp.arange(q_ids.shape[1]))[:, None] >= k_place + jnp.arange(k_ids.shape[1])
+    same = (q_ids[:, :, None] == k_ids[:, None, :]) & (k_ids != 0)[:, None, :]
+    return same & past
+
+
+def _scores(q: Float[Array, "B Q K G H"], k: Float[Array, "B S K H"]) -> Float[Array, "B K G Q S"]:
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32)
+    return scores * (q.shape[-1] ** -0.5)
+
+
+def _pairs(blocks: int) -> Int[np.ndarray, "PP 2"]:
+    return np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), -1).reshape(-1, 2)
+
+
+def _revolve(shards: int, ids, work, result, travels, stays):
+    """Returns `result` and what came home after `work` saw the blocks of every device.
+
+    `work(result, travels, pair, sees)` is called for each pair of own and visiting block that
+    have anything to see. `travels` goes around the ring once, `stays` alike but its last way.
+    """
+    me = lax.axis_index(AXIS)
+    blocks, _, size = ids.shape
+    all_ids = lax.all_gather(ids, AXIS)  # [S, P, B, C]: numbers, not worth sending in turns
+    own = _places(me, shards, blocks, size)
+    onward = functools.partial(
+        lax.ppermute, axis_name=AXIS, perm=[(i, (i + 1) % shards) for i in range(shards)]
+    )
+
+    def visit(step, result, travels, stays):
+        source = (me - step) % shards
+        places, visiting = _places(source, shards, blocks, size), all_ids[source]
+
+        def body(carry, pair):
+            a, b = pair
+            sees = _sees((own[a], ids[a]), (places[b], visiting[b]))
+            step = functools.partial(work, stays, pair, sees)
+            return lax.cond(sees.any(), step, lambda c: c, carry), None
+
+        return lax.scan(body, (result, travels), _pairs(blocks))[0]
+
+    def turn(carry, step):
+        result, travels, stays = carry
+        coming = jax.tree.map(onward, stays)  # while the blocks that are here are worked on
+        result, travels = visit(step, result, travels, stays)
+        return (result, jax.tree.map(onward, travels), coming), None
+
+    carry, _ = lax.scan(turn, (result, travels, stays), jnp.arange(shards - 1))
+    result, travels = visit(shards - 1, *carry)
+    return result, jax.tree.map(onward, travels)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(shards: int, q, k, v, ids):
+    """Returns attention of [P, B, C, K, G, H] queries to keys and values [P, B, C, K, H]."""
+    return _ring_forward(shards, q, k, v, ids)[0]
+
+
+def _ring_forward(shards: int, q, k, v, ids):
+    p, b, c, heads, group, size = q.shape
+    of_query = (p, b, heads, group, c)
+    begin = (
+        jnp.full(of_query, _NEVER, jnp.float32),  # largest score so far
+        jnp.zeros(of_query, jnp.float32),  # sum of exp(score - largest)
+        jnp.zeros((*of_query, size), jnp.float32),  # that sum, weighted with values
+    )
+
+    def work(stays, pair, sees, carry):
+        (top, total, mixed), travels = carry
+        (k, v), (a, b) = stays, pair
+        scores = jnp.where(sees[:, None, None], _scores(q[a], k[b]), _NEVER)
+        higher = jnp.maximum(top[a], scores.max(-1))
+        weights = jnp.where(sees[:, None, None], jnp.exp(scores - higher[..., None]), 0.0)
+        fade = jnp.exp(top[a] - higher)
+        values = jnp.einsum(
+            "bkgqs,bskh->bkgqh",
+            weights.astype(v.dtype),
+            v[b],
+            preferred_element_type=jnp.float32,
+        )
+        top, total, mixed = (
+            top.at[a].set(higher),
+            total.at[a].set(total[a] * fade + weights.sum(-1)),
+            mixed.at[a].set(mixed[a] * fade[..., None] + values),
+        )
+        return (top, total, mixed), travels
+
+    (top, total, mixed), _ = _revolve(shards, ids, work, begin, (), (k, v))
+    total = jnp.where(total == 0, 1.0, total)  # padding sees nothing
+    out = jnp.moveaxis(mixed / total[..., None], 4, 2).astype(q.dtype)
+    return out, (q, k, v, ids, out, top + jnp.log(total))
+
+
+def _ring_backward(shards: int, residuals, out_bar):
+    q, k, v, ids, out, log_sum = residuals
+    wide = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
+    # The softmax's own share of the gradient, arXiv:2205.14135, Appendix B.2.
+    shared = jnp.sum(out_bar.astype(jnp.float32) * out, -1)
+    shared = jnp.moveaxis(shared, 2, -1)
+
+    def work(stays, pair, sees, carry):
+        q_bar, (k_bar, v_bar) = carry
+        (k, v), (a, b) = stays, pair
+        weights = jnp.where(
+            sees[:, None, None], jnp.exp(_scores(q[a], k[b]) - log_sum[a][..., None]), 0.0
+        )
+        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        weights_bar = einsum("bqkgh,bskh->bkgqs", out_bar[a], v[b])
+        scores_bar = weights * (weights_bar - shared[a][..., None]) * (q.shape[-1] ** -0.5)
+        scores_bar = scores_bar.astype(q.dtype)
+        q_bar = q_bar.at[a].add(einsum("bkgqs,bskh->bqkgh", scores_bar, k[b]))
+        k_bar = k_bar.at[b].add(einsum("bkgqs,bqkgh->bskh", scores_bar, q[a]))
+        v_bar = v_bar.at[b].add(einsum("bkgqs,bqkgh->bskh", weights.astype(v.dtype), out_bar[a]))
+        return q_bar, (k_bar, v_bar)
+
+    q_bar, (k_bar, v_bar) = _revolve(shards, ids, work, wide(q), (wide(k), wide(v)), (k, v))
+    ids_bar: Any = np.zeros(ids.shape, jax.dtypes.float0)
+    return q_bar.astype(q.dtype), k_bar.astype(k.dtype), v_bar.astype(v.dtype), ids_bar
+
+
+_ring.defvjp(_ring_forward, _ring_backward)

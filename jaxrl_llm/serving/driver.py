@@ -1,0 +1,291 @@
+"""One thread that owns the engine: takes requests from any thread, steps, tells what came.
+
+The engine itself knows no threads. Everything that reaches it goes through an inbox that is
+emptied between two of its steps: requests, cancellations, other weights, the end.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+from absl import logging
+
+from jaxrl_llm.rollout.requests import Progress, Request
+
+State = Literal["starting", "ready", "stopping", "failed"]
+Params = Any
+
+
+class SteppedEngine(Protocol):
+    """What the driver needs of `rollout.engine.Engine`."""
+
+    num_slots: int
+
+    @property
+    def num_active(self) -> int: ...
+
+    def submit(self, request: Request) -> int: ...
+
+    def abort(self, number: int) -> Any: ...
+
+    def step(self, params: Params) -> Sequence[Progress]: ...
+
+
+class Refused(Exception):
+    """A request that was not served, or not to its end."""
+
+
+class QueueFull(Refused):
+    """As many samples wait as may; try again later."""
+
+
+class NotServing(Refused):
+    """The driver is starting or stopping, or stopped before the request was done."""
+
+
+class Unfit(Refused):
+    """The engine cannot serve such a request; trying again will not help."""
+
+
+class EngineFailed(Refused):
+    """The engine broke; nothing is served any more."""
+
+
+# (which sample, counted through the requests of a ticket; what came), or why nothing more comes.
+Event = tuple[int, Progress] | Refused
+Listener = Callable[[Event], None]
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """Requests that were submitted together, and who listens."""
+
+    requests: tuple[Request, ...]
+    listener: Listener
+    numbers: tuple[int, ...] = ()  # the engine's, once it has them
+    num_unfinished: int = 0  # samples; 0 when nothing more will be told
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
+class Driver:
+    """Serves tickets with an engine, in a thread of its own."""
+
+    def __init__(self, engine: SteppedEngine, params: Params, *, max_waiting: int):
+        """
+        Args:
+          engine: Used by the driver's thread alone from `start` on.
+          params: Weights of the first step.
+          max_waiting: Samples that may wait beside those that fill the slots.
+        """
+        self.capacity = engine.num_slots + max_waiting
+        self._engine = engine
+        self._params = params
+        self._owners: dict[int, tuple[Ticket, int]] = {}  # engine's number -> ticket, first index
+        self._lock = threading.Condition()
+        # Under the lock:
+        self._state: State = "starting"
+        self._inbox: dict[Ticket, None] = {}
+        self._cancelled: list[Ticket] = []
+        self._num_unfinished = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples accepted and not yet finished or given up."""
+        return self._num_unfinished
+
+    @property
+    def num_active(self) -> int:
+        """Samples that stand in a slot."""
+        return self._engine.num_active
+
+    def start(
+        self,
+        prepare: Iterable[object] = (),
+        call: Callable[[Callable[[], None]], object] = _at_once,
+    ) -> None:
+        """Begins to serve.
+
+        Args:
+          prepare: Is gone through first, in the driver's thread, while the state is "starting".
+          call: Runs a function where listeners are to be called, once for all that a step told;
+            by default in the driver's thread. An event loop's `call_soon_threadsafe` will do.
+        """
+        self._call = call
+        self._thread = threading.Thread(
+            target=self._run, args=(prepare,), name="engine driver", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request], listener: Listener) -> Ticket:
+        """Queues requests, all of them or none; `listener` hears of every sample until its end.
+
+        Raises:
+          NotServing: If the driver is not ready.
+          Unfit: If there are more samples than it could ever hold.
+          QueueFull: If there are more than it can hold now.
+        """
+        count = sum(len(request.params) for request in requests)
+        ticket = Ticket(tuple(requests), listener, num_unfinished=count)
+        with self._lock:
+            if self._state != "ready":
+                raise NotServing(f"the server is {self._state}")
+            if not 1 <= count <= self.capacity:
+                raise Unfit(
+                    f"{count} samples in one request; this server holds 1 to {self.capacity}"
+                )
+            if self._num_unfinished + count > self.capacity:
+                raise QueueFull(
+                    f"{self._num_unfinished} samples are running or waiting and {count} more do"
+                    f" not fit in {self.capacity}; try again later"
+                )
+            self._num_unfinished += count
+            self._inbox[ticket] = None
+            self._lock.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Gives a ticket up; its slots are free before the next step. Once finished: nothing."""
+        with self._lock:
+            if ticket in self._inbox:
+                del self._inbox[ticket]
+                self._finish(ticket)
+            elif ticket.num_unfinished:
+                self._cancelled.append(ticket)
+                self._lock.notify_all()
+
+    def use(self, params: Params) -> None:
+        """Takes other weights, of the same shapes and layout, from the next step on."""
+        with self._lock:
+            self._params = params
+
+    def refuse(self) -> None:
+        """Begins to stop: accepts nothing more, finishes what it has."""
+        with self._lock:
+            if self._state != "failed":
+                self._state = "stopping"
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is unfinished; returns whether it came to that in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._num_unfinished, timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread after its step; tickets that are unfinished hear `NotServing`."""
+        with self._lock:
+            if self._state != "failed":
+                self._state = "stopping"
+            self._closing = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, prepare: Iterable[object]) -> None:
+        end: Refused
+        try:
+            for _ in prepare:
+                if self._closing:
+                    break
+            with self._lock:
+                if self._state == "starting":
+                    self._state = "ready"
+            while self._turn():
+                pass
+            end = NotServing("the server stopped before this request was done")
+        except Exception as error:  # whatever it is, clients must hear of it
+            logging.exception("the engine failed")
+            end = EngineFailed(f"the engine failed: {type(error).__name__}")
+            with self._lock:
+                self._state = "failed"
+        self._end(end)
+
+    def _turn(self) -> bool:
+        """Empties the inbox and takes a step; returns whether to go on."""
+        with self._lock:
+            while not (self._inbox or self._cancelled or self._owners or self._closing):
+                self._lock.wait()
+            if self._closing:
+                return False
+            arrived, self._inbox = list(self._inbox), {}
+            cancelled, self._cancelled = self._cancelled, []
+            params = self._params
+        events: list[tuple[Ticket, Event]] = []
+        for ticket in cancelled:
+            self._abort(ticket)
+        for ticket in arrived:
+            try:
+                self._submit(ticket)
+            except ValueError as error:
+                self._abort(ticket)
+                events.append((ticket, Unfit(str(error))))
+        if self._owners:
+            events += self._events(self._engine.step(params))
+        if events:
+            self._tell(events)
+        return True
+
+    def _submit(self, ticket: Ticket) -> None:
+        first = 0
+        for request in ticket.requests:
+            number = self._engine.submit(request)
+            ticket.numbers += (number,)
+            self._owners[number] = (ticket, first)
+            first += len(request.params)
+
+    def _abort(self, ticket: Ticket) -> None:
+        for number in ticket.numbers:
+            if self._owners.pop(number, None):
+                self._engine.abort(number)
+        with self._lock:
+            self._finish(ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        self._num_unfinished -= ticket.num_unfinished
+        ticket.num_unfinished = 0
+        self._lock.notify_all()
+
+    def _events(self, progress: Sequence[Progress]) -> list[tuple[Ticket, Event]]:
+        events: list[tuple[Ticket, Event]] = []
+        ended: list[Ticket] = []
+        for p in progress:
+            ticket, first = self._owners[p.request]
+            events.append((ticket, (first + p.sample, p)))
+            if p.finish_reason:
+                ended.append(ticket)
+        with self._lock:
+            for ticket in ended:
+                ticket.num_unfinished -= 1
+                self._num_unfinished -= 1
+            self._lock.notify_all()
+        for ticket in ended:
+            if not ticket.num_unfinished:
+                for number in ticket.numbers:
+                    self._owners.pop(number, None)
+        return events
+
+    def _tell(self, events: list[tuple[Ticket, Event]]) -> None:
+        def tell():
+            for ticket, event in events:
+                ticket.listener(event)
+
+        self._call(tell)
+
+    def _end(self, reason: Refused) -> None:
+        with self._lock:
+            left = [*{ticket: None for ticket, _ in self._owners.values()}, *self._inbox]
+            self._inbox, self._cancelled = {}, []
+            left = [ticket for ticket in left if ticket.num_unfinished]
+            for ticket in left:
+                self._finish(ticket)
+        self._owners.clear()
+        if left:
+            self._tell([(ticket, reason) for ticket in left])

@@ -1,0 +1,90 @@
+"""google-jetstream 0.2, made fit for use: without TensorFlow, quiet, and hard to kill.
+
+Importing this module imports JetStream. What is mended there, and why:
+
+- `jetstream.engine` imports `seqio` and `tiktoken` for tokenizers that are not used here, and
+  seqio brings TensorFlow; where they are missing, empty modules stand in for them.
+- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has; an error in one of
+  its threads ends the process by SIGKILL. Memory is freed when nothing refers to it any more.
+- Importing the orchestrator makes the root logger print everything; that is undone.
+- A request with token ids and a session, or with no content, raises in such a thread too:
+  `CheckedOrchestrator` refuses what would, before it gets there.
+"""
+
+import abc
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+
+class JetStreamMissing(UserError, ImportError):
+    """google-jetstream is not installed."""
+
+
+def _stand_in(name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    sys.modules[name] = module
+
+
+class _Unavailable:
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UserError("this tokenizer of JetStream needs seqio and tiktoken, not installed here")
+
+
+if importlib.util.find_spec("jetstream") is None:
+    raise JetStreamMissing(
+        "google-jetstream is not installed: pip install --no-deps google-jetstream &&"
+        " pip install grpcio prometheus-client protobuf shortuuid"
+    )
+if importlib.util.find_spec("seqio") is None:
+    _stand_in("seqio")
+    _stand_in("seqio.vocabularies", Vocabulary=abc.ABC, SentencePieceVocabulary=_Unavailable)
+if importlib.util.find_spec("tiktoken") is None:
+    _stand_in("tiktoken", Encoding=_Unavailable)
+    _stand_in("tiktoken.load", load_tiktoken_bpe=_Unavailable)
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, list(_root.handlers)
+
+import grpc  # noqa: E402
+from jetstream.core import config_lib, orchestrator, server_lib  # noqa: E402
+from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2  # noqa: E402
+
+_root.setLevel(_level)
+for _handler in [handler for handler in _root.handlers if handler not in _handlers]:
+    _root.removeHandler(_handler)
+
+orchestrator.delete_pytree = lambda prefix: None
+
+__all__ = [
+    "CheckedOrchestrator",
+    "config_lib",
+    "engine_api",
+    "orchestrator",
+    "server_lib",
+    "tokenizer_api",
+    "tokenizer_pb2",
+]
+
+
+class CheckedOrchestrator(orchestrator.LLMOrchestrator):
+    """JetStream's service, behind a check of each request."""
+
+    async def Decode(
+        self, request: Any, context: grpc.aio.ServicerContext | None = None
+    ) -> AsyncIterator[Any]:
+        """Answers one request; INVALID_ARGUMENT for what the engine cannot serve."""
+        (engine,) = self._driver._generate_engines
+        if problem := engine.problem(request):
+            await orchestrator._abort_or_raise(context, grpc.StatusCode.INVALID_ARGUMENT, problem)
+        async for response in super().Decode(request, context):
+            yield response
+
+
+orchestrator.LLMOrchestrator = CheckedOrchestrator

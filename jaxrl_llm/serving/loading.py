@@ -1,0 +1,146 @@
+"""A model to serve: from a Hugging Face folder, or from the folder of a run."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import Config, MeshConfig, ModelConfig
+from jaxrl_llm.data.packing import bucket
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import saved
+from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.serving.transcript import decoder
+from jaxrl_llm.serving.wanted import Served
+
+_MOST_TOKENS = 4096  # by default, where the model would take more
+_SMALLEST_PROMPT = 32  # shorter ones share its programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a model comes from, its weights not yet read."""
+
+    name: str
+    roles: Roles
+    max_tokens: int  # prompt and reply, by default
+    read: Callable[[], Params]  # the newest weights, in the rollout layout
+
+
+def from_folder(path: str, dtype: str = "", tensor: int = 1) -> Source:
+    """Returns the model of a Hugging Face folder.
+
+    Args:
+      path: With config.json, safetensors and the tokenizer's files.
+      dtype: Of weights and arithmetic; "" is bfloat16 on accelerators, float32 on CPU.
+      tensor: Devices that share each layer; the others serve slots of their own.
+
+    Raises:
+      UserError: If the folder, or so many devices, cannot be used.
+    """
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    config = Config(
+        model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
+        mesh=MeshConfig(tensor=tensor),
+    )
+    roles = roles_lib.build(config)
+    huggingface.check(path, roles.policy)
+    return Source(
+        name=pathlib.Path(path).resolve().name,
+        roles=roles,
+        max_tokens=min(roles.policy.shape.max_positions, _MOST_TOKENS),
+        read=lambda: roles.rollout_layout(roles_lib.initial_policy(roles)),
+    )
+
+
+def from_run(workdir: str) -> Source:
+    """Returns the policy of a run; each reading takes its newest checkpoint.
+
+    Raises:
+      UserError: If it is not the folder of a run, or holds no undamaged checkpoint.
+    """
+    roles, first, _ = saved.load_policy(workdir)
+    unused = [first]
+
+    def read() -> Params:
+        params = unused.pop() if unused else saved.load_policy(workdir)[1]
+        return roles.rollout_layout(params)
+
+    return Source(
+        name=pathlib.Path(workdir).resolve().name,
+        roles=roles,
+        max_tokens=roles.config.max_sequence_tokens,
+        read=read,
+    )
+
+
+def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
+    """Returns what clients may know of a model; "" and 0 are the source's own."""
+    roles = source.roles
+    tokenizer = roles.tokenizer
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # Settings of tokenizer.json that cut prompts; and changed between two calls, they would
+        # not let another thread decode meanwhile.
+        backend.no_truncation()
+        backend.no_padding()
+    return Served(
+        name=name or source.name,
+        tokenizer=tokenizer,
+        eos_tokens=roles.eos_tokens,
+        vocab_size=roles.policy.shape.vocab_size,
+        max_tokens=max_tokens or source.max_tokens,
+        chat_template=roles.config.data.chat_template,
+    )
+
+
+def engine(source: Source, model: Served, num_slots: int = 0, chunk_steps: int = 8) -> Engine:
+    """Returns an engine of its own for serving.
+
+    Args:
+      num_slots: Samples decoded at one time; 0: 16 on CPU, 64 elsewhere.
+      chunk_steps: Most tokens of a sample between two looks of the host: fewer make streams
+        smoother, more cost less.
+    """
+    roles = source.roles
+    return Engine(
+        roles_lib.rollout_network(roles.config, roles.policy),
+        roles.mesh,
+        num_slots=num_slots or (16 if jax.default_backend() == "cpu" else 64),
+        max_tokens=model.max_tokens,
+        chunk_steps=chunk_steps,
+        decode=decoder(model.tokenizer),
+    )
+
+
+def warm_up(target: Engine, params: Params, max_prompts: int = 1) -> Iterator[None]:
+    """Compiles what serving will need, a piece at a time.
+
+    Args:
+      target: Without requests; it has none afterwards.
+      params: Rollout parameters.
+      max_prompts: Prompts of one length that may arrive together; for more of them, and for
+        log-probs of likeliest tokens, programs are compiled when they are first needed.
+    """
+    longest = target.max_tokens - 2
+    for filtered in (False, True):
+        sampling = SamplingParams(2, top_p=0.5 if filtered else 1.0)
+        count = 1
+        while count <= max_prompts:
+            width = 1
+            while True:
+                prompt = Request((0,) * width, np.zeros((1, 2), np.uint32), (sampling,))
+                for _ in range(count):
+                    target.submit(prompt)
+                while target.num_waiting or target.num_active:
+                    target.step(params)
+                yield
+                if width == longest:
+                    break
+                width = min(bucket(width + 1, smallest=_SMALLEST_PROMPT), longest)
+            count *= 2

@@ -1,0 +1,218 @@
+"""What clients send and get: the shapes of OpenAI's completions and chat completions.
+
+Every field that is not served is refused by name, unless its value asks for nothing.
+"""
+
+import math
+from typing import Any, Literal
+
+import pydantic
+from pydantic import Field
+
+MAX_SAMPLES = 128  # of one prompt
+MAX_PROMPTS = 256  # of one request
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOG_PROBS = 20
+
+# Values of fields that are not served, or not yet told apart, which ask for nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+
+
+class ApiError(Exception):
+    """A reply that is an error, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str = "",
+        param: str = "",
+        retry_after_s: int = 0,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {
+                "message": message,
+                "type": kind,
+                "param": param or None,
+                "code": code or None,
+            }
+        }
+        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
+
+
+class StreamOptions(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is added to a chunk either way
+
+
+class _Body(pydantic.BaseModel):
+    """What completions and chat completions have in common."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    # Beyond OpenAI's.
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: float | None = Field(None, ge=0.0, lt=1.0)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if name in cls.model_fields or name not in _NOTHING:
+                kept[name] = value
+            elif value is not None and not any(_same(value, v) for v in _NOTHING[name]):
+                raise ApiError(
+                    400,
+                    f"{name}={str(value)[:100]!r} is not supported by this server; leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        return kept
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"{len(strings)} stop strings, at most {MAX_STOP_STRINGS}")
+        if not all(1 <= len(string) <= 256 for string in strings):
+            raise ValueError("a stop string must have 1 to 256 characters")
+        return stop
+
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self) -> "_Body":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(_Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+    best_of: int | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_counts(self) -> "CompletionBody":
+        if self.best_of not in (None, self.num_samples):
+            raise ValueError(f"best_of={self.best_of} must be n={self.num_samples}, or left out")
+        if not self.prompts:
+            raise ValueError("prompt is empty; give a text, token ids, or a list of either")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise ValueError(f"{len(self.prompts)} prompts, at most {MAX_PROMPTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts as a list, whichever of the four forms came."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(_Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+
+    @pydantic.model_validator(mode="after")
+    def _check_top(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+
+def _same(value: Any, nothing: Any) -> bool:
+    """Returns whether a value is `nothing`, 0 and 0.0 being the same, 0 and False not."""
+    return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Returns the `usage` object of a reply."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def finite(log_prob: float) -> float:
+    """Returns a log-prob as JSON can hold it: minus infinity is -9999, as OpenAI has it."""
+    return log_prob if math.isfinite(log_prob) else -9999.0

@@ -1,0 +1,121 @@
+"""A serving process from its first request to its last: sockets, signals, exit status."""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import uvicorn
+from absl import logging
+from starlette.types import ASGIApp
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.serving.driver import Driver, Params
+
+_FLUSH_S = 10  # for replies that are done to reach their clients, before the process ends
+_LOOK_S = 0.2  # between two looks at whether to end
+
+
+class ServerError(UserError):
+    """The server cannot listen, or its engine broke."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifetime:
+    """How a server begins, renews its weights, and ends."""
+
+    prepare: Iterable[object]  # gone through before requests are accepted
+    reload: Callable[[], Params]  # other weights, read when SIGHUP comes
+    grace_s: float  # for accepted requests to finish after SIGTERM or SIGINT
+    max_connections: int
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 is any that is free.
+
+    Raises:
+      ServerError: If the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ServerError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    return listener
+
+
+def run(app: ASGIApp, driver: Driver, listener: socket.socket, lifetime: Lifetime) -> None:
+    """Serves until SIGTERM or SIGINT; then refuses newcomers, finishes, returns.
+
+    Raises:
+      ServerError: If the engine broke.
+    """
+    asyncio.run(_run(app, driver, listener, lifetime))
+    if driver.state == "failed":
+        raise ServerError("the engine failed; its error is above. Start the server again")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers: they would close the door before the work is done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(app: ASGIApp, driver: Driver, listener: socket.socket, life: Lifetime) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: loop.run_in_executor(None, _reload, driver, life.reload)
+    )
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=life.max_connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+    server = _Uvicorn(settings)
+    driver.start(life.prepare, loop.call_soon_threadsafe)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (stop.is_set() or serving.done() or driver.state == "failed"):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_S)
+    logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
+    await loop.run_in_executor(None, _finish, driver, life.grace_s)
+    server.should_exit = True
+    await serving
+
+
+def _finish(driver: Driver, grace_s: float) -> None:
+    begun = time.monotonic()
+    driver.refuse()
+    if not driver.drain(grace_s):
+        logging.warning("%d samples did not finish in time", driver.num_unfinished)
+    driver.close()
+    logging.info("stopped after %.1f s", time.monotonic() - begun)
+
+
+def _reload(driver: Driver, read: Callable[[], Params]) -> None:
+    try:
+        driver.use(read())
+        logging.info("serving the newest weights")
+    except Exception:  # whatever it is, serving goes on
+        logging.exception("weights were not reloaded; serving those from before")

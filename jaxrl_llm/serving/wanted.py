@@ -1,0 +1,176 @@
+"""From what a client sent to what the engine is asked: token ids, limits, random keys."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The model that is served, without its weights."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_tokens: tuple[int, ...]
+    vocab_size: int
+    max_tokens: int  # prompt and reply of one sample
+    chat_template: bool = True  # False: messages are joined by newlines
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One client's request, checked."""
+
+    requests: tuple[Request, ...]  # one a prompt
+    stop_strings: tuple[str, ...]
+    with_log_probs: bool
+    num_top_log_probs: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.tokens) for request in self.requests)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """How each sample is drawn, prompt by prompt."""
+        return [params for request in self.requests for params in request.params]
+
+
+def completion(served: Served, body: CompletionBody) -> Wanted:
+    """Returns what `POST /v1/completions` asks for.
+
+    Raises:
+      ApiError: If it cannot be served.
+    """
+    prompts = [_completion_tokens(served, prompt) for prompt in body.prompts]
+    limit = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+    return _wanted(
+        served,
+        body,
+        prompts,
+        # A default gives way to a long prompt; a number that was asked for does not.
+        [limit if body.max_tokens else min(limit, _room(served, prompt)) for prompt in prompts],
+        prompt_param="prompt",
+        with_log_probs=body.logprobs is not None,
+        num_top=body.logprobs or 0,
+    )
+
+
+def chat(served: Served, body: ChatBody) -> Wanted:
+    """Returns what `POST /v1/chat/completions` asks for; without a limit, all that fits.
+
+    Raises:
+      ApiError: If it cannot be served.
+    """
+    if served.chat_template and not served.tokenizer.chat_template:
+        raise ApiError(400, "this model has no chat template; use /v1/completions")
+    messages = [
+        {"role": "system" if m.role == "developer" else m.role, "content": m.text}
+        for m in body.messages
+    ]
+    try:
+        (prompt,), _ = tokenizer_lib.render_prompts(
+            served.tokenizer, [messages], served.chat_template
+        )
+    except DataError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    limit = body.max_completion_tokens or body.max_tokens or _room(served, prompt)
+    return _wanted(
+        served,
+        body,
+        [prompt],
+        [limit],
+        prompt_param="messages",
+        with_log_probs=bool(body.logprobs),
+        num_top=body.top_logprobs or 0,
+    )
+
+
+def _room(served: Served, prompt: Sequence[int]) -> int:
+    return max(1, served.max_tokens - len(prompt))
+
+
+def _completion_tokens(served: Served, prompt: str | list[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(served.tokenizer(prompt)["input_ids"])
+    _check_tokens(served, prompt, "prompt")
+    return tuple(prompt)
+
+
+def _check_tokens(served: Served, tokens: Sequence[int], param: str) -> None:
+    for token in tokens:
+        if not 0 <= token < served.vocab_size:
+            raise ApiError(
+                400,
+                f"{param}: token id {token} is outside the vocabulary of {served.vocab_size}",
+                param=param,
+            )
+
+
+def _wanted(
+    served: Served,
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[tuple[int, ...]],
+    limits: Sequence[int],
+    *,
+    prompt_param: str,
+    with_log_probs: bool,
+    num_top: int,
+) -> Wanted:
+    stop_tokens = () if body.ignore_eos else served.eos_tokens
+    if body.stop_token_ids:
+        _check_tokens(served, body.stop_token_ids, "stop_token_ids")
+        stop_tokens = tuple(dict.fromkeys((*stop_tokens, *body.stop_token_ids)))
+        if len(stop_tokens) > NUM_STOP_TOKENS:
+            raise ApiError(
+                400,
+                f"{len(stop_tokens)} stop tokens with the model's own, at most {NUM_STOP_TOKENS}",
+                param="stop_token_ids",
+            )
+    keys = random_keys(body.seed, len(prompts), body.num_samples)
+    requests = []
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        _check_length(served, len(prompt), limit, prompt_param)
+        params = SamplingParams(
+            max_tokens=limit,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            stop_tokens=stop_tokens,
+            stop_strings=body.stop_strings,
+            num_top_log_probs=num_top,
+        )
+        requests.append(Request(prompt, keys[i], (params,) * body.num_samples))
+    return Wanted(tuple(requests), body.stop_strings, with_log_probs, num_top)
+
+
+def _check_length(served: Served, prompt_tokens: int, max_tokens: int, param: str) -> None:
+    if not prompt_tokens:
+        raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
+    if prompt_tokens + max_tokens > served.max_tokens:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together"
+            f" {prompt_tokens + max_tokens}; this model takes {served.max_tokens}: shorten the"
+            " prompt or lower max_tokens",
+            code="context_length_exceeded",
+            param=param if prompt_tokens >= served.max_tokens else "max_tokens",
+        )
+
+
+def random_keys(seed: int | None, num_prompts: int, num_samples: int) -> np.ndarray:
+    """Returns [prompts, samples, 2] raw keys: of the seed, or never seen before."""
+    entropy = secrets.randbits(128) if seed is None else [seed % 2**64, 1]
+    words = np.random.SeedSequence(entropy).generate_state(2 * num_prompts * num_samples)
+    return words.astype(np.uint32).reshape(num_prompts, num_samples, 2)

@@ -1,0 +1,55 @@
+"""Serves a model over HTTP as OpenAI's API does: `python launch/serve.py --model=FOLDER`.
+
+`--model` is a Hugging Face folder, `--workdir` the folder of a run. Stops on SIGTERM once the
+accepted requests are done; reads the newest weights on SIGHUP. See docs/serving.md.
+"""
+
+from absl import flags, logging
+
+from jaxrl_llm import program
+from jaxrl_llm.serving import loading, server
+from jaxrl_llm.serving.app import Limits, make_app
+from jaxrl_llm.serving.driver import Driver
+from jaxrl_llm.serving.metrics import Metrics
+
+MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
+WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
+NAME = flags.DEFINE_string("name", "", "What clients call the model; empty: the folder's name.")
+HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; there is no access control.")
+PORT = flags.DEFINE_integer("port", 8000, "0: any that is free.", 0, 65535)
+SLOTS = flags.DEFINE_integer("num_slots", 0, "Samples decoded at one time; 0: chosen.", 0)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: the model's, to 4096.", 0)
+MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Samples that may wait for a slot.", 0)
+CHUNK = flags.DEFINE_integer("chunk_steps", 8, "Most tokens between two looks.", 1, 128)
+DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Of --model; empty: chosen.")
+TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share each layer of --model.", 1)
+WARM_UP = flags.DEFINE_integer("warm_up_prompts", 1, "Arriving together; 0: no warm-up.", 0)
+GRACE_S = flags.DEFINE_float("grace_s", 30.0, "For requests to finish after SIGTERM.", 0.0)
+REQUEST_S = flags.DEFINE_float("request_s", 600.0, "Longest time of a request.", 0.1)
+BODY_BYTES = flags.DEFINE_integer("body_bytes", 2**20, "Largest body of a request.", 1)
+
+
+def main():
+    if bool(MODEL.value) == bool(WORKDIR.value):
+        program.refuse([("model", "give either --model or --workdir")])
+    program.keep_compilations(MODEL.value or WORKDIR.value)
+    listener = server.listen(HOST.value, PORT.value)
+    if MODEL.value:
+        source = loading.from_folder(MODEL.value, DTYPE.value, TENSOR.value)
+    else:
+        source = loading.from_run(WORKDIR.value)
+    served = loading.served(source, NAME.value, MAX_TOKENS.value)
+    engine = loading.engine(source, served, SLOTS.value, CHUNK.value)
+    params = source.read()
+    driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
+    limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
+    app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
+    logging.info("serving %r on http://%s:%d", served.name, *listener.getsockname()[:2])
+    prepare = loading.warm_up(engine, params, WARM_UP.value)
+    del params  # or these would stay in memory beside those that SIGHUP brings
+    life = server.Lifetime(prepare, source.read, GRACE_S.value, max(256, 4 * driver.capacity))
+    server.run(app, driver, listener, life)
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,60 @@
+"""Serves a model by JetStream's gRPC server: `python launch/serve_jetstream.py --model=FOLDER`.
+
+For clients that speak JetStream's protocol; `launch/serve.py` is the general way. See
+docs/serving.md for what to install.
+"""
+
+import signal
+import threading
+
+from absl import flags, logging
+
+from jaxrl_llm import program
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.serving import loading
+
+MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
+WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
+HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; there is no access control.")
+PORT = flags.DEFINE_integer("port", 9000, "Port to listen on.", 1, 65535)
+SLOTS = flags.DEFINE_integer("num_slots", 16, "Samples decoded at one time.", 1)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: the model's, to 4096.", 0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every reply; 0: greedy.", 0.0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Share of probability kept.", 1e-6, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0)
+
+
+def main():
+    if bool(MODEL.value) == bool(WORKDIR.value):
+        program.refuse([("model", "give either --model or --workdir")])
+    # JetStream may be missing; what is wrong with the flags is told first.
+    from jaxrl_llm.serving import jetstream_adapter
+
+    program.keep_compilations(MODEL.value or WORKDIR.value)
+    read = loading.from_folder if MODEL.value else loading.from_run
+    source = read(MODEL.value or WORKDIR.value)
+    served = loading.served(source, max_tokens=MAX_TOKENS.value)
+    roles = source.roles
+    engine = jetstream_adapter.JetStreamEngine(
+        roles_lib.rollout_network(roles.config, roles.policy),
+        roles.mesh,
+        served,
+        source.read,
+        num_slots=SLOTS.value,
+        sampling=SamplingParams(
+            1, TEMPERATURE.value, top_p=TOP_P.value, stop_tokens=served.eos_tokens
+        ),
+        seed=SEED.value,
+    )
+    server = jetstream_adapter.run(engine, HOST.value, PORT.value)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    logging.info("serving %r by JetStream on %s:%d", served.name, HOST.value, PORT.value)
+    stop.wait()
+    server.stop()
+
+
+if __name__ == "__main__":
+    program.run(main)

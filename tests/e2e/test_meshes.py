@@ -1,0 +1,92 @@
+"""The shape of the mesh does not matter: same samples, same losses, same weights."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import recipe_settings
+
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import rl
+
+STEPS = 3
+# What babbling gets, now more, now less.
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return sum(character in "0123456789" for character in solution_str) / 8
+"""
+MESHES = {
+    "fsdp 8": {"fsdp": 8},
+    "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "sequence 2 x fsdp 4": {"sequence": 2, "fsdp": 4},
+    "sequence 2 x fsdp 4, ring": {"sequence": 2, "fsdp": 4, "sequence_attention": "ring"},
+    "tensor 8": {"tensor": 8},
+}
+
+
+# Adam divides by the gradient's size: with the usual eps a gradient that is zero but for rounding
+# moves a weight as far as any other, and where it goes the mesh decides.
+OPTIMIZER = {"learning_rate": 3e-3, "eps": 1e-3, "warmup_steps": 0}
+
+
+def config(recipe, mesh, reward, **changes):
+    """Returns three steps of two updates by an untaught model whose query heads divide by 8."""
+    settings = {
+        "model": {"num_heads": 8, "num_kv_heads": 2, "head_size": 8, "num_layers": 2},
+        "rewards": {"functions": {"answer": {"function": f"{reward}:score"}}},
+        "rollout": {"num_slots": 16},
+        "warm_start": {"num_steps": 0},
+        "critic": {"optimizer": OPTIMIZER},
+        "algorithm": {"samples_per_prompt": 4, "kl_in": "loss" if recipe == "grpo" else "reward"},
+        "trainer": {
+            "num_steps": STEPS,
+            "prompts_per_step": 8,
+            "minibatch_size": 16,
+            "max_tokens_per_microbatch": 256,
+            "optimizer": OPTIMIZER,
+        },
+        "mesh": mesh,
+        **changes,
+    }
+    return recipe_settings.config(recipe, settings)
+
+
+def run(recipe, mesh, workdir, devices, **changes):
+    reward = workdir.with_suffix(".py")
+    reward.write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.partial(mesh_lib.make_mesh, devices=devices)
+        patch.setattr(mesh_lib, "make_mesh", make)
+        return rl.train(config(recipe, mesh, reward, **changes), workdir)
+
+
+def assert_same_run(state, workdir, wanted_state, wanted_dir):
+    for step in range(1, STEPS + 1):
+        said = [row["output"] for row in recipe_settings.dump(workdir, step)]
+        wanted = [row["output"] for row in recipe_settings.dump(wanted_dir, step)]
+        assert said == wanted, step
+    found, wanted = recipe_settings.metrics(workdir), recipe_settings.metrics(wanted_dir)
+    for step in range(1, STEPS + 1):
+        losses = [name for name in wanted[step] if name.endswith("/loss")]
+        assert losses and wanted[step]["actor/grad_norm"] > 1e-2
+        for name in [*losses, "actor/grad_norm", "actor/entropy", "critic/score/mean"]:
+            assert found[step][name] == pytest.approx(wanted[step][name], abs=1e-5), (step, name)
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted_state), strict=True):
+        np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def on_one_device(request, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp(request.param) / "run"
+    state = run(request.param, {}, workdir, jax.devices()[:1])
+    return request.param, jax.device_get(state), workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_any_mesh_takes_the_steps_of_one_device(name, on_one_device, tmp_path):
+    recipe, state, workdir = on_one_device
+    found = run(recipe, MESHES[name], tmp_path / "run", jax.devices())
+    assert_same_run(found, tmp_path / "run", state, workdir)

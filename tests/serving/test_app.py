@@ -1,0 +1,195 @@
+"""The application over an engine that can be held: full, slow, stopping, broken."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+from serving_engine import CountingEngine
+
+from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.serving.app import Limits, make_app
+from jaxrl_llm.serving.driver import Driver
+from jaxrl_llm.serving.metrics import Metrics
+from jaxrl_llm.serving.wanted import Served
+
+SERVED = Served("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
+LIMITS = Limits()
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 5}
+
+
+@contextlib.asynccontextmanager
+async def running(engine, limits=LIMITS, prepare=(), max_waiting=2):
+    """Gives a client of an application in this event loop, and its driver."""
+    driver = Driver(engine, 0.0, max_waiting=max_waiting)
+    app = make_app(SERVED, driver, Metrics(driver, engine.num_slots), limits)
+    driver.start(prepare, asyncio.get_running_loop().call_soon_threadsafe)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        while driver.state == "starting" and not prepare:
+            await asyncio.sleep(0.001)
+        try:
+            yield client, driver
+        finally:
+            engine.may_step.set()
+            driver.close()
+
+
+async def complete(client, **fields):
+    return await client.post("/v1/completions", json={**BODY, **fields})
+
+
+def error_of(reply):
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["type"], error["code"]
+
+
+def test_a_full_queue_is_429_and_then_served():
+    async def scenario():
+        engine = CountingEngine(num_slots=1)
+        async with running(engine) as (client, driver):
+            engine.may_step.clear()
+            accepted = asyncio.create_task(complete(client, n=3))
+            while driver.num_unfinished < 3:
+                await asyncio.sleep(0.001)
+            for stream in (False, True):
+                reply = await complete(client, stream=stream)
+                assert reply.status_code == 429
+                assert error_of(reply) == ("rate_limit_error", "queue_full")
+                assert int(reply.headers["retry-after"]) > 0
+            engine.may_step.set()
+            reply = await accepted
+            assert [c["finish_reason"] for c in reply.json()["choices"]] == ["length"] * 3
+            assert (await complete(client)).status_code == 200
+            text = (await client.get("/metrics")).text
+            assert 'jaxrl_llm_rejected_total{reason="queue_full"} 2.0' in text
+            assert 'jaxrl_llm_requests_total{path="/v1/completions",status="200"} 2.0' in text
+
+    asyncio.run(scenario())
+
+
+def test_starting_and_stopping_are_503():
+    async def scenario():
+        engine = CountingEngine()
+
+        def prepare():
+            engine.may_step.wait(30)
+            yield
+
+        engine.may_step.clear()
+        async with running(engine, prepare=prepare()) as (client, driver):
+            health = await client.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "starting"})
+            reply = await complete(client)
+            assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
+            assert error_of(reply) == ("server_error", "not_serving")
+            engine.may_step.set()
+            while driver.state != "ready":
+                await asyncio.sleep(0.001)
+            engine.may_step.clear()
+            accepted = asyncio.create_task(complete(client))
+            while not driver.num_unfinished:
+                await asyncio.sleep(0.001)
+            driver.refuse()
+            assert (await complete(client)).status_code == 503
+            assert (await client.get("/health")).json() == {"status": "stopping"}
+            engine.may_step.set()
+            assert (await accepted).json()["usage"]["completion_tokens"] == 5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_504_and_given_up(stream):
+    async def scenario():
+        engine = CountingEngine()
+        async with running(engine, Limits(request_s=0.05)) as (client, driver):
+            engine.may_step.clear()
+            reply = await complete(client, stream=stream)
+            if stream:  # the status is long sent
+                assert reply.status_code == 200
+                error = json.loads(reply.text.strip().removeprefix("data: "))["error"]
+                assert error["code"] == "request_timeout"
+            else:
+                assert reply.status_code == 504
+                assert error_of(reply) == ("timeout_error", "request_timeout")
+            engine.may_step.set()
+            while driver.num_unfinished:
+                await asyncio.sleep(0.001)
+            assert engine.num_active == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_broken_engine_is_500_and_unhealthy():
+    async def scenario():
+        engine = CountingEngine(breaks=True)
+        async with running(engine) as (client, _):
+            reply = await complete(client)
+            assert reply.status_code == 500
+            assert error_of(reply) == ("server_error", "engine_failed")
+            assert "device lost" not in reply.text  # details are for the log
+            assert (await client.get("/health")).json() == {"status": "failed"}
+            assert (await complete(client)).status_code == 503
+
+    asyncio.run(scenario())
+
+
+def test_what_only_the_engine_refuses_is_400():
+    async def scenario():
+        async with running(CountingEngine(too_long=5)) as (client, _):
+            reply = await complete(client, prompt="abcdef")
+            assert reply.status_code == 400
+            assert "a prompt of 6 tokens" in reply.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_never_arrives_is_408():
+    async def body():
+        yield b"{"
+        await asyncio.sleep(30)
+
+    async def scenario():
+        async with running(CountingEngine(), Limits(body_s=0.05)) as (client, _):
+            headers = {"content-type": "application/json"}
+            reply = await client.post("/v1/completions", content=body(), headers=headers)
+            assert reply.status_code == 408
+            assert error_of(reply)[0] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_is_too_large_is_413_before_it_is_whole():
+    sent = 0
+
+    async def body():
+        nonlocal sent
+        for _ in range(100):
+            sent += 1
+            yield b" " * 1000
+
+    async def scenario():
+        async with running(CountingEngine(), Limits(body_bytes=5000)) as (client, _):
+            headers = {"content-type": "application/json"}
+            reply = await client.post("/v1/completions", content=body(), headers=headers)
+            assert reply.status_code == 413 and sent < 10
+
+    asyncio.run(scenario())
+
+
+def test_every_chunk_of_a_stream_is_an_event():
+    async def scenario():
+        async with running(CountingEngine()) as (client, _):
+            reply = await complete(client, stream=True, n=2, max_tokens=3)
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            events = reply.text.split("\n\n")
+            assert events[-2:] == ["data: [DONE]", ""]
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+            texts = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == 1]
+            tokenizer = character_tokenizer()
+            assert texts == [tokenizer.decode([token]) for token in (10, 11, 12)]
+
+    asyncio.run(scenario())

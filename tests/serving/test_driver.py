@@ -1,0 +1,245 @@
+"""The driver: every sample is told once, to its end or to the reason why not."""
+
+import collections
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from serving_engine import CountingEngine
+
+from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.serving.driver import Driver, EngineFailed, NotServing, QueueFull, Refused, Unfit
+
+
+def request(max_tokens=3, samples=1, prompt_tokens=2):
+    keys = np.zeros((samples, 2), np.uint32)
+    return Request((0,) * prompt_tokens, keys, (SamplingParams(max_tokens),) * samples)
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self):
+        self.tokens = collections.defaultdict(list)
+        self.log_probs = []
+        self.reasons = {}
+        self.error = None
+        self.changed = threading.Condition()
+
+    def __call__(self, event):
+        with self.changed:
+            if isinstance(event, Refused):
+                assert self.error is None
+                self.error = event
+            else:
+                index, progress = event
+                assert index not in self.reasons  # nothing after the end
+                self.tokens[index] += progress.tokens
+                self.log_probs += progress.log_probs
+                if progress.finish_reason:
+                    self.reasons[index] = progress.finish_reason
+            self.changed.notify_all()
+
+    def wait(self, samples):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.error or len(self.reasons) == samples, 30)
+        return self
+
+
+@pytest.fixture
+def make():
+    drivers = []
+
+    def make(engine, params=0.0, max_waiting=4, prepare=()):
+        driver = Driver(engine, params, max_waiting=max_waiting)
+        drivers.append(driver)
+        driver.start(prepare)
+        end = time.monotonic() + 30
+        while driver.state == "starting" and not prepare:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return driver
+
+    yield make
+    for driver in drivers:
+        driver._engine.may_step.set()
+        driver.close()
+
+
+def test_samples_of_several_requests_are_counted_through(make):
+    engine = CountingEngine()
+    driver, heard = make(engine), Heard()
+    driver.submit([request(3, samples=2), request(1), request(5)], heard)
+    heard.wait(4)
+    assert heard.tokens == {0: [10, 11, 12], 1: [10, 11, 12], 2: [10], 3: [10, 11, 12, 13, 14]}
+    assert set(heard.reasons.values()) == {"length"} and heard.error is None
+    assert driver.num_unfinished == 0
+    assert engine.threads and threading.get_ident() not in engine.threads
+
+
+def test_a_full_queue_is_told_at_once_and_empties(make):
+    engine = CountingEngine(num_slots=2)
+    driver = make(engine, max_waiting=3)
+    engine.may_step.clear()
+    heard = [Heard() for _ in range(2)]
+    driver.submit([request(samples=2)], heard[0])
+    with pytest.raises(QueueFull, match="2 samples are running or waiting and 4 more do not fit"):
+        driver.submit([request(samples=4)], Heard())
+    driver.submit([request(samples=3)], heard[1])
+    with pytest.raises(QueueFull):
+        driver.submit([request()], Heard())
+    with pytest.raises(Unfit, match="6 samples in one request; this server holds 1 to 5"):
+        driver.submit([request(samples=6)], Heard())
+    engine.may_step.set()
+    for listener, count in zip(heard, (2, 3), strict=True):
+        listener.wait(count)
+    assert driver.drain(30)
+    driver.submit([request(samples=5)], last := Heard())
+    assert len(last.wait(5).reasons) == 5
+
+
+def test_cancelling_frees_slots_and_queue(make):
+    engine = CountingEngine(num_slots=2)
+    driver = make(engine, max_waiting=2)
+    running = driver.submit([request(10**9, samples=2)], Heard())
+    waiting = driver.submit([request(10**9), request(10**9)], Heard())
+    end = time.monotonic() + 30
+    while engine.num_steps < 2:
+        assert time.monotonic() < end
+    for ticket in (waiting, running, running):
+        driver.cancel(ticket)
+    assert driver.drain(30)
+    driver.submit([request(samples=4)], heard := Heard())
+    assert len(heard.wait(4).reasons) == 4
+    assert sorted(set(engine.aborted)) == [0, 1, 2]
+    assert engine.num_active == 0
+    driver.cancel(running)  # finished long ago: nothing
+    assert driver.num_unfinished == 0
+
+
+def test_weights_change_between_steps(make):
+    engine = CountingEngine()
+    driver, heard = make(engine, params=1.0), Heard()
+    ticket = driver.submit([request(10**9)], heard)
+    with heard.changed:
+        assert heard.changed.wait_for(lambda: 1.0 in heard.log_probs, 30)
+    driver.use(2.0)
+    with heard.changed:
+        assert heard.changed.wait_for(lambda: 2.0 in heard.log_probs, 30)
+    driver.cancel(ticket)
+    assert sorted(heard.log_probs) == heard.log_probs
+
+
+def test_stopping_finishes_what_was_accepted(make):
+    engine = CountingEngine()
+    driver, heard = make(engine), Heard()
+    engine.may_step.clear()
+    driver.submit([request(50, samples=6)], heard)
+    driver.refuse()
+    assert driver.state == "stopping"
+    with pytest.raises(NotServing, match="the server is stopping"):
+        driver.submit([request()], Heard())
+    assert not driver.drain(0.01)
+    engine.may_step.set()
+    assert driver.drain(30)
+    driver.close()
+    assert len(heard.reasons) == 6 and heard.error is None
+
+
+def test_closing_tells_those_that_are_left(make):
+    driver, heard = make(CountingEngine(num_slots=1)), Heard()
+    driver.submit([request(10**9)], heard)
+    driver.submit([request(10**9)], queued := Heard())
+    driver.close()
+    assert isinstance(heard.error, NotServing) and isinstance(queued.error, NotServing)
+    assert driver.num_unfinished == 0
+
+
+def test_a_broken_engine_is_told_to_all(make):
+    engine = CountingEngine()
+    driver = make(engine)
+    engine.may_step.clear()
+    heard = [Heard() for _ in range(3)]
+    for listener in heard:
+        driver.submit([request(samples=2)], listener)
+    engine.breaks = True
+    engine.may_step.set()
+    for listener in heard:
+        assert isinstance(listener.wait(2).error, EngineFailed)
+    assert driver.state == "failed"
+    with pytest.raises(NotServing, match="the server is failed"):
+        driver.submit([request()], Heard())
+
+
+def test_what_the_engine_refuses_leaves_nothing_behind(make):
+    engine = CountingEngine(too_long=5)
+    driver, heard = make(engine), Heard()
+    driver.submit([request(), request(prompt_tokens=6)], heard)
+    assert isinstance(heard.wait(2).error, Unfit) and "prompt of 6 tokens" in str(heard.error)
+    assert driver.drain(30) and engine.num_active == 0
+    driver.submit([request()], after := Heard())
+    assert after.wait(1).tokens == {0: [10, 11, 12]}
+
+
+def test_requests_wait_for_the_preparation(make):
+    prepared = threading.Event()
+
+    def prepare():
+        yield
+        assert prepared.wait(30)
+        yield
+
+    driver = make(CountingEngine(), prepare=prepare())
+    with pytest.raises(NotServing, match="the server is starting"):
+        driver.submit([request()], Heard())
+    prepared.set()
+    end = time.monotonic() + 30
+    while driver.state != "ready":
+        assert time.monotonic() < end
+    driver.submit([request()], heard := Heard())
+    assert heard.wait(1).reasons == {0: "length"}
+
+
+def test_nothing_is_lost_or_told_twice_among_many_threads(make):
+    engine = CountingEngine(num_slots=3)
+    driver = make(engine, max_waiting=12)
+    outcomes = collections.Counter()
+
+    def client(seed):
+        choose = random.Random(seed)
+        for _ in range(30):
+            lengths = [choose.randint(1, 6) for _ in range(choose.randint(1, 3))]
+            heard = Heard()
+            try:
+                ticket = driver.submit([request(length) for length in lengths], heard)
+            except QueueFull:
+                outcomes["full"] += 1
+                continue
+            if choose.random() < 0.3:
+                driver.cancel(ticket)
+                outcomes["cancelled"] += 1
+                continue
+            heard.wait(len(lengths))
+            assert [len(heard.tokens[i]) for i in range(len(lengths))] == lengths
+            outcomes["done"] += 1
+
+    failures = []
+    threads = [
+        threading.Thread(target=lambda s=seed: _catch(client, s, failures)) for seed in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert sum(outcomes.values()) == 240 and outcomes["done"] > 20
+    assert driver.drain(30) and engine.num_active == 0
+
+
+def _catch(function, argument, failures):
+    try:
+        function(argument)
+    except BaseException as error:
+        failures.append(error)

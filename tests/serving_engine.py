@@ -1,0 +1,61 @@
+"""An engine of plain Python with the interface of the real one: what it samples is its clock."""
+
+import dataclasses
+import threading
+
+from jaxrl_llm.rollout.requests import Progress
+
+
+@dataclasses.dataclass
+class CountingEngine:
+    """Gives each sample the tokens 10, 11, 12, ...; one a step, in `num_slots` slots.
+
+    Every step waits for `may_step`, and an entry of its params is told as the log-prob.
+    """
+
+    num_slots: int = 4
+    too_long: int = 1000  # requests with longer prompts do not fit
+    may_step: threading.Event = dataclasses.field(default_factory=threading.Event)
+    breaks: bool = False
+    num_steps: int = 0
+    aborted: list = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self.may_step.set()
+        self._samples = {}  # (request, sample) -> [params, tokens so far], in order of arrival
+        self._count = 0
+        self.threads = set()
+
+    @property
+    def num_active(self):
+        return min(self.num_slots, len(self._samples))
+
+    def submit(self, request):
+        self.threads.add(threading.get_ident())
+        if len(request.tokens) > self.too_long:
+            raise ValueError(f"a prompt of {len(request.tokens)} tokens")
+        number, self._count = self._count, self._count + 1
+        for i, params in enumerate(request.params):
+            self._samples[number, i] = [params, 0]
+        return number
+
+    def abort(self, number):
+        self.threads.add(threading.get_ident())
+        self.aborted.append(number)
+        self._samples = {key: s for key, s in self._samples.items() if key[0] != number}
+
+    def step(self, params):
+        self.threads.add(threading.get_ident())
+        assert self.may_step.wait(30)
+        if self.breaks:
+            raise RuntimeError("device lost")
+        self.num_steps += 1
+        told = []
+        for key in list(self._samples)[: self.num_slots]:
+            sample = self._samples[key]
+            sample[1] += 1
+            reason = "length" if sample[1] == sample[0].max_tokens else ""
+            told.append(Progress(*key, (9 + sample[1],), (float(params),), (), reason))
+            if reason:
+                del self._samples[key]
+        return told
