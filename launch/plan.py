@@ -1,8 +1,8 @@
 """Plans a run before it is paid for: `python launch/plan.py --config=FILE --topology=v5p:2x2x4`.
 
 Or `--devices=8 --device=h100`; without either, the devices of this process. Prints bytes a
-device by program and part, whether that fits, and the nearest change that does. `--compile`
-asks the compiler too, for a TPU topology with no TPU attached.
+device by program and part, whether that fits, the nearest change that does, and the time of a
+step. `--compile` asks the compiler too, for a TPU topology with no TPU attached.
 """
 
 import json
@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm import config_bridge, program
 from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import fit, report
+from jaxrl_llm.planning import fit, placement, report
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
@@ -22,6 +22,8 @@ DEVICE = flags.DEFINE_string("device", "", "Kind of device, e.g. h100; see plann
 DEVICES = flags.DEFINE_integer("devices", 1, "How many of --device.")
 COMPILE = flags.DEFINE_bool("compile", False, "Compile every program and print what that needs.")
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+PLACEMENT = flags.DEFINE_bool("placement", False, "Rank all 15 placements of PPO's four models.")
+PRICE = flags.DEFINE_float("price", 0.0, "Dollars for each device and hour; 0: not given.")
 CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]).")
 
 
@@ -39,11 +41,16 @@ def main():
     if CHART.value:
         report.save_chart(plan, CHART.value)
     if JSON.value:
-        print(json.dumps({**report.to_json(plan, advice), "compiled": compiled}))
+        found = report.to_json(plan, advice, PRICE.value)
+        print(json.dumps({**found, "compiled": compiled}))
         return
     print(report.headline(plan), report.table(plan, compiled), report.bars(plan), sep="\n\n")
     if not plan.fits:
         print(f"\nnearest run that fits, {advice}")
+    if plan.device.flops:
+        print("\n" + report.times(plan, PRICE.value))
+    if PLACEMENT.value:
+        print("\n" + placement.table(placement.rank(plan.setting, plan.device)))
 
 
 if __name__ == "__main__":

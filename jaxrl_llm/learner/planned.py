@@ -8,11 +8,12 @@ from absl import logging
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner import compiled as compiled_lib
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.learner import networks
+from jaxrl_llm.learner import lowering, networks
 from jaxrl_llm.planning import devices, fit, memory, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
+
+_MARGIN = 1.1  # how far estimates are from compilers' reports at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,22 +121,48 @@ def compiled(plan: Plan, place: Place) -> dict[str, float | str]:
     return found
 
 
-def check(config: Config, present: Sequence[Any]) -> Plan | None:
-    """Returns the plan of a run that fits the devices present; None where nothing is known.
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a run was planned to need on its devices; nothing where they are not known."""
+
+    peak_bytes: float
+
+    def metrics(self, present: Sequence[Any]) -> dict[str, float]:
+        """Returns the plan in GiB, and how much of it the devices have used at most so far.
+
+        `perf/planned_memory_gb`, and `perf/measured_to_planned_memory` where the platform
+        tells its peak (CPU does not).
+        """
+        if not self.peak_bytes:
+            return {}
+        stats = [found for device in present if (found := device.memory_stats())]
+        peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+        found = {"perf/planned_memory_gb": self.peak_bytes / GIB}
+        if peaks:
+            found["perf/measured_to_planned_memory"] = max(peaks) / self.peak_bytes
+        return found
+
+
+def check(config: Config, present: Sequence[Any]) -> Budget:
+    """Returns what a run may need of the devices present.
+
+    The estimate is good to a tenth: up to that much too much is a warning, more is refused.
 
     Raises:
       ConfigError: If it cannot fit, with what is missing and the nearest run that fits.
     """
     if devices.present(present) is None:
-        return None
+        logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
+        return Budget(0.0)
     made = plan(config, here(present))
-    if made.fits:
-        return made
-    busiest = max(made.programs, key=lambda name: made.programs[name].total)
-    raise ConfigError(
-        [
+    if not made.fits:
+        busiest = max(made.programs, key=lambda name: made.programs[name].total)
+        message = (
             f"config: needs {made.peak / GIB:.1f} GiB on each {made.device.name} device while"
             f" '{busiest}' runs, {-made.room / GIB:.1f} more than it has; nearest run that fits,"
             f" {fit.advise(made)}"
-        ]
-    )
+        )
+        if made.peak > _MARGIN * made.device.memory_bytes:
+            raise ConfigError([message])
+        logging.warning("%s", message)
+    return Budget(made.peak)

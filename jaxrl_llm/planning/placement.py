@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from jaxrl_llm.planning import memory, roofline
+from jaxrl_llm.planning import memory, report, roofline
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.memory import Setting
 
@@ -136,15 +136,15 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
         yield tuple((b - a) * unit for a, b in itertools.pairwise(ends))
 
 
-def _best_pool(
-    setting: Setting, device: Device, group: tuple[str, ...], count: int
-) -> Pool | None:
+def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: int) -> Pool | None:
     """Returns the fastest mesh over `count` devices on which a group fits, None without one."""
     best = None
     for tensor in (1, 2, 4, 8):
         if count % tensor:
             continue
-        mesh = {"data": 1, "fsdp": count // tensor, "sequence": 1, "tensor": tensor}
+        # Dims of models divide by powers of two; what is odd in a pool's size goes to data.
+        fsdp = (count // tensor) & -(count // tensor)
+        mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
         here = dataclasses.replace(setting, mesh=mesh)
         held = memory.role_bytes(here)
         work = memory.role_work(here)
@@ -173,8 +173,7 @@ def table(ranking: list[Placement]) -> str:
     for number, placement in enumerate(ranking, 1):
         time = f"{placement.step_s:8.1f} s" if placement.fits else "       - "
         pools = ", ".join(
-            f"{pool.num_devices} (fsdp {pool.mesh['fsdp']} x tensor {pool.mesh['tensor']})"
-            for pool in placement.pools
+            f"{pool.num_devices} ({report.axes(pool.mesh)})" for pool in placement.pools
         )
         lines.append(f"{number:2} {time}  {placement.name:44} {pools}\n{'':15}{placement.why()}")
     return "\n".join(lines)

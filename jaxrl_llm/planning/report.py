@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_llm.planning import roofline
 from jaxrl_llm.planning.devices import GIB
 from jaxrl_llm.planning.fit import Advice, Plan
 from jaxrl_llm.planning.memory import PARTS
@@ -16,13 +17,17 @@ _MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
 def headline(plan: Plan) -> str:
     """Returns in one line what runs where and whether it fits."""
     setting, device = plan.setting, plan.device
-    mesh = " x ".join(f"{axis} {size}" for axis, size in setting.mesh.items() if size > 1)
     verdict = "fits" if plan.fits else "does not fit"
     return (
-        f"{setting.num_devices} x {device.name} ({mesh or 'one device'}):"
+        f"{setting.num_devices} x {device.name} ({axes(setting.mesh)}):"
         f" {plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device, {verdict},"
         f" {abs(plan.room) / GIB:.1f} GiB {'free' if plan.fits else 'short'}"
     )
+
+
+def axes(mesh: Mapping[str, int]) -> str:
+    """Returns the axes of a mesh that split anything: "fsdp 8 x tensor 2"."""
+    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
 
 
 def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
@@ -62,8 +67,31 @@ def bars(plan: Plan) -> str:
     return "\n".join([*lines, f"{'':14}{legend}; | the device's memory"])
 
 
-def to_json(plan: Plan, advice: Advice | None) -> dict[str, Any]:
-    """Returns the plan as JSON holds it, in bytes."""
+def times(plan: Plan, price: float) -> str:
+    """Returns seconds by phase and for a step, tokens per second, MFU, and dollars for the run.
+
+    Args:
+      plan: On devices whose speed is known.
+      price: Dollars for each device and hour; 0: none are printed.
+    """
+    speed = roofline.speed(plan.setting, plan.device)
+    lines = [f"{'a step':18}{'seconds':>10}{'TFLOP':>10}{'HBM GB':>10}{'link GB':>10}"]
+    for name, cost in speed.phases.items():
+        sizes = (cost.flops / 1e12, cost.memory_bytes / 1e9, cost.link_bytes / 1e9)
+        lines.append(f"{name:18}{cost.seconds:10.2f}" + "".join(f"{n:10.1f}" for n in sizes))
+    lines.append(
+        f"{'all':18}{speed.step_s:10.2f}   {speed.tokens_per_s_per_device:.0f} tokens/s/device,"
+        f" MFU {speed.mfu:.1%}"
+    )
+    if price:
+        steps = plan.setting.config.trainer.num_steps
+        dollars = speed.dollars(price, plan.setting.num_devices, steps)
+        lines.append(f"{steps} steps: {dollars:,.0f} dollars at {price} a device and hour")
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
+    """Returns the plan as JSON holds it, in bytes and seconds."""
     found = {
         "device": dataclasses.asdict(plan.device),
         "num_devices": plan.setting.num_devices,
@@ -76,13 +104,18 @@ def to_json(plan: Plan, advice: Advice | None) -> dict[str, Any]:
             for name, parts in plan.programs.items()
         },
     }
-    if advice:
-        found["advice"] = {
-            "changes": dict(advice.changes),
-            "device": advice.device.name,
-            "num_devices": advice.num_devices,
-            "peak_bytes": advice.plan.peak,
-        }
+    found["advice"] = {
+        "changes": dict(advice.changes),
+        "device": advice.device.name,
+        "num_devices": advice.num_devices,
+        "peak_bytes": advice.plan.peak,
+    }
+    if plan.device.flops:
+        speed = roofline.speed(plan.setting, plan.device)
+        found["speed"] = dataclasses.asdict(speed)
+        if price:
+            steps = plan.setting.config.trainer.num_steps
+            found["dollars"] = speed.dollars(price, plan.setting.num_devices, steps)
     return found
 
 

@@ -64,9 +64,7 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
         )
     for shape in setting.scorers:
         judge = dataclasses.replace(setting, policy=shape)
-        found["score_reward"] = _pass(
-            judge, device, sequences, width, trained=False, head="scalar"
-        )
+        found["score_reward"] = _pass(judge, device, sequences, width, trained=False, head="scalar")
     return found
 
 

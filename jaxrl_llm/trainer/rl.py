@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import collection, experience, replicas, throughput, update
+from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock, Profiler
@@ -64,6 +64,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
+    budget = planned.check(config, jax.devices())
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
@@ -160,6 +161,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_engine,
                     roles.resharder.report().metrics(),
                     throughput.of_step(roles, rollouts, seconds),
+                    budget.metrics(jax.local_devices()),
                     seconds,
                 )
                 writer.write_rollouts(step, rollouts, rewards)
