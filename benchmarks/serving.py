@@ -170,7 +170,9 @@ def main():
         try:
             assert server.stderr is not None
             url = next(
-                line.rpartition(" on ")[2].strip() for line in server.stderr if "serving " in line
+                line.rpartition(" on ")[2].strip()
+                for line in server.stderr
+                if "serving on " in line
             )
             while httpx.get(url + "/health").status_code != 200:
                 time.sleep(0.1)

@@ -12,10 +12,10 @@ folder must be one that all of them see.
 
 import concurrent.futures
 import contextlib
-import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,16 +24,15 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
 
+from jaxrl_llm import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
-
-SEAL = "sha256.json"  # within a step: {file: digest} of all the others
-_READ_BYTES = 1 << 24
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -44,27 +43,37 @@ class Saver:
     """Keeps the last steps of a run in one folder, written in the background.
 
     A step is visible when it is complete, never before; a failed or killed save leaves the
-    steps before it as they were. At most one save is in flight.
+    steps before it as they were. At most one save is in flight. Beside the newest steps the one
+    with the best value of `config.best_metric` is kept; which that is, every step holds itself.
     """
 
-    def __init__(self, directory: PathLike, config: CheckpointConfig):
+    def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
         """Opens `directory`, made if missing.
 
         What a killed save left half-written is no step, and is removed before the next save.
+
+        Args:
+          directory: Of the steps of one run.
+          config: What is kept.
+          read_only: Whether to change nothing there, for the run may be going on.
 
         Raises:
           CheckpointError: If the folder cannot be made or read.
         """
         self._directory = epath.Path(os.path.abspath(directory))
         self._config = config
+        self._read_only = read_only
+        self._best: Json = {}  # step and value; empty before there is one
+        self._best_saved: Json = {}  # the same, of the last save that did not fail
         self._sealing: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "seal")
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._config.keep,
-            cleanup_tmp_directories=True,
+            preservation_policy=_Kept(self),
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
             enable_async_checkpointing=True,
         )
         try:
@@ -72,10 +81,35 @@ class Saver:
         except OSError as error:
             raise _write_error(self._directory, error) from error
 
-    def due(self, step: int, last: int) -> bool:
-        """Returns whether a checkpoint is wanted after `step` of `last` completed steps."""
+    def due(self, step: int, last: int, numbers: Mapping[str, float] = {}) -> bool:
+        """Returns whether a checkpoint is wanted after `step` of `last` completed steps.
+
+        Args:
+          step: Completed steps.
+          last: Those of the whole run.
+          numbers: Of this step; the first and every better `config.best_metric` is wanted.
+        """
         every = self._config.every
-        return step == last or (every > 0 and step % every == 0)
+        better = self._is_best(numbers.get(self._config.best_metric, math.nan))
+        if better:
+            self._best = {"step": step, "value": float(numbers[self._config.best_metric])}
+        return better or step == last or (every > 0 and step % every == 0)
+
+    def _is_best(self, value: float) -> bool:
+        sign = 1.0 if self._config.best_mode == "max" else -1.0
+        return math.isfinite(value) and (
+            not self._best or sign * value > sign * self._best["value"]
+        )
+
+    def keeps(self, step: int, newest: Sequence[int]) -> bool:
+        """Returns whether a step is to stay when `newest` are all steps, in ascending order."""
+        return step in newest[-self._config.keep :] or step == self._best.get("step")
+
+    def best_step(self) -> int:
+        """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
+        newest = self.latest_step()
+        best = _meta(self._directory / str(newest))["best"] if newest else {}
+        return best.get("step", 0)
 
     def latest_step(self) -> int:
         """Returns the newest complete step, 0 if there is none."""
@@ -98,7 +132,7 @@ class Saver:
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
-        content = _content(state, extra)
+        content = _content(state, extra, self._best)
         self.wait()
         try:
             self._manager.save(step, args=content)
@@ -106,6 +140,13 @@ class Saver:
             self._failed(step, error)
         else:
             self._sealing = self._executor.submit(self._commit, step)
+
+    def ensure(self, step: int, state: Tree, extra: Json) -> None:
+        """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""
+        self.wait()
+        if step > self.latest_step():
+            self.save(step, state, extra)
+            self.wait()
 
     def wait(self) -> None:
         """Returns when the save in flight is on disk and sealed.
@@ -125,11 +166,13 @@ class Saver:
         try:
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
-                _seal(self._directory / str(step))
+                seal.write(self._directory / str(step))
         except Exception as error:
             raise _SaveFailed(step, error) from error
+        self._best_saved = self._best
 
     def _failed(self, step: int, cause: Exception) -> None:
+        self._best = self._best_saved
         # The manager counts a failed step as saved; one opened again sees what is on disk.
         with contextlib.suppress(Exception):  # raises `cause` again, which is reported below
             self._manager.close()
@@ -139,7 +182,9 @@ class Saver:
             raise error from cause
         logging.warning("%s; going on without this checkpoint", error)
 
-    def restore(self, abstract_state: Tree, partial: bool = False) -> tuple[Tree, Json, int]:
+    def restore(
+        self, abstract_state: Tree, partial: bool = False, step: int = 0
+    ) -> tuple[Tree, Json, int]:
         """Returns the newest undamaged step.
 
         Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
@@ -149,6 +194,7 @@ class Saver:
           abstract_state: The state's structure as `jax.ShapeDtypeStruct`s, each with the
             sharding that the array shall have; the mesh may be another than when saved.
           partial: Whether arrays of the step that `abstract_state` lacks are left unread.
+          step: Newest step to look at; 0: of all.
 
         Returns:
           (state, extra, step).
@@ -158,16 +204,21 @@ class Saver:
             other names, shapes or dtypes than `abstract_state`.
         """
         self.wait()
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = sorted(
+            (s for s in self._manager.all_steps() if not step or s <= step), reverse=True
+        )
         if not steps:
             raise CheckpointError(
                 f"{self._directory}: no checkpoint to restore; look at latest_step() first"
             )
         for step in steps:
             folder = self._directory / str(step)
-            if not (damage := _agreed(_damage(folder) if _is_first() else "")):
+            if not (damage := _agreed(seal.damage(folder) if _is_first() else "")):
+                self._best = self._best_saved = _meta(folder)["best"]
                 return *_restored(folder, abstract_state, partial), step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
+            if self._read_only:
+                continue
             if _is_first():
                 folder.rename(self._directory / f"damaged.{step}")
             _barrier(f"damaged {folder}")
@@ -184,6 +235,17 @@ class Saver:
         finally:
             self._executor.shutdown()
             self._manager.close()
+
+
+class _Kept(checkpoint_managers.PreservationPolicy):
+    """Asks a saver which steps stay when another one is complete."""
+
+    def __init__(self, saver: Saver):
+        self._saver = saver
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return [self._saver.keeps(step, steps) for step in steps]
 
 
 class _SaveFailed(Exception):
@@ -207,13 +269,13 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
     folder = epath.Path(os.path.abspath(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
-    content = _content(tree, dict(extra))
+    content = _content(tree, dict(extra), {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder, args=content)
         if _is_first():
-            _seal(folder)
+            seal.write(folder)
     except Exception as error:
         raise _write_error(folder, error) from error
     _barrier(f"sealed {folder}")
@@ -228,7 +290,7 @@ def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such folder")
-    if damage := _agreed(_damage(folder) if _is_first() else ""):
+    if damage := _agreed(seal.damage(folder) if _is_first() else ""):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
     return _restored(folder, abstract_tree)
 
@@ -249,21 +311,24 @@ def _described(named: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _content(tree: Tree, extra: Json) -> ocp.args.Composite:
+def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
     named = _named(tree)
     json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
-    return ocp.args.Composite(
-        arrays=ocp.args.PyTreeSave(named),
-        meta=ocp.args.JsonSave({"arrays": _described(named), "extra": extra}),
-    )
+    meta = {"arrays": _described(named), "extra": extra, "best": best}
+    return ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(meta))
+
+
+def _meta(folder: epath.Path) -> Json:
+    """Returns the JSON part of a complete step."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return {"best": {}, **checkpointer.restore(folder, args=args).meta}
 
 
 def _restored(folder: epath.Path, abstract: Tree, partial: bool = False) -> tuple[Tree, Json]:
     wanted = _named(abstract)
+    meta = _meta(folder)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        meta = checkpointer.restore(
-            folder, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        ).meta
         saved = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
         if differing := _differences(saved, _described(wanted)):
             raise CheckpointError(
@@ -292,52 +357,6 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     ]
     more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
     return "; ".join(lines[:5] + more)
-
-
-def _files(folder: epath.Path) -> list[epath.Path]:
-    found = []
-    for path in sorted(folder.iterdir()):
-        found.extend(_files(path) if path.is_dir() else [path])
-    return found
-
-
-def _digest(path: epath.Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _seal(folder: epath.Path) -> None:
-    """Writes the digests of all files of a complete step into it."""
-    digests = {os.path.relpath(path, folder): _digest(path) for path in _files(folder)}
-    partial = folder / f"{SEAL}.tmp"
-    partial.write_text(json.dumps(digests, indent=1))
-    partial.rename(folder / SEAL)
-
-
-def _damage(folder: epath.Path) -> str:
-    """Returns what is wrong with the files of a complete step; "" if nothing."""
-    try:
-        digests = json.loads((folder / SEAL).read_text())
-    except FileNotFoundError:
-        logging.warning(
-            "%s: complete, but the process ended before its checksums were written;"
-            " restored without them",
-            folder,
-        )
-        return ""
-    except ValueError as error:
-        return f"{SEAL} is not JSON ({error})"
-    for name, digest in digests.items():
-        path = folder / name
-        try:
-            if _digest(path) != digest:
-                return f"{name} differs from its checksum ({path.stat().length} bytes now)"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-    return ""
 
 
 def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:

@@ -7,7 +7,8 @@ optional: what is not set in the ConfigDict (missing, or `None`) takes the
 value of the recipe, then the default written here.
 
 The bridge itself is `jaxrl_llm/config_bridge.py`; this file holds the nouns and
-their rules. What the policy network is stands in `config_model.py`.
+their rules. What the policy network is stands in `config_model.py`; checkpoints, metrics,
+profiles and alerts in `config_records.py`.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxrl_llm.config_model import LoraConfig, ModelConfig
+from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.errors import Problem, UserError
 from jaxrl_llm.recipes import (
     ADVANTAGES,
@@ -396,6 +398,8 @@ class RewardsConfig:
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     num_workers: int = 2  # processes
     timeout_s: float = 10.0
+    memory_gib: float = 16.0  # address space of a process; inf: no limit
+    environment: tuple[str, ...] = ()  # variables of the run that the processes may see
     on_failure: Literal["stop", "score"] = "stop"
     failure_score: float = 0.0
 
@@ -408,6 +412,8 @@ class RewardsConfig:
             yield "num_workers", f"must be at least 1, got {self.num_workers}"
         if not self.timeout_s > 0:
             yield "timeout_s", f"must be positive, got {self.timeout_s}"
+        if not self.memory_gib >= 0.5:
+            yield "memory_gib", f"must be at least 0.5 (inf: no limit), got {self.memory_gib}"
         if not math.isfinite(self.failure_score):
             yield "failure_score", f"must be finite, got {self.failure_score}"
 
@@ -483,52 +489,6 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When a step is saved. One atomic step holds everything that a resumed run needs."""
-
-    every: int = 0  # RL steps; 0: only after the last step
-    keep: int = 2
-    on_failure: Literal["stop", "continue"] = "stop"  # when the disk is full or read-only
-
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 0:
-            yield "every", f"must not be negative (0: only the last step), got {self.every}"
-        if self.keep < 1:
-            yield "keep", f"must be at least 1, got {self.keep}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """Where numbers go, beside `WORKDIR/metrics.jsonl`, which is always written."""
-
-    every: int = 1
-    console: bool = True
-    tensorboard: bool = True
-    wandb_project: str = ""  # "": off
-    rollouts_every: int = 1  # RL steps between rollout dumps; 0: none
-
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 1:
-            yield "every", f"must be at least 1, got {self.every}"
-        if self.rollouts_every < 0:
-            yield "rollouts_every", f"must not be negative (0: none), got {self.rollouts_every}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfilerConfig:
-    """A window of steps that the JAX profiler records, for TensorBoard, in `WORKDIR/profile`."""
-
-    first_step: int = 0  # RL steps; 0: no window
-    num_steps: int = 1
-
-    def problems(self) -> Iterator[Problem]:
-        if self.first_step < 0:
-            yield "first_step", f"must not be negative (0: no window), got {self.first_step}"
-        if self.num_steps < 1:
-            yield "num_steps", f"must be at least 1, got {self.num_steps}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
 
@@ -567,9 +527,10 @@ class Config:
     warm_start: SupervisedConfig = SupervisedConfig()
     preference: SupervisedConfig = SupervisedConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    profiler: ProfilerConfig = ProfilerConfig()
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
+    profiler: ProfilerConfig = dataclasses.field(default_factory=ProfilerConfig)
     mesh: MeshConfig = MeshConfig()
 
     @property

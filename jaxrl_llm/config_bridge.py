@@ -36,6 +36,7 @@ RESUMABLE = (
     "evaluation",
     "checkpoint",
     "metrics",
+    "alerts",
     "profiler",
     "mesh",
     "model.remat",
@@ -44,6 +45,8 @@ RESUMABLE = (
     "rollout.chunk_steps",
     "rewards.num_workers",
     "rewards.timeout_s",
+    "rewards.memory_gib",
+    "rewards.environment",
 )
 
 

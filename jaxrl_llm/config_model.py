@@ -57,7 +57,10 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters on a frozen policy (arXiv:2106.09685): W + alpha / rank * A B."""
+    """Low-rank adapters on a frozen policy (arXiv:2106.09685): W + alpha / rank * A B.
+
+    A critic, where there is one, is trained whole.
+    """
 
     rank: int = 0  # 0: off, all of the policy is trained
     alpha: float = 16.0

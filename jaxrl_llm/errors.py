@@ -4,6 +4,10 @@ import contextlib
 import pathlib
 from collections.abc import Iterator
 
+EXIT_MENDABLE = 1  # of a program that ends with the message of a `UserError`
+EXIT_ALERT = 3  # an alert stopped the run after a save
+EXIT_INTERRUPTED = 75  # a signal ended the run; to be started again, as EX_TEMPFAIL says
+
 Problem = tuple[str, str]  # (field path below a group, what is wrong and what to do)
 
 
@@ -12,6 +16,18 @@ class UserError(Exception):
 
     Programs in `launch/` show the message without a traceback.
     """
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to end before its last step, and ends as soon as nothing is lost.
+
+    Not an `Exception`: nothing on the way may take it for a failure of its own.
+    """
+
+    def __init__(self, reason: str, exit_code: int):
+        """Keeps the code that the program ends with."""
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from absl import app, flags, logging
 
 from jaxrl_llm import compiler_flags, config_bridge
 from jaxrl_llm.config import ConfigError, Problem
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
 # Libraries that report at INFO what only their own developers want to know.
@@ -58,6 +58,9 @@ def run(main: Callable[[], None]) -> None:
             hosts.join(cluster.find(os.environ, _START.value, address))
             main()
             hosts.leave()
+        except Interrupted as ended:  # all processes end together
+            hosts.leave()
+            sys.exit(ended.exit_code)
         except UserError as error:
             _end(str(error))
         except OSError as error:
@@ -80,7 +83,7 @@ def run(main: Callable[[], None]) -> None:
 def _end(message: str) -> NoReturn:
     logging.error("%s", message)
     hosts.abandon(message)
-    sys.exit(1)
+    sys.exit(EXIT_MENDABLE)
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -67,6 +67,7 @@ class Rewards:
     baselines: Float[np.ndarray, " B"]  # score of the prompt's greedy answer (ReMax), or zero
     details: tuple[Mapping[str, Any], ...]  # what reward functions returned beside the score
     num_failures: int  # reward calls that raised, hung or returned no finite number
+    num_calls: int = 0  # reward calls in all
     num_dropped: int = 0  # sequences of groups that dynamic sampling replaced by others
 
 

@@ -17,10 +17,13 @@ DTYPE = flags.DEFINE_enum(
     "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: the run's."
 )
 ADAPTERS = flags.DEFINE_bool("adapters", False, "Only the adapters, as a folder for `peft`.")
+BEST = flags.DEFINE_bool(
+    "best", False, "The policy of the best checkpoint.best_metric, not the newest."
+)
 
 
 def main():
-    roles, params, step = saved.load_policy(WORKDIR.value)
+    roles, params, step = saved.load_policy(WORKDIR.value, BEST.value)
     path = roles.config.model.path
     if ADAPTERS.value:
         if not roles.config.lora.rank:

@@ -4,13 +4,19 @@
 accepted requests are done; reads the newest weights on SIGHUP. See docs/serving.md.
 """
 
-from absl import flags, logging
+import sys
+
+from absl import flags
 
 from jaxrl_llm import program
-from jaxrl_llm.serving import loading, server
-from jaxrl_llm.serving.app import Limits, make_app
 from jaxrl_llm.serving.driver import Driver
-from jaxrl_llm.serving.metrics import Metrics
+
+try:
+    from jaxrl_llm.serving import loading, server
+    from jaxrl_llm.serving.app import Limits, make_app
+    from jaxrl_llm.serving.metrics import Metrics
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; serving needs more than the package: pip install -e '.[serve]'")
 
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
@@ -44,7 +50,6 @@ def main():
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
     app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
-    logging.info("serving %r on http://%s:%d", served.name, *listener.getsockname()[:2])
     prepare = loading.warm_up(engine, params, WARM_UP.value)
     del params  # or these would stay in memory beside those that SIGHUP brings
     life = server.Lifetime(prepare, source.read, GRACE_S.value, max(256, 4 * driver.capacity))

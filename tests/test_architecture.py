@@ -12,9 +12,12 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 # Ground floor first. A floor lists its blocks: neighbours, none of which imports another. A
 # block is a folder or, on the ground floor, modules in the order in which they may import.
 FLOORS = (
-    (("types",), ("errors", "recipes", "config_model", "config", "config_bridge")),
+    (
+        ("types",),
+        ("errors", "recipes", "config_model", "config_records", "config", "config_bridge"),
+    ),
     (("algorithms",), ("sharding",)),
-    (("models",), ("data",), ("checkpoint",), ("metrics",)),
+    (("models",), ("data",), ("seal", "checkpoint"), ("metrics",), ("sandbox",)),
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),

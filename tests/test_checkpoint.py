@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import pathlib
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrl_llm.checkpoint import SEAL, CheckpointError, Saver, load_tree, save_tree
+from jaxrl_llm.checkpoint import CheckpointError, Saver, load_tree, save_tree
 from jaxrl_llm.config import CheckpointConfig
+from jaxrl_llm.seal import SEAL
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXTRA = {"data": {"position": 12, "order": [3, 1, 2]}, "kl_coef": 0.1, "empty": {}}
@@ -136,6 +138,44 @@ def test_keeps_by_count_and_is_due_on_multiples_and_at_the_end(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
     assert not Saver(tmp_path / "b", CheckpointConfig(every=0)).due(4, 5)
     assert Saver(tmp_path / "b", CheckpointConfig(every=0)).due(5, 5)
+
+
+@pytest.mark.parametrize("mode, best", [("max", 2), ("min", 5)])
+def test_keeps_the_best_beside_the_newest(tmp_path, mode, best):
+    config = CheckpointConfig(every=3, keep=1, best_metric="score", best_mode=mode)
+    scores = {1: 0.5, 2: 0.9, 3: math.nan, 5: 0.1, 7: 0.5, 8: 0.2}
+    saver = Saver(tmp_path, config)
+    saved = []
+    for step in range(1, 10):
+        if step == 4:  # killed and started again
+            saver.close()
+            saver = Saver(tmp_path, config)
+            assert saver.restore(abstract({"w": jnp.zeros(4)}))[2] == 3
+        if saver.due(step, 9, {"score": scores[step]} if step in scores else {}):
+            saver.save(step, {"w": jnp.full(4, float(step))}, {})
+            saved.append(step)
+    saver.close()
+    assert saved == [1, 2, 3, 6, 9] if mode == "max" else [1, 3, 5, 6, 9]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(best), "9"]
+    reader = Saver(tmp_path, config, read_only=True)
+    assert reader.best_step() == best
+    state, _, step = reader.restore(abstract({"w": jnp.zeros(4)}), step=best)
+    assert step == best and (np.asarray(state["w"]) == best).all()
+
+
+def test_a_reader_changes_nothing(tmp_path):
+    """The run may be saving: what looks half-written is not the reader's to remove."""
+    state = {"w": jnp.arange(8.0)}
+    saver = Saver(tmp_path, CheckpointConfig())
+    for step in (1, 2):
+        saver.save(step, state, {})
+    saver.close()
+    flip(largest_file(tmp_path / "2"))
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
+    reader = Saver(tmp_path, CheckpointConfig(), read_only=True)
+    assert reader.restore(abstract(state))[2] == 1
+    reader.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3.orbax-checkpoint-tmp"}
 
 
 def largest_file(step: pathlib.Path) -> pathlib.Path:

@@ -11,7 +11,13 @@ from jaxrl_llm.config import Config
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 # What is read there does not count: the bridge reads every field, whatever it is for.
-BOOKKEEPING = {"config.py", "config_model.py", "config_bridge.py", "recipes.py"}
+BOOKKEEPING = {
+    "config.py",
+    "config_model.py",
+    "config_records.py",
+    "config_bridge.py",
+    "recipes.py",
+}
 
 
 def _leaves(cls):

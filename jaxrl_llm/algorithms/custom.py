@@ -1,6 +1,8 @@
 """Whether a user's own advantage and policy loss can work, found out before a run begins."""
 
 import dataclasses
+import os
+import traceback
 from typing import Any
 
 import jax
@@ -63,15 +65,28 @@ def check(config: AlgorithmConfig) -> None:
             continue
         try:
             resolve(name, table, field.replace("_", " "))
-        except (ValueError, ImportError, FileNotFoundError, AttributeError, TypeError) as error:
-            problems.append(f"config.algorithm.{field}: {error}")
+        except Exception as error:  # whatever the user's file raises when it is imported
+            problems.append(f"config.algorithm.{field}: {name!r}: {type(error).__name__}: {error}")
             continue
         try:
             trace(config)
         except FunctionError as error:
             problems.append(str(error))
+        except Exception as error:  # what the user's function raises when it is traced
+            problems.append(
+                f"config.algorithm.{field}: {name!r} raises {_last_line_of(name, error)}"
+                f"{type(error).__name__}: {error}"
+            )
     if problems:
         raise ConfigError(problems)
+
+
+def _last_line_of(name: str, error: Exception) -> str:
+    """Returns where in the user's file the error arose, "" if elsewhere."""
+    file = os.path.basename(name.rpartition(":")[0])
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if os.path.basename(frame.filename) == file]
+    return f"in line {lines[-1]}: " if lines else ""
 
 
 def _trace_advantage(config: AlgorithmConfig) -> None:

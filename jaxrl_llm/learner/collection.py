@@ -109,6 +109,7 @@ def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Roll
             baselines=rewards.baselines[rows],
             details=tuple(rewards.details[i] for i in rows),
             num_failures=rewards.num_failures,
+            num_calls=rewards.num_calls,
             num_dropped=rewards.num_dropped,
         ),
     )
@@ -160,6 +161,7 @@ def _concatenate(waves: list[tuple[Rollouts, Rewards]]) -> tuple[Rollouts, Rewar
             baselines=joined("baselines", 1),
             details=tuple(d for _, rewards in waves for d in rewards.details),
             num_failures=sum(rewards.num_failures for _, rewards in waves),
+            num_calls=sum(rewards.num_calls for _, rewards in waves),
             num_dropped=sum(rewards.num_dropped for _, rewards in waves),
         ),
     )

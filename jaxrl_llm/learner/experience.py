@@ -199,6 +199,7 @@ def _estimate(
     }
     advantage, returns = advantages.estimate(algorithm, **available)
     cost_returns = jnp.zeros_like(returns)
+    before = log_multiplier
     if algorithm.safe:
         costs = safe_rlhf.shaped_costs(
             algorithm, kl_coef, arrays["costs"], *log_probs_of_both, mask
@@ -226,6 +227,9 @@ def _estimate(
         correction_weights=weights,
     )
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
+    # They are part of the state: once NaN they would stay it.
+    next_coef = jnp.where(jnp.isnan(next_coef), kl_coef, next_coef)
+    log_multiplier = jnp.where(jnp.isnan(log_multiplier), before, log_multiplier)
     return estimates, next_coef, log_multiplier, metrics
 
 
@@ -252,9 +256,14 @@ def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates)
 
 
 def minibatches(
-    roles: Roles, rollouts: Rollouts, key: jax.Array
+    roles: Roles, rollouts: Rollouts, key: jax.Array, allowed: bool = True
 ) -> Iterator[tuple[Plan, jax.Array]]:
-    """Yields plan and key of each update: every epoch, all sequences in a new order."""
+    """Yields plan and key of each update: every epoch, all sequences in a new order.
+
+    None if the step is not `allowed` to change the weights.
+    """
+    if not allowed:
+        return
     config = roles.config
     count = len(rollouts.lengths)
     for epoch in range(config.trainer.epochs):

@@ -65,23 +65,24 @@ def apply_if_finite(
     gradients: Tree,
     opt_state: Tree,
     params: Tree,
+    allowed: Bool[Array, ""] | bool = True,
 ) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
-    """Takes one update, or none if the gradient's norm is not finite.
+    """Takes one update, or none if it is not allowed or the gradient's norm is not finite.
 
     Returns:
       params and optimizer state, the global gradient norm before clipping, and whether the
       update was skipped. A skipped update changes nothing, the schedule's count included.
     """
     norm = optax.tree.norm(gradients)
-    finite = jnp.isfinite(norm)
+    take = allowed & jnp.isfinite(norm)
     updates, next_state = transformation.update(gradients, opt_state, params)
 
     def choose(taken, kept):
-        return jnp.where(finite, taken, kept)
+        return jnp.where(take, taken, kept)
 
     # Added in the wider dtype, rounded once.
     params = jax.tree.map(lambda p, u: choose((p + u).astype(p.dtype), p), params, updates)
-    return params, jax.tree.map(choose, next_state, opt_state), norm, ~finite
+    return params, jax.tree.map(choose, next_state, opt_state), norm, ~take
 
 
 def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:

@@ -15,13 +15,17 @@ from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models.transformer import Params
 
 
-def load_policy(workdir: str | os.PathLike[str]) -> tuple[Roles, Params, int]:
+def load_policy(workdir: str | os.PathLike[str], best: bool = False) -> tuple[Roles, Params, int]:
     """Returns the roles of a run, its newest saved policy, and the step it was saved after.
 
     With LoRA the policy is its adapters, and the roles have the base that they belong to:
     `Roles.whole_policy` and `Roles.rollout_layout` put the two together.
 
     Critics, optimizers and frozen models are left unread; the mesh is that of this process.
+
+    Args:
+      workdir: Folder of a finished or running run.
+      best: Take the policy of the best `checkpoint.best_metric` instead of the newest.
 
     Raises:
       ConfigError: If `workdir` is not the folder of a run.
@@ -31,7 +35,7 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[Roles, Params, int]:
     roles = roles_lib.build(config)
     if config.lora.rank:
         roles = dataclasses.replace(roles, base_params=_base(roles, pathlib.Path(workdir)))
-    params, step = _restore(config, roles, pathlib.Path(workdir))
+    params, step = _restore(config, roles, pathlib.Path(workdir), best)
     return roles, params, step
 
 
@@ -43,14 +47,20 @@ def _base(roles: Roles, workdir: pathlib.Path) -> Params:
     return checkpoint.load_tree(folder, _placed(roles.policy.abstract(), roles.policy_shardings))[0]
 
 
-def _restore(config: Config, roles: Roles, workdir: pathlib.Path) -> tuple[Params, int]:
+def _restore(config: Config, roles: Roles, workdir: pathlib.Path, best: bool) -> tuple[Params, int]:
     if config.lora.rank:
         shardings = networks.adapter_shardings(roles.policy, roles.mesh)
         abstract = _placed(roles.policy.abstract_adapters(), shardings)
     else:
         abstract = _placed(roles.policy.abstract(), roles.policy_shardings)
-    saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
-    state, _, step = saver.restore({"policy": {"params": abstract}}, partial=True)
+    saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint, read_only=True)
+    wanted = saver.best_step() if best else 0
+    if best and not wanted:
+        raise checkpoint.CheckpointError(
+            f"{workdir}: no best step; config.checkpoint.best_metric was"
+            f" {config.checkpoint.best_metric!r}, or no saved step had it"
+        )
+    state, _, step = saver.restore({"policy": {"params": abstract}}, partial=True, step=wanted)
     saver.close()
     return state["policy"]["params"], step
 

@@ -6,6 +6,7 @@ microbatches, packed into rows and split over devices does not change the gradie
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,10 +36,12 @@ def take_update(
     plan: Plan,
     loss: Loss,
     prefix: str,
+    max_kl: float = math.inf,
 ) -> tuple[Trainable, Metrics]:
     """Returns the role after one update on a plan's sequences, and the metrics of the update.
 
-    A gradient that is not finite changes nothing and is counted in `PREFIX/skipped_updates`.
+    A loss or gradient that is not finite changes nothing, nor does one whose `actor/ppo_kl` is
+    above `max_kl`. That is decided within the program, and counted in `PREFIX/skipped_updates`.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda a: a[0], plan.microbatches)
@@ -48,8 +51,9 @@ def take_update(
     (value, metrics), gradients = batches.add_up(
         plan, functools.partial(gradient, role.params), like
     )
+    allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
-        transformation, gradients, role.opt_state, role.params
+        transformation, gradients, role.opt_state, role.params, allowed
     )
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
@@ -158,6 +162,8 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
         chunk=config.model.vocab_chunk,
     )
     with_entropy = algorithm.entropy_coef != 0.0
+    of_kl = config.alerts.kl
+    max_kl = of_kl.limit if of_kl.action == "skip" else math.inf
 
     def policy_update(role: Trainable, base: Params, batch: Minibatch, plan: Plan, key):
         width = batch.tokens.shape[1]
@@ -182,7 +188,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
                 denominators,
             )
 
-        return take_update(role, roles.policy_optimizer, plan, loss, "actor")
+        return take_update(role, roles.policy_optimizer, plan, loss, "actor", max_kl)
 
     def _selection(params, batch: Minibatch, plan: Plan, key):
         """Returns what clip_cov and kl_cov choose from the whole minibatch."""

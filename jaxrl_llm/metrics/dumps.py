@@ -3,6 +3,7 @@
 Files are JSON lines under verl's keys, readable by its viewers.
 """
 
+import io
 import json
 import math
 import os
@@ -70,6 +71,13 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, (str, int, bool, type(None))) else str(value)
+
+
+def write_all(file: io.RawIOBase, data: bytes) -> None:
+    """Writes all of `data` to an unbuffered file, which may take a part at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) or 0 :]
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

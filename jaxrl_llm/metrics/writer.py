@@ -4,6 +4,7 @@ One process of a run writes; the others hold a `Writer` that does nothing. Which
 there are is not decided here.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import pathlib
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from absl import logging
 from rich import console as rich_console
 from rich import progress
 
-from jaxrl_llm.config import MetricsConfig
+from jaxrl_llm.config import ConfigError, MetricsConfig
 from jaxrl_llm.errors import naming
 from jaxrl_llm.metrics import dumps
 from jaxrl_llm.types import Rewards, Rollouts
@@ -49,6 +50,7 @@ class Writer:
         config: MetricsConfig,
         first_step: int = 0,
         total_steps: int = 0,
+        position: Mapping[str, int] = {},
     ):
         """Opens the outputs.
 
@@ -57,9 +59,7 @@ class Writer:
           config: Which outputs, and how often.
           first_step: First step that this process writes; lines from it on are dropped.
           total_steps: Last step, for the progress bar.
-
-        Raises:
-          ImportError: If Weights & Biases is asked for and not installed.
+          position: `get_state()` of when `first_step` began; empty, lines alone decide.
         """
         self._workdir = pathlib.Path(workdir)
         self._config = config
@@ -67,7 +67,7 @@ class Writer:
         self._closers: list[Callable[[], Any]] = []
         if jax.process_index() != 0:
             return
-        self._open_jsonl(first_step)
+        self._open_jsonl(first_step, position.get("num_bytes", 0))
         if config.console:
             self._open_console(first_step, total_steps)
         if config.tensorboard:
@@ -90,13 +90,30 @@ class Writer:
             return
         data = {name: float(value) for group in groups for name, value in group.items()}
         for sink in self._sinks:
-            sink(step, data)
+            with self._tolerated(f"numbers of step {step}"):
+                sink(step, data)
 
     def write_rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
         """Writes `WORKDIR/rollouts/STEP.jsonl`, on steps where the config asks for it."""
         every = self._config.rollouts_every
         if self._sinks and every and step % every == 0:
-            dumps.write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
+            with self._tolerated(f"rollouts of step {step}"):
+                dumps.write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the length of the metrics file, as JSON can hold it; for the checkpoint."""
+        path = self._workdir / "metrics.jsonl"
+        return {"num_bytes": path.stat().st_size} if self._sinks and path.exists() else {}
+
+    @contextlib.contextmanager
+    def _tolerated(self, what: str) -> Iterator[None]:
+        """Lets a disk that refuses to be written end the run, or only warns of it."""
+        try:
+            yield
+        except OSError as error:
+            if self._config.on_failure == "stop":
+                raise
+            logging.warning("%s could not be written: %s; going on", what, error)
 
     def close(self) -> None:
         """Closes the outputs; nothing may be written after."""
@@ -110,17 +127,34 @@ class Writer:
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
-    def _open_jsonl(self, first_step: int) -> None:
+    def _open_jsonl(self, first_step: int, num_bytes: int) -> None:
         path = self._workdir / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_before(path, first_step)
-        file = path.open("a", encoding="utf-8")
+        if path.exists() and path.stat().st_size < num_bytes:
+            logging.warning(
+                "%s: %d bytes up to step %d, the checkpoint was saved when it had %d; lines are"
+                " missing",
+                path,
+                path.stat().st_size,
+                first_step - 1,
+                num_bytes,
+            )
+        file = path.open("ab", buffering=0)
+        waiting: list[bytes] = []  # lines that the disk has not taken
 
         def sink(step: int, data: Mapping[str, float]) -> None:
             record = {"step": step, "data": dumps.jsonable(data)}
-            with naming(path):
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-                file.flush()
+            waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+            size = os.fstat(file.fileno()).st_size
+            try:
+                with naming(path):
+                    dumps.write_all(file, b"".join(waiting))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(file.fileno(), size)  # no half line stays
+                raise
+            waiting.clear()
 
         self._sinks.append(sink)
         self._closers.append(file.close)
@@ -162,13 +196,7 @@ class Writer:
         self._closers.append(writer.close)
 
     def _open_wandb(self, project: str) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError(
-                f"config.metrics.wandb_project: {project!r} needs the package wandb;"
-                " pip install 'jaxrl_llm[wandb]', or set it to ''"
-            ) from error
+        wandb = importlib.import_module("wandb")
         name = self._workdir / "wandb_id"
         if not name.exists():
             dumps.replace_text(name, uuid.uuid4().hex)
@@ -177,6 +205,21 @@ class Writer:
         )
         self._sinks.append(lambda step, data: run.log(dict(data), step=step))
         self._closers.append(run.finish)
+
+
+def check(config: MetricsConfig) -> None:
+    """Raises ConfigError if an output needs a package that is not there; before any work."""
+    if not config.wandb_project:
+        return
+    try:
+        importlib.import_module("wandb")
+    except ImportError as error:
+        raise ConfigError(
+            [
+                f"config.metrics.wandb_project: {config.wandb_project!r} needs the package wandb"
+                f" ({error}); pip install 'jaxrl_llm[wandb]', or set it to ''"
+            ]
+        ) from error
 
 
 def _print_line(step: int, data: Mapping[str, float]) -> None:

@@ -47,23 +47,27 @@ def implementation_for(
 
 
 def segment_causal_mask(
-    segment_ids: Int[Array, "B T"], first: int = 0, length: int = 0, window: int = 0
+    segment_ids: Int[Array, "B S"],
+    first: int | Int[Array, ""] = 0,
+    length: int = 0,
+    window: int = 0,
 ) -> Bool[Array, "B 1 Q S"]:
     """Returns which key each query may see: its own segment, not the future. 0 is padding.
 
     Args:
       segment_ids: Which sequence of the row each token belongs to.
       first: The first query.
-      length: Of the queries; 0: all from the first on. Keys end with the last query.
+      length: Of the queries; 0: the whole row.
       window: Tokens back from the query, itself included, that it sees; 0: all.
     """
-    last = first + length if length else segment_ids.shape[1]
-    queries, keys = jnp.arange(first, last)[:, None], jnp.arange(last)
+    length = length or segment_ids.shape[1]
+    queries = (first + jnp.arange(length))[:, None]
+    keys = jnp.arange(segment_ids.shape[1])
     sees = keys <= queries
     if window:
         sees &= keys > queries - window
-    same = segment_ids[:, first:last, None] == segment_ids[:, None, :last]
-    return (same & sees)[:, None]
+    of_queries = jax.lax.dynamic_slice_in_dim(segment_ids, first, length, axis=1)
+    return ((of_queries[:, :, None] == segment_ids[:, None, :]) & sees)[:, None]
 
 
 def full_attention(
@@ -100,28 +104,29 @@ def full_attention(
 
 
 def _in_blocks(q, k, v, segment_ids, window: int, soft_cap: float):
-    """Returns attention of one block of queries after another, each with the keys up to its end.
+    """Returns attention of one block of queries after another.
 
     A block's scores are computed again in the backward pass: never more than one block's exist.
     """
-    length = q.shape[1]
+    batch, length, num_heads, size = q.shape
     plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
     if length <= _QUERY_BLOCK:
         return attend(q, k, v, mask=segment_causal_mask(segment_ids, window=window))
+    count = -(-length // _QUERY_BLOCK)
+    width = -(-length // count)
+    more = count * width - length  # queries without a token, at the end
+    ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
 
-    @functools.partial(jax.checkpoint, static_argnums=(4, 5), prevent_cse=False)
-    def block(q, k, v, segment_ids, first: int, size: int):
-        mask = segment_causal_mask(segment_ids, first, size, window)
-        return attend(q, k, v, mask=mask)
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(queries, number):
+        mask = segment_causal_mask(ids, number * width, width, window)[..., :length]
+        return attend(queries, k, v, mask=mask)
 
-    mixed = []
-    for first in range(0, length, _QUERY_BLOCK):
-        last = min(first + _QUERY_BLOCK, length)
-        mixed.append(
-            block(q[:, first:last], k[:, :last], v[:, :last], segment_ids, first, last - first)
-        )
-    return jnp.concatenate(mixed, axis=1)
+    queries = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
+    queries = jnp.moveaxis(queries.reshape(batch, count, width, num_heads, size), 1, 0)
+    mixed = jax.lax.map(lambda piece: block(*piece), (queries, jnp.arange(count)))
+    return jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, num_heads, size)[:, :length]
 
 
 def _capped(q, k, v, mask: Bool[Array, "B 1 Q S"], soft_cap: float):

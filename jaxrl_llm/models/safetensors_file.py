@@ -140,9 +140,14 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         )
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
+        files = sorted(set(weight_map.values()), key=str)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointFormatError(f"{index}: not a valid index: {error!r}") from error
+    for name in files:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name or name == "..":
+            raise CheckpointFormatError(
+                f"{index}: {name!r} names a file outside of this folder; it must be a plain name"
+            )
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise CheckpointFormatError(

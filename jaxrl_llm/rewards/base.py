@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.config import (
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RewardsConfig,
+    is_import_path,
+)
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.pool import Call, Outcome, RewardError, RewardPool
+from jaxrl_llm.rewards.worker import LARGEST_SCORE
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import Rewards, Rollouts
 
@@ -34,12 +40,33 @@ def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "S
 
 
 def check(config: RewardsConfig) -> None:
-    """Raises RewardError if a function cannot be found; before anything is allocated."""
-    for term in (*config.functions.values(), *config.cost_functions.values()):
+    """Raises RewardError if a function cannot be found; before anything is allocated.
+
+    A user's file is run in a process of its own, so that it can neither end nor hang this one.
+    """
+    names = [
+        term.function for term in (*config.functions.values(), *config.cost_functions.values())
+    ]
+    if any(is_import_path(name) for name in names):
+        _pool(config, names, num_workers=1).close()
+        return
+    for name in names:
         try:
-            functions.resolve(term.function)
+            functions.resolve(name)
         except ValueError as error:
             raise RewardError(str(error)) from error
+
+
+def _pool(config: RewardsConfig, names: Sequence[str], num_workers: int) -> RewardPool:
+    return RewardPool(
+        names,
+        num_workers=num_workers,
+        timeout_s=config.timeout_s,
+        on_failure=config.on_failure,
+        failure_score=config.failure_score,
+        memory_gib=config.memory_gib,
+        environment=config.environment,
+    )
 
 
 class Scorer:
@@ -58,14 +85,10 @@ class Scorer:
         if shared:
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
         self._model_scorers = dict(model_scorers)
-        functions = [*config.functions.values(), *config.cost_functions.values()]
-        self._pool = RewardPool(
-            [term.function for term in functions],
-            num_workers=config.num_workers if functions else 0,
-            timeout_s=config.timeout_s,
-            on_failure=config.on_failure,
-            failure_score=config.failure_score,
-        )
+        names = [
+            term.function for term in (*config.functions.values(), *config.cost_functions.values())
+        ]
+        self._pool = _pool(config, names, config.num_workers if names else 0)
 
     def __enter__(self) -> "Scorer":
         return self
@@ -95,7 +118,7 @@ class Scorer:
         self._check_every_row_has_a_reward(applies, sources)
         details: list[dict[str, Any]] = [{} for _ in sources]
         values = {name: np.zeros(len(sources)) for name in terms}
-        num_failures = self._call_functions(rollouts, applies, values, details)
+        num_calls, num_failures = self._call_functions(rollouts, applies, values, details)
         for name, scorer in self._model_scorers.items():
             if applies[name].any():
                 scores = _checked_scores(name, scorer(rollouts), len(sources))
@@ -103,16 +126,23 @@ class Scorer:
         weights = {name: term.weight * applies[name] for name, term in terms.items()}
 
         def weighted_sum(names):
-            return sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
+            total = sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
+            for row in np.flatnonzero(np.abs(total) > LARGEST_SCORE):
+                raise RewardError(
+                    f"row {row}: weight times score of {', '.join(names)} add up to"
+                    f" {total[row]:g}, more than float32 holds; lower the weights in config.rewards"
+                )
+            return total.astype(np.float32)
 
         return Rewards(
-            scores=weighted_sum(self._reward_terms).astype(np.float32),
+            scores=weighted_sum(self._reward_terms),
             terms={name: values[name].astype(np.float32) for name in self._reward_terms},
             weights={name: weights[name].astype(np.float32) for name in self._reward_terms},
-            costs=weighted_sum(self._cost_terms).astype(np.float32),
+            costs=weighted_sum(self._cost_terms),
             baselines=np.zeros(len(sources), np.float32),
             details=tuple(details),
             num_failures=num_failures,
+            num_calls=num_calls,
         )
 
     def _check_every_row_has_a_reward(self, applies, sources) -> None:
@@ -124,8 +154,8 @@ class Scorer:
                 f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
             )
 
-    def _call_functions(self, rollouts, applies, values, details) -> int:
-        """Fills the functions' part of `values` and `details`; returns the number of failures."""
+    def _call_functions(self, rollouts, applies, values, details) -> tuple[int, int]:
+        """Fills the functions' part of `values` and `details`; returns calls and failures."""
         terms = {**self._reward_terms, **self._cost_terms}
         calls, names = [], []
         for name, term in terms.items():
@@ -150,7 +180,7 @@ class Scorer:
             row_details = details[call.row]
             for key, value in outcome.details.items():
                 row_details[f"{name}/{key}" if key in row_details else key] = value
-        return sum(bool(outcome.failure) for outcome in outcomes)
+        return len(calls), sum(bool(outcome.failure) for outcome in outcomes)
 
     def _outcomes(self, calls: Sequence[Call], own_rows: range) -> list[Outcome]:
         """Returns the outcome of every call; each host makes those of its own rows."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from jaxrl_llm.rewards.code import code
 from jaxrl_llm.rewards.math import math_answer
 
 Result = float | Mapping[str, Any]
@@ -79,6 +80,7 @@ REWARD_FUNCTIONS: Mapping[str, RewardFunction] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
     "math": math_answer,
+    "code": code,
     "format": answer_format,
     "length": length_penalty,
 }

@@ -9,23 +9,28 @@ with it jax.
 import contextlib
 import json
 import logging
+import math
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import messages
+from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
+from jaxrl_llm.sandbox import clean_environment
 
 START_TIMEOUT_S = 120.0  # to import the module of a reward function
 CLOSE_TIMEOUT_S = 2.0
+MAX_SHOWN_BYTES = 1 << 16  # of what one process prints; the rest is read and dropped
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,8 @@ class RewardPool:
         timeout_s: float = 10.0,
         on_failure: Literal["stop", "score"] = "stop",
         failure_score: float = 0.0,
+        memory_gib: float = math.inf,
+        environment: Sequence[str] = (),
     ):
         """Starts the workers and waits until each of them has found every function.
 
@@ -75,17 +82,22 @@ class RewardPool:
           on_failure: "stop" raises at the first call that fails; "score" gives it
             `failure_score` and goes on.
           failure_score: finite.
+          memory_gib: address space of a worker.
+          environment: variables of this process that the workers see, beside those that an
+            interpreter needs to start.
 
         Raises:
           RewardError: a function cannot be found or imported.
         """
         self._functions = tuple(dict.fromkeys(functions))
+        self._memory_gib = memory_gib
+        self._environment = tuple(environment)
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._failure_score = failure_score
         self._workers: list[_Worker] = []
         try:
-            self._workers += [_Worker(self._functions) for _ in range(num_workers)]
+            self._workers += [self._new_worker() for _ in range(num_workers)]
             for worker in self._workers:
                 worker.wait_until_ready()
         except BaseException:
@@ -132,6 +144,9 @@ class RewardPool:
                             "Correct the function, or set rewards.on_failure='score' to give such"
                             f" responses {self._failure_score:g}"
                         )
+        except KeyboardInterrupt:  # the run ends: no processes for calls that will not come
+            self.close()
+            raise
         finally:
             # Whatever ended the loop early, no answer to an old call may meet the next ones.
             for worker in [worker for worker in self._workers if worker.call >= 0]:
@@ -175,7 +190,7 @@ class RewardPool:
             return self._failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
         try:
             answer = worker.receive()
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # gone, or it wrote to the socket of its own
             death = worker.end(CLOSE_TIMEOUT_S)
             self._replace(worker)
             return self._failed(f"the process that called it ended with {death}")
@@ -188,7 +203,10 @@ class RewardPool:
 
     def _replace(self, worker: "_Worker") -> None:
         worker.end(0.0)
-        self._workers[self._workers.index(worker)] = _Worker(self._functions)
+        self._workers[self._workers.index(worker)] = self._new_worker()
+
+    def _new_worker(self) -> "_Worker":
+        return _Worker(self._functions, self._memory_gib, self._environment)
 
 
 def _where(call: Call) -> str:
@@ -198,27 +216,32 @@ def _where(call: Call) -> str:
 class _Worker:
     """One process and the call it is busy with."""
 
-    def __init__(self, functions: tuple[str, ...]):
+    def __init__(self, functions: tuple[str, ...], memory_gib: float, environment: tuple[str, ...]):
         self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno())],
-                # The same modules are found as here, and a user's function that imports jax
-                # cannot take the devices of the run.
+                # The same modules are found as here, a user's function that imports jax cannot
+                # take the devices of the run, and the run's secrets stay where they are.
                 env={
-                    **os.environ,
+                    **clean_environment(environment, os.environ),
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "JAX_PLATFORMS": "cpu",
                 },
                 stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # killed with its children; deaf to Ctrl-C
             )
         self._functions = functions
+        assert self._process.stdout
+        self._reader = threading.Thread(target=_show, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
         self.ready = False
         self.call = -1  # index of the call it is busy with; -1: none
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.connection.send(functions)
+        messages.send(self.connection, (functions, memory_gib))
 
     @property
     def idle(self) -> bool:
@@ -232,17 +255,16 @@ class _Worker:
             "extra_info": dict(call.extra_info),
         }
         try:
-            payload = pickle.dumps((call.function, arguments))
-        except Exception as error:
+            messages.send(self.connection, (call.function, arguments))
+        except (TypeError, RecursionError) as error:
             raise RewardError(
                 f"{_where(call)}: ground_truth or extra_info cannot be sent to a process: {error}"
             ) from error
-        self.connection.send_bytes(payload)
         self.call = index
         self.deadline = time.monotonic() + timeout_s
 
     def receive(self) -> dict[str, Any]:
-        answer = json.loads(self.connection.recv_bytes())
+        answer = json.loads(self.connection.recv_bytes(MAX_ANSWER_BYTES))
         self.call = -1
         return answer
 
@@ -268,4 +290,17 @@ class _Worker:
         self.connection.close()
         if self._process.stdin:
             self._process.stdin.close()
+        self._reader.join(CLOSE_TIMEOUT_S)  # it closes the pipe
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _show(pipe: IO[bytes]) -> None:
+    """Passes on what a worker prints, up to a bound, until it ends."""
+    room = MAX_SHOWN_BYTES
+    with pipe:
+        while block := os.read(pipe.fileno(), 1 << 16):
+            if room > 0:
+                sys.stderr.write(block[:room].decode(errors="replace"))
+                if len(block) >= room:
+                    sys.stderr.write(f"\n... more than {MAX_SHOWN_BYTES} bytes: dropped\n")
+                room -= len(block)

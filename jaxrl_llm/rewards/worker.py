@@ -1,16 +1,18 @@
 """A process that calls reward functions, one at a time, in its main thread.
 
 Run by the pool as `python -m jaxrl_llm.rewards.worker FD`, where FD is a socket to the pool. It
-receives the names of the functions, answers whether it found them, then answers one call after the
-other until the socket closes. Answers are JSON, so that the pool never has to load objects that
-the code here made. It must not import jax: the devices belong to the process that trains.
+receives the names of the functions and its bound on memory, answers whether it found them, then
+answers one call after the other until the socket closes. It must not import jax: the devices
+belong to the process that trains.
 """
 
 import asyncio
 import contextlib
 import inspect
 import json
+import math
 import os
+import resource
 import sys
 import threading
 import traceback
@@ -20,15 +22,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.rewards import messages
 from jaxrl_llm.rewards.functions import RewardFunction, resolve
 
+MAX_ANSWER_BYTES = 1 << 20
+MAX_CALL_BYTES = 1 << 30
 LARGEST_SCORE = float(np.finfo(np.float32).max)  # rewards are float32 on the devices
 
 
 def serve(connection: Connection) -> None:
     """Answers the pool until it closes the connection."""
     try:
-        functions = {name: resolve(name) for name in connection.recv()}
+        names, memory_gib = messages.receive(connection, MAX_CALL_BYTES)
+        bound_memory(memory_gib)
+        functions = {name: resolve(name) for name in names}
     except ValueError as error:
         cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
         connection.send_bytes(json.dumps({"error": f"{error}\n{cause}".strip()}).encode())
@@ -36,7 +43,7 @@ def serve(connection: Connection) -> None:
     connection.send_bytes(b"{}")
     while True:
         try:
-            name, arguments = connection.recv()
+            name, arguments = messages.receive(connection, MAX_CALL_BYTES)
         except EOFError:
             return
         except Exception:
@@ -44,6 +51,13 @@ def serve(connection: Connection) -> None:
         else:
             answer = _answer(functions[name], arguments)
         connection.send_bytes(answer)
+
+
+def bound_memory(memory_gib: float) -> None:
+    """Bounds the address space of this process; beyond it allocations fail."""
+    if not math.isinf(memory_gib):
+        num_bytes = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def _answer(function: RewardFunction, arguments: Mapping[str, Any]) -> bytes:
@@ -83,7 +97,14 @@ def checked_result(result: Any) -> dict[str, Any]:
 
 
 def _encoded(answer: Mapping[str, Any]) -> bytes:
-    return json.dumps(answer, default=_plain).encode()
+    """Returns an answer as bytes that the pool takes; a longer one becomes an error."""
+    data = json.dumps(answer, default=_plain).encode()
+    if len(data) <= MAX_ANSWER_BYTES:
+        return data
+    if "error" in answer:
+        return json.dumps({"error": f"{answer['error'][: MAX_ANSWER_BYTES // 16]} ..."}).encode()
+    error = f"returned {len(data)} bytes beside the score; at most {MAX_ANSWER_BYTES} are taken"
+    return json.dumps({"error": error}).encode()
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ class Lifetime:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 is any that is free.
+    """Returns a socket with an address of its own; port 0 is any that is free.
 
     Raises:
       ServerError: If the address cannot be had.
@@ -59,6 +59,8 @@ def run(app: ASGIApp, driver: Driver, listener: socket.socket, lifetime: Lifetim
     Raises:
       ServerError: If the engine broke.
     """
+    listener.listen(1024)
+    logging.info("serving on http://%s:%d", *listener.getsockname()[:2])
     asyncio.run(_run(app, driver, listener, lifetime))
     if driver.state == "failed":
         raise ServerError("the engine failed; its error is above. Start the server again")

@@ -13,8 +13,10 @@ Everything the algorithms differ in is named by `config.algorithm`; this file is
 for PPO, GRPO, RLOO and the others.
 """
 
+import functools
 import os
 import pathlib
+from typing import Any
 
 import jax
 from absl import logging
@@ -26,20 +28,25 @@ from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
+from jaxrl_llm.metrics import writer as writer_lib
+from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import supervised
 from jaxrl_llm.trainer.evaluate import Evaluator, judge
+from jaxrl_llm.trainer.interruption import Interruption
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerState:
     """Trains a policy for `config.trainer.num_steps` steps.
 
     Resumes from the last checkpoint in `workdir` if there is one; a resumed run takes the
-    same steps as an uninterrupted one.
+    same steps as an uninterrupted one. SIGTERM, SIGINT and alerts that say so end it early,
+    after a save.
 
     Args:
       config: The validated run.
@@ -52,10 +59,17 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
       ConfigError: If the mesh does not fit the devices, a function of the user's cannot work, or
         `workdir` belongs to another run.
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
+      Interrupted: If it was asked to end before the last step.
     """
+    with Interruption(config.checkpoint.grace_s) as interruption:
+        return _train(config, pathlib.Path(workdir), interruption)
+
+
+def _train(
+    config: Config, workdir: pathlib.Path, interruption: Interruption
+) -> roles_lib.LearnerState:
     for warning in config.warnings():
         logging.warning("%s", warning)
-    workdir = pathlib.Path(workdir)
     total = config.trainer.num_steps
 
     # Nothing is allocated before everything that can be checked has been.
@@ -68,6 +82,8 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
+    writer_lib.check(config.metrics)
+    alerts_lib.check(config.alerts)
     replicas.check_start(config, (training_set, held_out))
     claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
@@ -78,7 +94,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     roles = roles_lib.with_frozen_models(roles, policy, trained)
     state = roles_lib.initial_state(roles, policy)
     del policy, trained
-    first = 0
+    first, extra = 0, dict[str, Any]()
     if saver.latest_step():
         state, extra, first = saver.restore(roles_lib.abstract(state))
         prompts.set_state(extra["prompts"])
@@ -95,15 +111,29 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     with (
         rewards_lib.build(config.rewards, experience.model_scorers(roles)) as scorer,
         judge(config, scorer) as score_held_out,
-        Writer(workdir, config.metrics, first + bool(first), total) as writer,
+        Writer(
+            workdir, config.metrics, first + bool(first), total, extra.get("metrics", {})
+        ) as writer,
+        Alerts(config.alerts, workdir, interruption.request) as alerts,
         Profiler(config.profiler, workdir / "profile") as profiler,
     ):
+        alerts.set_state(extra.get("alerts", {}))
+        tracked: dict[str, Any] = {
+            "prompts": prompts,
+            "layout": roles.layout,
+            "alerts": alerts,
+            "metrics": writer,
+        }
         evaluator = Evaluator(roles, held_out, score_held_out)
         if first == 0 and evaluator.due(0):
             writer.write(0, evaluator.run(rollout_params, eval_key))
 
         for step in range(first + 1, total + 1):
             clock = Clock()
+            positions = {name: thing.get_state() for name, thing in tracked.items()}
+            interruption.resume_point(
+                step - 1, functools.partial(saver.ensure, step - 1, state, positions)
+            )
             profiler.begin(step)
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
@@ -124,11 +154,13 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     state, rollouts, rewards, predictions
                 )  # advantages, returns: [B, T]
 
-            # Learn.
+            # Learn, unless an alert says that there is nothing good to learn.
+            interruption.hold()
+            allowed = alerts.allow_update(rewards, of_estimates)
             with clock("update") as watch:
                 batch = experience.assemble(rollouts, predictions, estimates)
                 updates = []
-                for plan, key in experience.minibatches(roles, rollouts, shuffle_key):
+                for plan, key in experience.minibatches(roles, rollouts, shuffle_key, allowed):
                     state, of_update = learn(
                         state,
                         batch,
@@ -150,8 +182,11 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_evaluation = evaluator.run(rollout_params, eval_key)
             else:
                 of_evaluation = {}
-            if writer.due(step):
-                seconds = clock.seconds()
+            seconds = clock.seconds()
+            of_speed = throughput.of_step(roles, rollouts, seconds)
+            on_host = {**of_updates, **of_speed, **seconds}
+            of_alerts = alerts.check(step, rewards, of_estimates, on_host)
+            if writer.due(step) or of_evaluation or any(of_alerts.values()):
                 writer.write(
                     step,
                     statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
@@ -160,15 +195,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
                     of_evaluation,
                     of_engine,
                     roles.resharder.report().metrics(),
-                    throughput.of_step(roles, rollouts, seconds),
+                    of_speed,
                     budget.metrics(jax.local_devices()),
                     seconds,
+                    of_alerts,
                 )
                 writer.write_rollouts(step, rollouts, rewards)
 
             # Last, so that a step that was saved is a step whose numbers were written.
-            if saver.due(step, total):
-                positions = {"prompts": prompts.get_state(), "layout": roles.layout.get_state()}
+            if saver.due(step, total, {**of_updates, **of_evaluation}):
+                positions = {name: thing.get_state() for name, thing in tracked.items()}
                 saver.save(step, state, positions)
 
     saver.close()

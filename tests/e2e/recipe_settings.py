@@ -12,7 +12,7 @@ from jaxrl_llm.recipes import RECIPES
 
 SEQUENCES = 64  # of a step
 # How long something took differs from run to run; all other numbers must not.
-MEASURED = ("timing_", "perf/", "rollout/decode_tokens_per_s")
+MEASURED = ("timing_", "perf/", "rollout/decode_tokens_per_s", "alerts/throughput", "alerts/disk")
 
 # Sums of two digits by a model of 60 thousand parameters, taught by a teacher who errs in every
 # second sum: it begins with a score of a third and learns which half to believe.

@@ -42,7 +42,14 @@ TINY: Mapping[str, Any] = {
 }
 
 # How long something took differs from run to run; all other numbers must not.
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/decode_tokens_per_s")
+MEASURED = (
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/",
+    "rollout/decode_tokens_per_s",
+    "alerts/throughput",
+    "alerts/disk",
+)
 
 
 def values(name: str) -> ConfigDict:

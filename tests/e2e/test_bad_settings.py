@@ -1,5 +1,7 @@
 """Settings that cannot work end the program with a message before anything is written."""
 
+import sys
+
 import pytest
 import runs
 
@@ -86,6 +88,7 @@ def test_a_mesh_that_does_not_fill_the_devices(tmp_path):
         ("missing.py:score", None, "cannot be imported"),
         ("broken.py:score", "def score(", "cannot be imported: SyntaxError"),
         ("other.py:score", "def scor(**_): return 0.0\n", "has no function 'score'"),
+        ("ends.py:score", "import os\nos._exit(7)\n", "its process ended with exit code 7"),
         ("short.py:score", "def score(text): return 0.0\n", "must take data_source, solution_str"),
     ],
 )
@@ -97,6 +100,29 @@ def test_a_reward_function_that_cannot_be_used(tmp_path, where, content, message
     assert message in refused(tmp_path, settings, RewardError)
     settings = {"evaluation.functions": {"answer": {"function": name}}}
     assert message in refused(tmp_path, settings, RewardError)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("def mine(", "SyntaxError"),
+        ("import absent_package", "ModuleNotFoundError: No module named 'absent_package'"),
+        ("raise SystemError('at import')", "SystemError: at import"),
+        ("def mine(rewards): return rewards.no_such", "raises in line 1: AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("field", ["advantage", "policy_loss"])
+def test_an_algorithm_file_that_cannot_be_used(tmp_path, field, content, message):
+    file = tmp_path / "mine.py"
+    file.write_text(content.replace("(rewards)", "(old_log_probs)").replace("rewards.n", "1 .n"))
+    said = refused(tmp_path, {f"algorithm.{field}": f"{file}:mine"}, ConfigError)
+    assert f"config.algorithm.{field}: '{file}:mine'" in said and message in said
+
+
+def test_a_package_for_metrics_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    said = refused(tmp_path, {"metrics.wandb_project": "mine"}, ConfigError)
+    assert "config.metrics.wandb_project: 'mine' needs the package wandb" in said
 
 
 def test_an_unknown_reward_function_names_the_known_ones(tmp_path):

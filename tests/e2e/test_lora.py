@@ -18,7 +18,9 @@ CHANGES = {
     "trainer": {"optimizer": {"learning_rate": 4e-3}},
     "algorithm": {"kl_in": "loss"},
     "checkpoint": {"every": 30},
+    "profiler": {"first_step": 3, "num_steps": 2},
 }
+MEASURED = {"perf/tflops/update", "perf/padding_share", "perf/max_cpu_memory_used_gb"}
 
 
 def bytes_of(tree):
@@ -36,6 +38,13 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     )
     # The first step's policy is the reference to the bit, and so are its log-probs.
     assert found[1]["actor/kl_loss"] == 0.0 < found[40]["actor/kl_loss"]
+
+    # What was measured on the way: only adapters have a gradient.
+    data = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])["data"]
+    assert data.keys() >= MEASURED
+    norms = {name for name in data if name.startswith("actor/grad_norm/")}
+    assert norms == {"actor/grad_norm/attention", "actor/grad_norm/mlp"}
+    assert any((whole / "profile").rglob("*.xplane.pb"))
 
     # Two moments beside the adapters, and nothing of the base.
     arrays = sum(p.stat().st_size for p in (whole / "checkpoints/40").rglob("*") if p.is_file())

@@ -111,3 +111,16 @@ def test_moments_and_sums_are_wide_whatever_the_parameters_are():
     assert jax.tree.map(lambda a: a.dtype, moved) == jax.tree.map(lambda a: a.dtype, state)
     # 1 - 2**-10 is between two bfloat16 numbers, nearer to 1.
     np.testing.assert_array_equal(after["w"], jnp.ones(4, jnp.bfloat16))
+
+
+def test_an_update_that_is_not_allowed_changes_nothing():
+    make = optimizer.make(OptimizerConfig(learning_rate=0.1), 10)
+    params = {"a": jnp.ones(3)}
+    state = make.init(params)
+    apply = jax.jit(lambda allowed: optimizer.apply_if_finite(make, params, state, params, allowed))
+    kept, kept_state, norm, skipped = apply(False)
+    assert skipped and np.isfinite(norm)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (kept, kept_state), (params, state))
+    assert jax.tree.all(same)
+    moved, _, _, skipped = apply(True)
+    assert not skipped and (moved["a"] != params["a"]).all()

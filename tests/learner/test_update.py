@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
+from jaxrl_llm.config_records import AlertConfig, AlertsConfig
 from jaxrl_llm.learner import optimizer, roles, update
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -40,7 +41,7 @@ def plain_steps(monkeypatch):
     monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
 
 
-def roles_on(mesh, algorithm, monkeypatch, **settings):
+def roles_on(mesh, algorithm, monkeypatch, alerts=AlertsConfig(), **settings):  # noqa: B008
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = ModelConfig(**sizes, head_size=8, mlp_size=48, **settings)
@@ -50,6 +51,7 @@ def roles_on(mesh, algorithm, monkeypatch, **settings):
             algorithm=algorithm,
             trainer=TrainerConfig(max_tokens_per_microbatch=1024),
             rollout=RolloutConfig(temperature=0.8),
+            alerts=alerts,
         )
     )
 
@@ -215,6 +217,22 @@ def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypa
         np.abs(chosen[0]["embed"] - unchosen[0]["embed"]).max()
         > 1e-3 * np.abs(unchosen[0]["embed"]).max()
     )
+
+
+@pytest.mark.parametrize("limit, skipped", [(0.5, 1), (5.0, 0)])
+def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch):
+    alerts = AlertsConfig(kl=AlertConfig(limit=limit, action="skip"))
+    run = roles_on(tiny.make_mesh(fsdp=2), PLAIN, monkeypatch, alerts=alerts)
+    batch, plan, key = batch_of(run.policy), plan_of(run.mesh, 1024), jax.random.key(0)
+    batch = dataclasses.replace(batch, old_log_probs=batch.old_log_probs + 1.0)
+    state = initial(run)
+    step = update.updater(run, state)
+    before = jax.tree.map(np.array, state.policy)
+    state, metrics = step(state, batch, plan, key)
+    assert 0.5 < metrics["actor/ppo_kl"] < 5.0
+    assert metrics["actor/skipped_updates"] == skipped
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), state.policy, before)
+    assert jax.tree.all(same) == bool(skipped)
 
 
 def test_what_is_not_finite_changes_nothing(monkeypatch):

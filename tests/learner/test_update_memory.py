@@ -22,7 +22,7 @@ def temporary(vocab_chunk: int) -> int:
         }
     )
     shape = dataclasses.replace(
-        tiny.SHAPE, vocab_size=32_768, hidden_size=64, mlp_size=128, head_size=16
+        tiny.SHAPE, vocab_size=32_768, hidden_size=64, num_layers=1, mlp_size=128
     )
     roles = lowering.abstract_roles(config, shape, jax.devices()[:1])
     return lowering.lowered(roles)["train"]().compile().memory_analysis().temp_size_in_bytes

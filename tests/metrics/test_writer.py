@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tensorboardX import proto
 
-from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.config import ConfigError, MetricsConfig
+from jaxrl_llm.metrics.writer import Writer, check
 
 QUIET = MetricsConfig(console=False, tensorboard=False)
 
@@ -118,11 +118,11 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
     assert scalars == {"a/b": (7, 0.25)}
 
 
-def test_wandb_is_named_when_missing(tmp_path, monkeypatch):
+def test_wandb_is_named_when_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = MetricsConfig(console=False, tensorboard=False, wandb_project="mine")
-    with pytest.raises(ImportError, match=r"wandb_project: 'mine' needs .*jaxrl_llm\[wandb\]"):
-        Writer(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"wandb_project: 'mine' needs .*jaxrl_llm\[wandb\]"):
+        check(config)
 
 
 def test_wandb_continues_its_run(tmp_path, monkeypatch):

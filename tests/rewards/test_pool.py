@@ -1,5 +1,7 @@
 """The pool survives what reward functions do to their process, and says what they did."""
 
+import datetime
+import decimal
 import os
 import pathlib
 import subprocess
@@ -34,6 +36,21 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
         ctypes.string_at(0)
     if solution_str.startswith("sleep"):
         time.sleep(float(solution_str.split()[1]))
+    if solution_str == "hog":
+        return float(len(bytearray(8 << 30)))
+    if solution_str == "talk":
+        os.write(1, b"word " * 100_000)
+        return 1.0
+    if solution_str == "forge":
+        for fd in range(3, 20):
+            try:
+                os.write(fd, b"\\xff" * 64)
+            except OSError:
+                pass
+    if solution_str == "environment":
+        return {"score": 0.0, "names": sorted(os.environ)}
+    if solution_str == "echo":
+        return {"score": 0.0, "truth": repr(ground_truth), "info": repr(extra_info)}
     if solution_str == "modules":
         return {"score": 0.0, "jax": "jax" in sys.modules, "pid": os.getpid(),
                 "platforms": os.environ["JAX_PLATFORMS"]}
@@ -57,7 +74,9 @@ def user_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forgiving(user_file):
     functions = [f"{user_file}:misbehave", f"{user_file}:patient", "math"]
-    with RewardPool(functions, 2, timeout_s=1.0, on_failure="score", failure_score=-7.0) as pool:
+    with RewardPool(
+        functions, 2, timeout_s=1.0, on_failure="score", failure_score=-7.0, memory_gib=4.0
+    ) as pool:
         yield pool
 
 
@@ -103,6 +122,9 @@ def test_async_function_and_details(forgiving, user_file):
         ("exit", "SystemExit: 3"),
         ("leave", "the process that called it ended with exit code 3"),
         ("crash", "the process that called it ended with signal SIGSEGV"),
+        ("hog", "MemoryError"),
+        ("forge", "the process that called it ended with"),
+        ("return {'score': 1.0, 'x': 'x' * (1 << 21)}", "bytes beside the score; at most 1048576"),
         ("return float('nan')", "returned nan; a reward function returns a finite number"),
         ("return -float('inf')", "returned -inf"),
         ("return 1e300", "returned 1e+300"),
@@ -155,6 +177,33 @@ def test_workers_are_other_processes_without_jax(forgiving, user_file):
     assert outcome.details["jax"] is False
     assert outcome.details["platforms"] == "cpu"
     assert outcome.details["pid"] != os.getpid()
+
+
+def test_workers_do_not_see_the_run_s_environment(user_file, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "shared")
+    name = f"{user_file}:misbehave"
+    with RewardPool([name], 1, environment=("JUDGE_KEY",)) as pool:
+        (outcome,) = pool.run(calls(name, "environment"))
+    assert "JUDGE_KEY" in outcome.details["names"]
+    assert "WANDB_API_KEY" not in outcome.details["names"]
+
+
+def test_what_workers_print_is_bounded(user_file, capfd):
+    name = f"{user_file}:misbehave"
+    with RewardPool([name], 1) as pool:
+        assert [o.score for o in pool.run(calls(name, "talk", "talk"))] == [1.0, 1.0]
+    shown = capfd.readouterr().err
+    assert 60_000 < len(shown) < 70_000 and "bytes: dropped" in shown
+
+
+def test_what_a_row_of_a_file_may_hold_arrives(forgiving, user_file):
+    truth = [b"\xff", datetime.datetime(2024, 1, 2, 3), decimal.Decimal("0.10"), None, 10**30]
+    info = {"day": datetime.date(2024, 1, 2), "nan": float("nan"), "by": {1: "one", "2": "two"}}
+    (outcome,) = forgiving.run(
+        calls(f"{user_file}:misbehave", "echo", truth=truth, extra_info=info)
+    )
+    assert (outcome.details["truth"], outcome.details["info"]) == (repr(truth), repr(info))
 
 
 def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_path):

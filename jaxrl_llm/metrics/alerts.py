@@ -1,0 +1,332 @@
+"""Alerts: what a run watches in its own numbers, and what happens when one is out of bounds.
+
+An alert warns in the log, is 1 in the metrics (`alerts/NAME`), and is told to a webhook or a
+function of the user's from a thread of its own, so that neither can hold up the training. What
+an alert reads and where its bound lies stands in `AlertsConfig`.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import queue
+import shutil
+import statistics
+import threading
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from absl import logging
+
+from jaxrl_llm.algorithms import lookup
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.types import Rewards
+
+Numbers = Mapping[str, Any]
+
+WEBHOOK_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 10.0  # for messages that are still to be told when the run ends
+QUEUE_LENGTH = 64
+SPEED_STEPS = 20  # that the median of the throughput is taken over
+SPEED_MIN_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """What an alert reads and how it speaks of it."""
+
+    what: str
+    bad: Literal["above", "below", "at most"]
+    remedy: str
+
+    def is_bad(self, reading: float, limit: float) -> bool:
+        """Returns whether a reading is out of bounds; NaN never is, `nonfinite` sees to it."""
+        if self.bad == "above":
+            return reading > limit
+        return reading < limit or (self.bad == "at most" and reading == limit)
+
+
+ALERTS: Mapping[str, Alert] = {
+    "nonfinite": Alert(
+        "loss or gradient not finite (1: so)",
+        "above",
+        "the update was not taken; lower the learning rate, look at the step's rollouts",
+    ),
+    "kl": Alert(
+        "KL of the policy against itself when the step began",
+        "above",
+        "lower the learning rate or the number of epochs",
+    ),
+    "reference_kl": Alert(
+        "KL against the reference policy",
+        "above",
+        "raise algorithm.kl_coef or lower the learning rate",
+    ),
+    "entropy": Alert(
+        "entropy in nats per token",
+        "below",
+        "raise algorithm.clip_high or algorithm.entropy_coef, or lower the learning rate",
+    ),
+    "log_prob_difference": Alert(
+        "mean |p - q| of sampled tokens between rollout and training",
+        "above",
+        "set rollout.dtype='float32', or correct for it (algorithm.correction)",
+    ),
+    "constant_reward": Alert(
+        "largest minus smallest score of the step",
+        "at most",
+        "nothing can be learned from equal scores; look at the rollouts and the reward function",
+    ),
+    "reward_failures": Alert(
+        "share of reward calls that failed",
+        "above",
+        "the log names the first of them",
+    ),
+    "disk": Alert(
+        "free share of the run's file system",
+        "below",
+        "remove what is not needed before the next checkpoint fails",
+    ),
+    "throughput": Alert(
+        f"tokens/s over the median of the last {SPEED_STEPS} steps",
+        "below",
+        "look for other work on this machine",
+    ),
+}
+# Read before the updates of a step, which can then be left out altogether.
+_BEFORE_UPDATE = ("entropy", "log_prob_difference", "constant_reward", "reward_failures")
+
+
+class Alerts:
+    """Watches the steps of a run; a context manager that ends its thread.
+
+    Its state, how many steps in a row each reading has been out of bounds, belongs into the
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: AlertsConfig,
+        workdir: str | os.PathLike[str],
+        stop: Callable[[str], None],
+    ):
+        """Begins to watch.
+
+        Args:
+          config: Bounds, actions and who is told.
+          workdir: Whose file system is watched.
+          stop: Called with the reason when an alert with action "stop" fires; the caller saves
+            and ends the run when the step is complete.
+        """
+        self._config = config
+        self._workdir = workdir
+        self._stop = stop
+        self._in_row = dict.fromkeys(ALERTS, 0)
+        self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
+        self._messenger = _Messenger(config) if jax.process_index() == 0 else _Silent()
+
+    def allow_update(self, rewards: Rewards, of_estimates: Numbers) -> bool:
+        """Returns whether the weights may learn from this step.
+
+        Reads the device only if an alert that depends on it has the action "skip".
+
+        Args:
+          rewards: Of the step.
+          of_estimates: Metrics of the estimates; device scalars.
+        """
+        skips = [name for name in _BEFORE_UPDATE if self._rule(name).action == "skip"]
+        if not skips:
+            return True
+        numbers = of_estimates if {"entropy", "log_prob_difference"} & set(skips) else {}
+        readings = _readings(jax.device_get(dict(numbers)), rewards)
+        return not any(
+            self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
+            for name in skips
+        )
+
+    def check(
+        self, step: int, rewards: Rewards, of_estimates: Numbers, on_host: Numbers
+    ) -> dict[str, float]:
+        """Returns `alerts/NAME`, 1 where it fires in this step; warns, tells, asks to stop.
+
+        Args:
+          step: That the numbers are about.
+          rewards: Of the step.
+          of_estimates: Metrics of the estimates; device scalars.
+          on_host: Means over the updates, tokens and seconds of the phases.
+        """
+        readings = _readings({**jax.device_get(dict(of_estimates)), **on_host}, rewards)
+        usage = shutil.disk_usage(self._workdir)
+        readings["disk"] = usage.free / usage.total
+        speed = _speed(on_host)
+        if len(self._speeds) >= SPEED_MIN_STEPS:
+            readings["throughput"] = speed / statistics.median(self._speeds)
+        self._speeds.append(speed)
+        found = {}
+        for name in ALERTS:
+            rule = self._rule(name)
+            if rule.action == "off":
+                continue
+            bad = self._is_bad(name, readings)
+            self._in_row[name] = self._in_row[name] + 1 if bad else 0
+            fires = self._in_row[name] >= rule.steps
+            found[f"alerts/{name}"] = float(fires)
+            if fires:
+                self._fire(name, rule, step, readings[name])
+        return found
+
+    def get_state(self) -> dict[str, int]:
+        """Returns steps in a row by alert, as JSON can hold it; what is measured is left out."""
+        return {name: count for name, count in self._in_row.items() if name not in MEASURED}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes on from a state that `get_state` returned."""
+        self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
+
+    def close(self) -> None:
+        """Waits some seconds for what is still to be told."""
+        self._messenger.close()
+
+    def __enter__(self) -> "Alerts":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _rule(self, name: str) -> AlertConfig:
+        return getattr(self._config, name)
+
+    def _is_bad(self, name: str, readings: Mapping[str, float]) -> bool:
+        return name in readings and ALERTS[name].is_bad(readings[name], self._rule(name).limit)
+
+    def _fire(self, name: str, rule: AlertConfig, step: int, reading: float) -> None:
+        alert, count = ALERTS[name], self._in_row[name]
+        text = (
+            f"alert {name} in step {step}: {alert.what} is {reading:.4g}, {alert.bad}"
+            f" config.alerts.{name}.limit={rule.limit:g}"
+            + (f" for {count} steps" if count > 1 else "")
+            + f"; {alert.remedy}"
+        )
+        logging.warning("%s (action: %s)", text, rule.action)
+        self._messenger.tell(
+            {
+                "text": text,
+                "alert": name,
+                "step": step,
+                "reading": reading,
+                "limit": rule.limit if math.isfinite(rule.limit) else str(rule.limit),
+                "steps_in_row": count,
+                "action": rule.action,
+                "workdir": str(self._workdir),
+            }
+        )
+        if rule.action == "stop":
+            self._stop(text)
+
+
+# What differs from run to run; a resumed run begins to count anew.
+MEASURED = ("disk", "throughput")
+
+
+def check(config: AlertsConfig) -> None:
+    """Raises ConfigError if the user's function cannot be found; before anything is allocated."""
+    if not config.function:
+        return
+    try:
+        lookup.resolve(config.function, {}, "alert function")
+    except Exception as error:  # whatever the user's file raises when it is imported
+        raise ConfigError([f"config.alerts.function: {type(error).__name__}: {error}"]) from error
+
+
+def _readings(numbers: Numbers, rewards: Rewards) -> dict[str, float]:
+    """Returns what can be read from the numbers that there are."""
+    losses = [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]
+    by_name = {
+        "kl": ("actor/ppo_kl",),
+        "reference_kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
+        "entropy": ("actor/entropy",),
+        "log_prob_difference": ("training/rollout_probs_diff_mean",),
+    }
+    found = {
+        alert: float(numbers[name])
+        for alert, names in by_name.items()
+        for name in names
+        if name in numbers
+    }
+    if losses:
+        found["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
+    if len(rewards.scores) > 1:
+        found["constant_reward"] = float(rewards.scores.max() - rewards.scores.min())
+    if rewards.num_calls:
+        found["reward_failures"] = rewards.num_failures / rewards.num_calls
+    return found
+
+
+def _speed(numbers: Numbers) -> float:
+    """Returns tokens per second, evaluations not counted."""
+    seconds = numbers["timing_s/step"] - numbers.get("timing_s/testing", 0.0)
+    return numbers["perf/total_num_tokens"] / seconds
+
+
+class _Silent:
+    """Tells nobody; what processes other than the first have."""
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        del message
+
+    def close(self) -> None:
+        pass
+
+
+class _Messenger(_Silent):
+    """Tells webhook and function, one message after the other, in a thread of its own."""
+
+    def __init__(self, config: AlertsConfig):
+        self._tellers: list[Callable[[Mapping[str, Any]], Any]] = []
+        if config.webhook:
+            self._tellers.append(lambda message: _post(config.webhook, message))
+        if config.function:
+            self._tellers.append(lookup.resolve(config.function, {}, "alert function"))
+        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE_LENGTH)
+        self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+        if self._tellers:
+            self._thread.start()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        if not self._tellers:
+            return
+        try:
+            self._messages.put_nowait(message)
+        except queue.Full:
+            logging.warning("alerts: %d messages wait to be told; this one is lost", QUEUE_LENGTH)
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            for tell in self._tellers:
+                try:
+                    tell(message)
+                except Exception as error:  # the user's function, or any fault of a network
+                    logging.warning(
+                        "alerts: could not be told: %s: %s", type(error).__name__, error
+                    )
+
+
+def _post(address: str, message: Mapping[str, Any]) -> None:
+    request = urllib.request.Request(
+        address, json.dumps(message).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S):
+        pass

@@ -1,0 +1,67 @@
+"""A program in the response, run against the tests of its row in a sandbox."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.sandbox import Limits, protections, run_python
+
+BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+MAX_TESTS = 64
+
+
+def code(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns 1.0 as `score` if the last block of code passes every test, else 0.0.
+
+    `passed` is the share of tests it passes up to and with the first that fails, `failure` how
+    that one ended, `sandbox` what holds the program back on this machine. The program is
+    untrusted: see `jaxrl_llm/sandbox.py`.
+
+    Args:
+      ground_truth: A mapping, or its JSON: `inputs` and `outputs`, texts for stdin and what stdout
+        must be but for white space at its ends and those of its lines; or `tests`, Python
+        statements that run after the program and fail by an exception.
+      extra_info: `timeout_s` of one test, 5 if missing; `memory_gib`, 1 if missing.
+
+    Raises:
+      ValueError: The ground truth holds no tests.
+    """
+    tests = _tests(ground_truth)
+    blocks = BLOCK.findall(solution_str)
+    found = {"score": 0.0, "passed": 0.0, "failure": "", "sandbox": str(protections())}
+    if not blocks:
+        return {**found, "failure": "no block of code"}
+    seconds = float(extra_info.get("timeout_s", 5.0))
+    limits = Limits(
+        wall_s=seconds, cpu_s=seconds, memory_gib=float(extra_info.get("memory_gib", 1.0))
+    )
+    for number, (stdin, expected, after) in enumerate(tests):
+        ended = run_python(f"{blocks[-1]}\n{after}", stdin, limits)
+        right = after or _lines(ended.output) == _lines(expected)
+        if not (ended.succeeded and right):
+            last = ended.errors.strip().rpartition("\n")[2]
+            why = ended.failure or (last if ended.exit_code else "another output")
+            return {**found, "passed": number / len(tests), "failure": why[:200]}
+    return {**found, "score": 1.0, "passed": 1.0}
+
+
+def _tests(ground_truth: Any) -> list[tuple[str, str, str]]:
+    """Returns stdin, wanted stdout and statements to run after the program, of each test."""
+    rule = "code: ground_truth needs 'inputs' and 'outputs' of equal length, or 'tests'"
+    try:
+        given = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        if given.get("tests"):
+            return [("", "", str(given["tests"]))]
+        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{rule}, got {ground_truth!r:.80}") from error
+    if not pairs:
+        raise ValueError(f"{rule}, got no test")
+    return [(str(stdin), str(stdout), "") for stdin, stdout in pairs[:MAX_TESTS]]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]

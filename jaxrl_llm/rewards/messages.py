@@ -1,0 +1,77 @@
+"""What pool and workers say to each other: JSON, for neither loads objects the other made.
+
+Beside what JSON knows, a message may hold what the rows of a file can: bytes, dates, decimals and
+arrays (which arrive as lists), and mappings with keys of any such kind.
+"""
+
+import base64
+import datetime
+import decimal
+import json
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+_KIND = "__kind__"
+# Kind -> (class, to what JSON holds, back).
+_KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    "datetime": (datetime.datetime, lambda v: v.isoformat(), datetime.datetime.fromisoformat),
+    "date": (datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
+    "time": (datetime.time, lambda v: v.isoformat(), datetime.time.fromisoformat),
+    "timedelta": (
+        datetime.timedelta,
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda v: datetime.timedelta(*v),
+    ),
+    "decimal": (decimal.Decimal, str, decimal.Decimal),
+}
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Sends one message.
+
+    Raises:
+      TypeError: It holds what no message can.
+      OSError: The other end is gone.
+    """
+    connection.send_bytes(json.dumps(_plain(message)).encode())
+
+
+def receive(connection: Connection, max_bytes: int) -> Any:
+    """Returns the next message.
+
+    Raises:
+      EOFError, OSError: The other end is gone, or the message is longer than `max_bytes`.
+      ValueError: It is no message.
+    """
+    return json.loads(connection.recv_bytes(max_bytes), object_hook=_restored)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return {key: _plain(entry) for key, entry in value.items()}
+        pairs = [[_plain(key), _plain(entry)] for key, entry in value.items()]
+        return {_KIND: "mapping", "value": pairs}
+    for kind, (cls, to_json, _) in _KINDS.items():
+        if isinstance(value, cls):
+            return {_KIND: kind, "value": to_json(value)}
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a process")
+
+
+def _restored(found: dict[str, Any]) -> Any:
+    kind = found.get(_KIND)
+    if kind is None:
+        return found
+    if kind == "mapping":
+        return {tuple(k) if isinstance(k, list) else k: entry for k, entry in found["value"]}
+    return _KINDS[kind][2](found["value"])

@@ -1,0 +1,274 @@
+"""Programs that nobody has read, run in a process that can do little.
+
+What a policy writes is run here: with limits on time, memory, files and processes, in an empty
+folder of its own, without the environment of the run, and where the system permits it without a
+network and as nobody. What is in force on this machine is known (`protections`), so that nobody
+has to hope. It is no defence against a flaw of the kernel: for that, run in a virtual machine.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import resource
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWNS = (
+    0x10000000,
+    0x40000000,
+    0x08000000,
+    0x00020000,
+)
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 38, 24, 41
+_NOBODY = 65534
+_NUM_FILES = 64
+_NO_NETWORK = """
+import socket, sys
+def _refuse(*_, **__):
+    raise PermissionError("no network in the sandbox")
+socket.socket = socket.create_connection = socket.getaddrinfo = _refuse
+sys.modules["_socket"] = sys.modules["socket"]
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use; when it asks for more it is refused or ended."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_gib: float = 1.0  # address space
+    file_bytes: int = 1 << 20  # size of any file that it writes
+    output_bytes: int = 1 << 16  # of stdout and of stderr; the rest is dropped
+    processes: int = 64  # of its user; without effect on root that cannot become nobody
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    output: str
+    errors: str
+    exit_code: int  # negative: the signal that ended it
+    failure: str  # "": it ended by itself; else what the sandbox had to do
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0 and not self.failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Protections:
+    """Which means are in force on this machine beside the limits, which always are."""
+
+    # "namespace": there is no network, and no /proc to read the run's environment in;
+    # "python": its socket module refuses, and /proc is as the user may read it.
+    network: str
+    user: str  # "nobody": it can read what all may read; "own": what the run may read
+
+    def __str__(self) -> str:
+        return f"network off by {self.network}, files as {self.user}"
+
+
+def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
+    """Runs a Python program that nobody has read.
+
+    The interpreter is this one, isolated (`-I`): neither the run's modules nor site-packages
+    of the user are on its path, and its environment is empty.
+
+    Args:
+      program: Its text.
+      stdin: What it reads.
+      limits: What it may use.
+    """
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="sandbox_"))
+    try:
+        weak = protections().network == "python"
+        source = (_NO_NETWORK if weak else "") + f"exec(compile({program!r}, 'program', 'exec'))\n"
+        (folder / "main.py").write_text(source, encoding="utf-8", errors="replace")
+        (folder / "main.py").chmod(0o444)
+        (folder / "proc").mkdir()
+        folder.chmod(0o777)
+        command = [sys.executable, "-I", "-B", "main.py"]
+        return _run(command, folder, stdin.encode(errors="replace"), limits)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def protections() -> Protections:
+    """Returns what this machine permits; tried once, by a process that ends at once."""
+
+    def works(prepare: Callable[[], None]) -> bool:
+        command = [sys.executable, "-I", "-S", "-c", ""]
+        try:
+            ended = subprocess.run(command, preexec_fn=prepare, timeout=20, check=False, cwd="/")
+            return ended.returncode == 0
+        except (subprocess.SubprocessError, OSError):
+            return False
+
+    user = "nobody" if os.geteuid() == 0 and works(_become_nobody) else "own"
+    with tempfile.TemporaryDirectory() as empty:
+        network = "namespace" if works(functools.partial(_leave_system, empty)) else "python"
+    return Protections(network, user)
+
+
+def restrict(limits: Limits) -> None:
+    """Bounds this process for good; for a child before its program begins."""
+    gib = limits.memory_gib * 2**30
+    memory = resource.RLIM_INFINITY if math.isinf(gib) else int(gib)
+    cpu = resource.RLIM_INFINITY if math.isinf(limits.cpu_s) else max(1, math.ceil(limits.cpu_s))
+    for what, bound in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, _NUM_FILES),
+        (resource.RLIMIT_NPROC, limits.processes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(what)
+        if hard != resource.RLIM_INFINITY:
+            bound = hard if bound == resource.RLIM_INFINITY else min(bound, hard)
+        # The soft bound of the processor time sends a signal that says what happened.
+        above = bound if bound == hard or what != resource.RLIMIT_CPU else bound + 1
+        resource.setrlimit(what, (bound, above))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec may not
+
+
+def _leave_system(empty: str) -> None:
+    """Goes where there is no network and /proc is empty; a user by a user namespace.
+
+    Args:
+      empty: An empty folder, to be seen in the place of /proc.
+    """
+    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS
+    if os.geteuid() != 0:
+        flags |= _CLONE_NEWUSER
+    for failed in (
+        _libc.unshare(flags),
+        _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+        _libc.mount(os.fsencode(empty), b"/proc", None, _MS_BIND, None),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), "namespaces")
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(_NOBODY)
+    os.setuid(_NOBODY)
+
+
+def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Limits) -> Outcome:
+    found = protections()
+
+    def prepare() -> None:
+        if found.network == "namespace":
+            _leave_system(str(folder / "proc"))
+        restrict(limits)
+        if found.user == "nobody":
+            _become_nobody()
+        for capability in range(_NUM_CAPABILITIES):  # root would have them again after exec
+            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(folder),
+            "TMPDIR": str(folder),
+            "LANG": "C.UTF-8",
+            "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=prepare,
+        start_new_session=True,
+    )
+    failure, kept = "", {"output": b"", "errors": b""}
+    try:
+        failure = _converse(process, stdin, limits, kept)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+    if not failure and process.returncode == -signal.SIGXCPU:
+        failure = f"more than {limits.cpu_s:g} s of processor time"
+    output, errors = (kept[name].decode(errors="replace") for name in ("output", "errors"))
+    return Outcome(output, errors, process.returncode, failure)
+
+
+def _converse(
+    process: subprocess.Popen, stdin: bytes, limits: Limits, kept: dict[str, bytes]
+) -> str:
+    """Feeds and reads a process until it ends; returns why that had to be forced, or ""."""
+    deadline = time.monotonic() + limits.wall_s
+    assert process.stdin and process.stdout and process.stderr
+    with selectors.DefaultSelector() as selector:
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
+        selector.register(process.stdout, selectors.EVENT_READ, "output")
+        selector.register(process.stderr, selectors.EVENT_READ, "errors")
+        reading = 2
+        while reading:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"more than {limits.wall_s:g} s"
+            ended = process.poll() is not None
+            # A child of its own may hold the pipes open after it has ended.
+            ready = selector.select(min(left, 0.05) if ended else min(left, 0.5))
+            if ended and not ready:
+                return ""
+            for key, _ in ready:
+                if key.data == "stdin":
+                    stdin = _feed(selector, process, stdin)
+                    continue
+                block = os.read(key.fd, 1 << 16)
+                if not block:
+                    selector.unregister(key.fileobj)
+                    reading -= 1
+                room = limits.output_bytes - len(kept[key.data])
+                kept[key.data] += block[: max(0, room)]
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return f"more than {limits.wall_s:g} s"
+    return ""
+
+
+def _feed(selector: selectors.BaseSelector, process: subprocess.Popen, stdin: bytes) -> bytes:
+    assert process.stdin
+    try:
+        stdin = stdin[os.write(process.stdin.fileno(), stdin[: 1 << 16]) :] if stdin else b""
+    except BrokenPipeError:
+        stdin = b""
+    if not stdin:
+        selector.unregister(process.stdin)
+        process.stdin.close()
+    return stdin
+
+
+def clean_environment(names: Sequence[str], source: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment with what a process needs to start, and the variables named."""
+    needed = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+    return {name: source[name] for name in (*needed, *names) if name in source}

@@ -1,0 +1,128 @@
+"""How a run ends before its last step: by a signal, or because an alert says so.
+
+SIGTERM, SIGINT and SIGUSR1 are requests to end within the grace time. Until the weights of a
+step begin to change, the step is given up and the state before it is saved; from then on the step
+is completed first. Either way the next start takes the same steps as a run never interrupted.
+
+With several processes a signal may reach some of them only, and none may leave a collective
+operation alone: they agree between two steps.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.errors import EXIT_ALERT, EXIT_INTERRUPTED, Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Interruption:
+    """Turns a request to end into `Interrupted`, raised where nothing is lost.
+
+    A context manager: when `Interrupted` leaves it, the last resume point is saved.
+    """
+
+    def __init__(self, grace_s: float):
+        """Listens from when it is entered.
+
+        Args:
+          grace_s: Seconds from a signal to the end of the process, saved or not.
+        """
+        self._grace_s = grace_s
+        self._exit_code = 0  # 0: no request
+        self._reason = ""
+        self._may_raise = True
+        self._save: Callable[[], None] = lambda: None
+        self._step = -1  # completed; -1: still at what comes before the steps
+        self._before: dict[signal.Signals, Any] = {}
+        self._watchdog = threading.Timer(0.0, lambda: None)
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._notice) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._may_raise = False
+        try:
+            if kind is not None and issubclass(kind, Interrupted):
+                self._save()
+                when = f"after step {self._step}" if self._step >= 0 else "before a step was taken"
+                logging.warning(
+                    "%s: ended %s; start again with the same --workdir to go on", self._reason, when
+                )
+        finally:
+            self._watchdog.cancel()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def request(self, reason: str, exit_code: int = EXIT_ALERT) -> None:
+        """Asks for the end of the run when the step is complete."""
+        if not self._exit_code:
+            self._reason, self._exit_code = reason, exit_code
+
+    def resume_point(self, step: int, save: Callable[[], None]) -> None:
+        """Says that from here a later start can go on; raises if the end has been asked for.
+
+        Args:
+          step: Completed steps.
+          save: Saves the state after them, unless it is saved; returns when that is on disk.
+            It must work until `hold`.
+
+        Raises:
+          Interrupted: The end was asked for, by any process.
+        """
+        self._step, self._save = step, save
+        if jax.process_count() > 1:
+            codes = multihost_utils.process_allgather(np.int32(self._exit_code))
+            if codes.max():
+                self.request("another process was asked to end", int(codes.max()))
+                self._raise()
+        else:
+            self._may_raise = True
+            if self._exit_code:
+                self._raise()
+
+    def hold(self) -> None:
+        """Says that from here the step must be completed before the run may end.
+
+        Raises:
+          Interrupted: The end was asked for while it could not be noticed.
+        """
+        if self._exit_code and self._may_raise:
+            self._raise()
+        self._may_raise = False
+        self._save = lambda: None  # its arrays are about to be given away
+
+    def _raise(self) -> None:
+        self._may_raise = False
+        raise Interrupted(self._reason, self._exit_code)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._exit_code:
+            if number == signal.SIGINT and self._reason == name:
+                self._leave("a second SIGINT")
+            return
+        self.request(name, EXIT_INTERRUPTED)
+        logging.warning("%s: saving and ending within %g s", name, self._grace_s)
+        if self._grace_s < threading.TIMEOUT_MAX:
+            over = f"the grace time of {self._grace_s:g} s is over"
+            self._watchdog = threading.Timer(self._grace_s, self._leave, (over,))
+            self._watchdog.daemon = True
+            self._watchdog.start()
+        if self._may_raise and jax.process_count() == 1:
+            self._raise()
+
+    def _leave(self, why: str) -> None:
+        logging.error("%s: ended at once; the next start goes on from the last checkpoint", why)
+        os._exit(EXIT_INTERRUPTED)

@@ -1,0 +1,138 @@
+"""Starts runs of `launch/train.py` that end themselves at a chosen moment.
+
+A process that has imported what a run needs and forks one child a run: a run then costs what it
+does, not what its imports cost. Reads a JSON object a line: `arguments`, `point` ("" to let the
+run finish), `signal`, `log`; answers with the exit code of the run, negative for a signal.
+
+A point is a call of the product, wrapped here, in the test's process: the product knows nothing.
+"""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import runpy
+import signal
+import sys
+import time
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint._src.path import atomicity
+
+from jaxrl_llm import checkpoint, seal
+from jaxrl_llm.learner import collection, experience
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import alerts, dumps, statistics, writer
+from jaxrl_llm.rewards import pool
+from jaxrl_llm.rollout import agent
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.trainer import evaluate
+from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Name -> (where the function is, its name, "before" or "after" it, at which call).
+POINTS = {
+    "setup": (roles_lib, "initial_state", "before", 1),
+    "restore_before": (checkpoint.Saver, "restore", "before", 1),
+    "restore_checked": (checkpoint, "_restored", "before", 1),
+    "restored": (checkpoint.Saver, "restore", "after", 1),
+    "numbers_opened": (writer, "keep_lines_before", "before", 1),
+    "rollout_before": (collection, "collect", "before", 1),
+    "rollout_during": (Engine, "_decode_chunk", "after", 2),
+    "rollout_after": (agent, "rollout", "after", 1),
+    "reward_during": (pool._Worker, "begin", "after", 5),
+    "collected": (collection, "collect", "after", 1),
+    "predict": (statistics, "of_engine", "after", 1),
+    "estimated": (alerts.Alerts, "allow_update", "before", 1),
+    "update_before": (experience, "assemble", "after", 1),
+    "update_between": (roles_lib.Layout, "plan", "after", 5),
+    "update_after": (statistics, "mean", "after", 1),
+    "reshard_before": (roles_lib.Roles, "rollout_layout", "before", 2),
+    "reshard_after": (roles_lib.Roles, "rollout_layout", "after", 2),
+    "evaluation": (evaluate.Evaluator, "run", "before", 1),
+    "numbers_before": (writer.Writer, "write", "before", 2),
+    "numbers_half": (dumps, "write_all", "half", 2),
+    "numbers_after": (writer.Writer, "write", "after", 2),
+    "dump_half": (os, "replace", "before", 3),
+    "dumped": (writer.Writer, "write_rollouts", "after", 1),
+    "save_before": (ocp.CheckpointManager, "save", "before", 1),
+    "save_begun": (ocp.CheckpointManager, "save", "after", 1),
+    "save_writing": (ocp.CheckpointManager, "wait_until_finished", "before", 2),
+    "commit_before": (atomicity.AtomicRenameTemporaryPath, "finalize", "before", 3),
+    "commit_after": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
+    "seal_before": (seal, "write", "before", 1),
+    "seal_half": (seal, "write", "half", 1),
+    "seal_after": (seal, "write", "after", 1),
+}
+
+
+def halved(function, die):
+    """Does the first half of a write, then what `die` does."""
+
+    def write_all(file, data):
+        file.write(data[: len(data) // 2])
+        die()
+        return file.write(data[len(data) // 2 :])
+
+    def write(folder):
+        (folder / f"{seal.SEAL}.tmp").write_text('{"meta/')
+        die()
+        return function(folder)
+
+    return {"write_all": write_all, "write": write}[function.__name__]
+
+
+def arm(point: str, number: signal.Signals) -> None:
+    """Makes this process send itself a signal at a point, once."""
+    owner, name, when, at = POINTS[point]
+    function = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def die():
+        if next(calls) == at:
+            print(f"{number.name} at {point}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), number)
+            if number == signal.SIGKILL:
+                time.sleep(60)
+
+    if when == "half":
+        setattr(owner, name, halved(function, die))
+        return
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        if when == "before":
+            die()
+        result = function(*args, **kwargs)
+        if when == "after":
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def child(order) -> None:
+    with open(order["log"], "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if order["point"]:
+        arm(order["point"], signal.Signals[order["signal"]])
+    sys.argv = [str(ROOT / "launch" / "train.py"), *order["arguments"]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> None:
+    for line in sys.stdin:
+        process = os.fork()
+        if not process:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            child(json.loads(line))
+            sys.exit(0)
+        _, status = os.waitpid(process, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Any change of the settings is refused with a message, or gives a run that can be built."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.algorithms import custom
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config_bridge import from_config_dict, to_dict
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import alerts, writer
+from jaxrl_llm.recipes import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    RECIPES,
+    REJECTIONS,
+)
+
+BASE: Mapping[str, Any] = {
+    "model": {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "mlp_size": 16,
+    },
+    "data": {"max_prompt_tokens": 8},
+    "rollout": {"max_response_tokens": 8},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+    "algorithm": {"samples_per_prompt": 4},
+    "trainer": {"prompts_per_step": 8},
+    "metrics": {"tensorboard": False},
+}
+WORDS = {
+    "recipe": tuple(RECIPES),
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "rejections": REJECTIONS,
+}
+# Small enough that nothing real is made of them, and every kind of wrong.
+WHOLE = st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 48, -1, -8])
+REAL = st.sampled_from([0.0, 1.0, 0.5, 2.0, -1.0, 1e-9, 1e30, math.inf, -math.inf, math.nan])
+WRONG = st.sampled_from([None, "ten", 3.5, True, (), {"a": 1}, [1, "b"], -5, "no/such:file"])
+
+
+def fields(cls: Any, path: tuple[str, ...] = ()):
+    """Yields path and annotation of every field that is not a group."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from fields(hint, (*path, name))
+        elif typing.get_origin(hint) is not Mapping:
+            yield (*path, name), hint
+
+
+FIELDS = list(fields(Config))
+
+
+def right(path: tuple[str, ...], hint: Any) -> st.SearchStrategy:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(right(path, arguments[0]), max_size=2).map(tuple)
+    if hint is str:
+        return st.sampled_from([*WORDS.get(path[-1], ()), "", "nothing_known", "a:b", "x.py:f"])
+    return {int: WHOLE, float: REAL, bool: st.booleans()}[hint]
+
+
+@st.composite
+def changes(draw) -> list[tuple[tuple[str, ...], Any]]:
+    chosen = draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=4))
+    return [(path, draw(right(path, hint) | WRONG)) for path, hint in chosen]
+
+
+def changed(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {k: dict(v) for k, v in BASE.items()}
+    for path, value in found:
+        group = values
+        for name in path[:-1]:
+            if not isinstance(group.get(name), dict):
+                group[name] = {}
+            group = group[name]
+        group[path[-1]] = value
+    return values
+
+
+def tried(found) -> Config | None:
+    """Returns the config if it can be built, None if it was refused with a message."""
+    try:
+        config = from_config_dict(changed(found))
+    except ConfigError as error:
+        assert error.problems and all(p.startswith("config") for p in error.problems)
+        return None
+    # What a run writes into its folder is read back as the same run.
+    assert from_config_dict(to_dict(config)) == config
+    list(config.warnings())
+    try:
+        custom.check(config.algorithm)
+        writer.check(config.metrics)
+        alerts.check(config.alerts)
+        roles = roles_lib.build(config)
+    except UserError as error:
+        assert str(error)
+        return None
+    lowering.abstract_state(roles)
+    return config
+
+
+def fuzz(max_examples: int, lower_every: int) -> None:
+    counts = {"refused": 0, "built": 0, "lowered": 0}
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
+    @given(found=changes())
+    def run(found):
+        config = tried(found)
+        counts["refused" if config is None else "built"] += 1
+        if config is None or counts["built"] % lower_every:
+            return
+        programs = lowering.lowered(roles_lib.build(config))
+        programs["train"]()
+        counts["lowered"] += 1
+
+    run()
+    assert counts["refused"] > max_examples // 10 and counts["built"] > max_examples // 10, counts
+    assert sum((counts["refused"], counts["built"])) >= max_examples * 0.9, counts
+    print(counts)
+
+
+def test_a_change_of_the_settings_is_refused_or_works():
+    fuzz(40, lower_every=1000)
+
+
+@pytest.mark.slow
+def test_two_thousand_changes():
+    fuzz(2000, lower_every=40)
+
+
+def test_every_field_can_be_changed():
+    assert len(FIELDS) > 120 and ("alerts", "kl", "limit") in dict(FIELDS)

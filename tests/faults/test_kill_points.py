@@ -1,0 +1,142 @@
+"""A run ended at any moment, by force or by request, ends up as one that was left alone.
+
+The run is ended at one point, started again and ended at the next, and so on: every start but the
+first resumes what the one before left. At the end all numbers of all steps, all samples and the
+arrays of the last checkpoint are those of a run that was never interrupted, bit for bit.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import runs
+import starter
+
+STEPS = 64
+SETTINGS = {
+    "model.hidden_size": 16,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.mlp_size": 32,
+    "data.max_prompt_tokens": 8,
+    "data.arithmetic_terms": 3,
+    "rollout.max_response_tokens": 8,
+    "rollout.chunk_steps": 2,
+    "rewards.num_workers": 1,
+    "warm_start.num_steps": 0,
+    "algorithm.samples_per_prompt": 2,
+    "trainer.num_steps": STEPS,
+    "trainer.minibatch_size": 4,
+    "evaluation.num_prompts": 2,
+    "evaluation.every": 2,
+    "checkpoint.every": 2,
+    "checkpoint.best_metric": "val-core/arithmetic/mean@1",
+}
+
+
+class Starter:
+    """Starts runs of one algorithm in one folder."""
+
+    def __init__(self, name: str, workdir: pathlib.Path, cache: pathlib.Path, **settings):
+        self.workdir = workdir
+        self.log = workdir.with_suffix(".log")
+        self._arguments = [*runs.flags(name, {**SETTINGS, **settings}), f"--workdir={workdir}"]
+        self._process = subprocess.Popen(
+            [sys.executable, pathlib.Path(starter.__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=runs.ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(runs.ROOT),
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+        )
+
+    def run(self, point: str = "", number: str = "SIGKILL") -> int:
+        """Starts the run once; returns its exit code, negative for the signal that ended it."""
+        order = {"arguments": self._arguments, "point": point, "signal": number}
+        self._process.stdin.write(json.dumps({**order, "log": str(self.log)}) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def arrays(step: pathlib.Path) -> dict[str, np.ndarray]:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(step / "arrays")
+
+
+def check_same(workdir: pathlib.Path, reference: pathlib.Path, last: int) -> None:
+    found, wanted = runs.metrics(workdir), runs.metrics(reference)
+    assert list(found) == list(wanted) == list(range(last + 1))
+    for step in wanted:
+        assert runs.repeatable(found[step]) == runs.repeatable(wanted[step]), step
+    for step in range(1, last + 1):
+        dump = f"rollouts/{step}.jsonl"
+        assert (workdir / dump).read_bytes() == (reference / dump).read_bytes()
+    mine, other = (arrays(folder / "checkpoints" / str(last)) for folder in (workdir, reference))
+    assert mine.keys() == other.keys()
+    for name in mine:
+        assert np.asarray(mine[name]).tobytes() == np.asarray(other[name]).tobytes(), name
+    assert not [path for path in workdir.rglob("*") if "tmp" in path.name or "damaged" in path.name]
+
+
+def end_at(start: Starter, point: str, number: str) -> None:
+    before = len(start.log.read_text()) if start.log.exists() else 0
+    code = start.run(point, number)
+    said = start.log.read_text()[before:]
+    assert f"{number} at {point}" in said, said[-3000:]
+    assert "Traceback" not in said, said[-3000:]
+    if number == "SIGKILL":
+        assert code == -signal.SIGKILL, said[-3000:]
+    else:
+        assert code == 75, said[-3000:]
+        assert f"{number}: ended " in said
+
+
+def chain(name: str, tmp_path, cache, moments, last: int) -> None:
+    """Ends one run at all moments, one after the other, and compares it to one left alone."""
+    with Starter(name, tmp_path / "reference", cache, **{"trainer.num_steps": last}) as start:
+        assert start.run() == 0, start.log.read_text()[-3000:]
+    with Starter(name, tmp_path / "run", cache, **{"trainer.num_steps": last}) as start:
+        for point, number in moments:
+            end_at(start, point, number)
+        assert last not in runs.metrics_written(tmp_path / "run")
+        assert start.run() == 0, start.log.read_text()[-3000:]
+    check_same(tmp_path / "run", tmp_path / "reference", last)
+
+
+def test_three_ends_of_a_run(tmp_path, cache):
+    moments = [
+        ("save_writing", "SIGKILL"),
+        ("update_between", "SIGTERM"),
+        ("rollout_during", "SIGTERM"),
+    ]
+    chain("grpo_tiny", tmp_path, cache, moments, last=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+def test_every_point(name, tmp_path, cache):
+    # A checkpoint must be there before there can be anything to restore.
+    moments = [("save_begun", "SIGTERM")]
+    moments += [(point, number) for point in starter.POINTS for number in ("SIGKILL", "SIGTERM")]
+    assert len(starter.POINTS) >= 20
+    chain(name, tmp_path, cache, moments, STEPS)

@@ -1,0 +1,74 @@
+"""Two thousand steps in a row: memory, file handles and compiled programs stay as they are."""
+
+import functools
+import gc
+import logging
+import os
+
+import jax
+import pytest
+import recipe_settings
+from absl import logging as absl_logging
+
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import rl
+from jaxrl_llm.trainer.interruption import Interruption
+
+STEPS = 2000
+SETTLED = 200
+CHANGES = {
+    "model": {"hidden_size": 16, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 16},
+    "rollout": {"max_response_tokens": 4},
+    "algorithm": {"samples_per_prompt": 2},
+    "warm_start": {"num_steps": 0},
+    "trainer": {"num_steps": STEPS, "prompts_per_step": 1},
+    "checkpoint": {"every": 100},
+    "metrics": {"rollouts_every": 100, "tensorboard": True},
+}
+
+
+def host_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_nothing_grows(tmp_path, monkeypatch):
+    seen: dict[int, dict[str, int]] = {}
+    compiled = 0
+
+    def count(event: str, *_, **__) -> None:
+        nonlocal compiled
+        compiled += event == "/jax/core/compile/backend_compile_duration"
+
+    resume_point = Interruption.resume_point
+
+    def looked(self, step, save):
+        if step and step % 100 == 0:
+            gc.collect()
+            seen[step] = {
+                "host": host_bytes(),
+                "device": sum(array.nbytes for array in jax.live_arrays()),
+                "handles": len(os.listdir("/proc/self/fd")),
+                "compiled": compiled,
+            }
+        resume_point(self, step, save)
+
+    monkeypatch.setattr(Interruption, "resume_point", looked)
+    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", one)
+    monkeypatch.setattr(absl_logging, "_warn_preinit_stderr", 0)
+    logging.disable(logging.WARNING)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        rl.train(recipe_settings.config("grpo", CHANGES), tmp_path / "run")
+    finally:
+        logging.disable(logging.NOTSET)
+        jax.monitoring.unregister_event_duration_listener(count)
+    first, last = seen[SETTLED], seen[max(seen)]
+    print(first, last)
+    assert max(seen) == STEPS - 100 and first["compiled"] > 0
+    assert last["compiled"] == first["compiled"]
+    assert last["handles"] <= first["handles"]
+    assert last["device"] <= 1.02 * first["device"]
+    assert last["host"] <= 1.02 * first["host"]

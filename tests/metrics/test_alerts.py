@@ -1,0 +1,210 @@
+"""Each alert fires on its own reading, speaks, and asks for what the config says."""
+
+import dataclasses
+import http.server
+import json
+import logging
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.metrics import alerts as alerts_lib
+from jaxrl_llm.metrics.alerts import ALERTS, Alerts
+from jaxrl_llm.types import Rewards
+
+SPEED = {"timing_s/step": 2.0, "timing_s/testing": 1.0, "perf/total_num_tokens": 100.0}
+QUIET = {name: AlertConfig(limit=0.0, action="off") for name in ALERTS}
+
+
+def rewards(*scores, failures=0):
+    zeros = np.zeros(len(scores), np.float32)
+    return Rewards(
+        scores=np.array(scores, np.float32),
+        terms={},
+        weights={},
+        costs=zeros,
+        baselines=zeros,
+        details=({},) * len(scores),
+        num_failures=failures,
+        num_calls=len(scores),
+    )
+
+
+def only(name, **alert):
+    """Returns a config with one alert."""
+    default = getattr(AlertsConfig(), name)
+    if default.action == "off" or default.action == "skip":
+        default = dataclasses.replace(default, action="continue")
+    return AlertsConfig(**{**QUIET, name: dataclasses.replace(default, **alert)})
+
+
+CASES = [
+    ("nonfinite", {"on_host": {"actor/grad_norm": math.inf}}, {}),
+    ("nonfinite", {"on_host": {"critic/loss": math.nan}}, {}),
+    ("kl", {"on_host": {"actor/ppo_kl": 0.6}}, {"on_host": {"actor/ppo_kl": 0.4}}),
+    ("reference_kl", {"of_estimates": {"actor/reward_kl_penalty": 11.0}}, {}),
+    ("reference_kl", {"on_host": {"actor/kl_loss": 11.0}}, {}),
+    (
+        "entropy",
+        {"of_estimates": {"actor/entropy": np.float32(0.0)}},
+        {"of_estimates": {"actor/entropy": 0.5}},
+    ),
+    ("log_prob_difference", {"of_estimates": {"training/rollout_probs_diff_mean": 0.2}}, {}),
+    ("reward_failures", {"rewards": rewards(0, 1, 0, 1, failures=1)}, {}),
+    ("constant_reward", {"rewards": rewards(1, 1)}, {"rewards": rewards(1, 0)}),
+    ("disk", {"disk": (1000, 980, 20)}, {"disk": (1000, 500, 500)}),
+]
+
+
+SPREAD = rewards(0, 1)
+
+
+def observe(watch, monkeypatch, step=1, rewards=SPREAD, of_estimates=(), on_host=(), disk=()):
+    total, used, free = disk or (1000, 0, 1000)
+    usage = type("Usage", (), {"total": total, "used": used, "free": free})
+    monkeypatch.setattr(alerts_lib.shutil, "disk_usage", lambda path: usage)
+    return watch.check(step, rewards, dict(of_estimates), {**SPEED, **dict(on_host)})
+
+
+@pytest.mark.parametrize("name, bad, good", CASES)
+def test_each_fires_on_its_own_reading(name, bad, good, tmp_path, monkeypatch, caplog):
+    stopped = []
+    with Alerts(only(name, steps=1, action="stop"), tmp_path, stopped.append) as watch:
+        assert observe(watch, monkeypatch, **good) == {f"alerts/{name}": 0.0}
+        assert not caplog.records and not stopped
+        with caplog.at_level(logging.WARNING):
+            assert observe(watch, monkeypatch, step=7, **bad) == {f"alerts/{name}": 1.0}
+    (text,) = stopped
+    assert f"alert {name} in step 7" in text and f"config.alerts.{name}.limit" in text
+    assert text in caplog.text
+    with Alerts(AlertsConfig(**QUIET), tmp_path, stopped.append) as silent:
+        assert observe(silent, monkeypatch, **bad) == {}
+
+
+def test_throughput_is_compared_to_its_median_without_evaluations(tmp_path, monkeypatch):
+    with Alerts(only("throughput"), tmp_path, lambda _: None) as watch:
+        for step in range(1, 8):
+            assert observe(watch, monkeypatch, step) == {"alerts/throughput": 0.0}
+        slow = {"timing_s/step": 5.0, "timing_s/testing": 1.0}
+        assert observe(watch, monkeypatch, on_host=slow) == {"alerts/throughput": 1.0}
+        evaluated = {"timing_s/step": 60.0, "timing_s/testing": 59.0}
+        assert observe(watch, monkeypatch, on_host=evaluated) == {"alerts/throughput": 0.0}
+
+
+def test_steps_in_a_row_are_state(tmp_path, monkeypatch):
+    config = only("constant_reward", steps=3)
+    same = {"rewards": rewards(2, 2)}
+    with Alerts(config, tmp_path, lambda _: None) as watch:
+        found = [observe(watch, monkeypatch, **same)["alerts/constant_reward"] for _ in range(2)]
+        state = json.loads(json.dumps(watch.get_state()))
+    with Alerts(config, tmp_path, lambda _: None) as watch:
+        watch.set_state(state)
+        found += [observe(watch, monkeypatch, **same)["alerts/constant_reward"]]
+        found += [observe(watch, monkeypatch)["alerts/constant_reward"]]
+        found += [observe(watch, monkeypatch, **same)["alerts/constant_reward"]]
+    assert found == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_skip_leaves_the_update_out_and_reads_only_what_it_must(tmp_path):
+    class Untouchable:
+        def __array__(self, *_):
+            raise AssertionError("the device was read")
+
+    with Alerts(only("constant_reward", steps=1, action="skip"), tmp_path, print) as watch:
+        numbers = {"actor/entropy": Untouchable()}
+        assert not watch.allow_update(rewards(1, 1), numbers)
+        assert watch.allow_update(rewards(1, 0), numbers)
+    with Alerts(only("entropy", action="skip"), tmp_path, print) as watch:
+        assert not watch.allow_update(rewards(1, 0), {"actor/entropy": np.float32(0.0)})
+        assert watch.allow_update(rewards(1, 0), {"actor/entropy": np.float32(1.0)})
+
+
+@pytest.fixture
+def webhook():
+    """An address that posts are sent to, and what arrived there."""
+    arrived = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            arrived.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", arrived
+    server.shutdown()
+    server.server_close()
+
+
+def test_webhook_and_function_are_told(tmp_path, monkeypatch, webhook):
+    address, arrived = webhook
+    (tmp_path / "mine.py").write_text(
+        "import json, pathlib\n"
+        "def tell(message):\n"
+        "    path = pathlib.Path(__file__).with_name('told')\n"
+        "    path.write_text(json.dumps(message))\n"
+    )
+    config = dataclasses.replace(only("kl"), webhook=address, function=f"{tmp_path}/mine.py:tell")
+    with Alerts(config, tmp_path, print) as watch:
+        observe(watch, monkeypatch, 5, on_host={"actor/ppo_kl": 2.0})
+    (message,) = arrived
+    assert message == json.loads((tmp_path / "told").read_text())
+    assert (message["alert"], message["step"], message["reading"]) == ("kl", 5, 2.0)
+    assert message["workdir"] == str(tmp_path) and "alert kl in step 5" in message["text"]
+
+
+def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog):
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef tell(message):\n    time.sleep(0.2)\n    raise RuntimeError('no')\n"
+    )
+    nobody = "http://127.0.0.1:9/closed"
+    config = dataclasses.replace(only("kl"), webhook=nobody, function=f"{tmp_path}/mine.py:tell")
+    begin = time.monotonic()
+    watch = Alerts(config, tmp_path, print)
+    for step in range(100):
+        observe(watch, monkeypatch, step, on_host={"actor/ppo_kl": 2.0})
+    assert time.monotonic() - begin < 2.0
+    assert "messages wait to be told" in caplog.text
+    monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)
+    watch.close()
+    assert "could not be told: URLError" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["def tell(", "import absent_package", "def other(m): pass"])
+def test_a_function_that_cannot_be_used_is_refused(tmp_path, content):
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.alerts\.function: \w+Error"):
+        alerts_lib.check(AlertsConfig(function=f"{tmp_path}/mine.py:tell"))
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("disk.action", "skip", "'skip' comes too late"),
+        ("kl.steps", 0, "must be at least 1"),
+        ("entropy.limit", -1.0, "must not be negative"),
+        ("webhook", "file:///etc/passwd", "must begin with http"),
+        ("function", "mine", "must be 'package.module:function'"),
+        ("kl", {"action": "skip", "limit": 0.1, "steps": 2}, "skipped at once"),
+    ],
+)
+def test_what_cannot_work_is_refused(key, value, message):
+    values = default_config_dict()
+    values.rewards.functions.answer = {"function": "arithmetic"}
+    group = values.alerts
+    *parents, last = key.split(".")
+    for parent in parents:
+        group = group[parent]
+    group[last] = value
+    with pytest.raises(ConfigError, match=message):
+        from_config_dict(values)

@@ -1,0 +1,145 @@
+"""A request to end is heard where nothing is lost, and only there."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+import recipe_settings
+import runs
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.errors import Interrupted
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import rl
+from jaxrl_llm.trainer.interruption import Interruption
+
+
+def ask(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_while_a_step_samples_it_is_given_up(number, caplog):
+    before, saved = signal.getsignal(number), []
+    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
+        interruption.resume_point(6, lambda: saved.append(6))
+        ask(number)
+        raise AssertionError("not heard")
+    assert saved == [6] and ended.value.exit_code == 75
+    assert f"{number.name}: ended after step 6; start again" in caplog.text
+    assert signal.getsignal(number) is before
+
+
+def test_while_a_step_learns_it_is_completed_first():
+    saved, reached = [], []
+    with pytest.raises(Interrupted), Interruption(60.0) as interruption:
+        interruption.resume_point(6, lambda: saved.append(6))
+        interruption.hold()
+        ask()
+        reached.append("the end of the step")
+        interruption.resume_point(7, lambda: saved.append(7))
+    assert (saved, reached) == ([7], ["the end of the step"])
+
+
+def test_before_the_first_step_there_is_nothing_to_save():
+    with pytest.raises(Interrupted), Interruption(60.0):
+        ask()
+
+
+def test_other_ends_save_nothing():
+    with pytest.raises(ZeroDivisionError), Interruption(60.0) as interruption:
+        interruption.resume_point(6, lambda: pytest.fail("saved"))
+        1 / 0  # noqa: B018
+
+
+def test_a_request_is_heard_between_steps_and_the_first_counts():
+    saved = []
+    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
+        interruption.resume_point(1, lambda: saved.append(1))
+        interruption.hold()
+        interruption.request("an alert")
+        ask()
+        interruption.resume_point(2, lambda: saved.append(2))
+    assert (saved, ended.value.exit_code, str(ended.value)) == ([2], 3, "an alert")
+
+
+def test_several_processes_end_at_the_same_step(monkeypatch):
+    """The signal reached another process; this one hears of it between two steps."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    others = iter([0, 75])
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda mine: jax.numpy.array([mine, next(others)])
+    )
+    with pytest.raises(Interrupted) as ended, Interruption(60.0) as interruption:
+        interruption.resume_point(1, lambda: None)
+        interruption.hold()
+        interruption.resume_point(2, lambda: None)
+    assert ended.value.exit_code == 75
+
+
+END = """
+import os, signal, sys, time
+from jaxrl_llm.trainer.interruption import Interruption
+
+with Interruption(float(sys.argv[1])) as interruption:
+    interruption.hold()
+    os.kill(os.getpid(), signal.SIGINT)
+    if sys.argv[2] == "twice":
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    "grace_s, how, said",
+    [("0.2", "once", "the grace time of 0.2 s is over"), ("60", "twice", "a second SIGINT")],
+)
+def test_what_does_not_end_is_ended(grace_s, how, said):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(END), grace_s, how],
+        env={"PYTHONPATH": str(runs.ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 75, result.stderr
+    assert said in result.stderr and "goes on from the last checkpoint" in result.stderr
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """A run of this size on eight devices would wait for its own collectives."""
+    make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", make)
+
+
+def test_an_alert_stops_the_run_after_a_save(tmp_path, one_device):
+    changes = {
+        "warm_start": {"num_steps": 0},
+        "trainer": {"num_steps": 5},
+        "alerts": {"entropy": {"limit": 100.0, "steps": 2, "action": "stop"}},
+    }
+    with pytest.raises(Interrupted, match="alert entropy in step 2") as ended:
+        rl.train(recipe_settings.config("grpo", changes), tmp_path / "run")
+    assert ended.value.exit_code == 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    found = recipe_settings.metrics(tmp_path / "run")
+    assert [found[step]["alerts/entropy"] for step in (1, 2)] == [0.0, 1.0]
+
+
+@pytest.mark.slow
+def test_an_alert_leaves_updates_out(tmp_path, one_device):
+    changes = {
+        "warm_start": {"num_steps": 0},
+        "trainer": {"num_steps": 2},
+        "alerts": {"entropy": {"limit": 100.0, "action": "skip"}},
+    }
+    state = rl.train(recipe_settings.config("grpo", changes), tmp_path / "run")
+    assert state.policy.num_updates == 0
+    assert "actor/loss" not in recipe_settings.metrics(tmp_path / "run")[2]
