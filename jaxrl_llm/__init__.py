@@ -1,0 +1,51 @@
+"""Reinforcement learning for language models in JAX.
+
+From Python, a run is a config and a call; nothing is imported before it is needed:
+
+    import jaxrl_llm
+
+    config = jaxrl_llm.default_config()
+    config.rewards.functions.answer = {"function": "arithmetic"}
+    state = jaxrl_llm.train(config, "runs/from_python")
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from jaxrl_llm.config import Config
+    from jaxrl_llm.learner.roles import LearnerState
+
+
+def default_config() -> "ConfigDict":
+    """Returns every setting of a run, to be changed and given to `train`."""
+    from jaxrl_llm.config_bridge import default_config_dict
+
+    return default_config_dict()
+
+
+def train(
+    config: "Config | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
+) -> "LearnerState":
+    """Trains a policy with RL, as `launch/train.py` does, and returns the learner state.
+
+    Args:
+      config: What `default_config` returned, changed; nested dicts; or a validated `Config`.
+      workdir: Folder of the run, made if missing. The same one with the same config resumes it.
+
+    Raises:
+      ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.
+      DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
+    """
+    from jaxrl_llm import program
+    from jaxrl_llm.config import Config
+    from jaxrl_llm.config_bridge import from_config_dict
+    from jaxrl_llm.trainer import rl
+
+    if not isinstance(config, Config):
+        config = from_config_dict(config)
+    program.keep_compilations(workdir)
+    return rl.train(config, workdir)

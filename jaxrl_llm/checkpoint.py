@@ -34,6 +34,8 @@ PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
 
+_PROBE_BYTES = 1 << 16  # more than the metadata of a step
+
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or read: which path, why, what to do."""
@@ -135,11 +137,22 @@ class Saver:
         content = _content(state, extra, self._best)
         self.wait()
         try:
+            if jax.process_count() == 1:
+                self._probe()
             self._manager.save(step, args=content)
         except Exception as error:
             self._failed(step, error)
         else:
             self._sealing = self._executor.submit(self._commit, step)
+
+    def _probe(self) -> None:
+        """Raises OSError if nothing can be written: a save that fails at once leaves threads of
+        the library behind, which hold up the end of the process for minutes."""
+        probe = self._directory / "probe.tmp"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
 
     def ensure(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""

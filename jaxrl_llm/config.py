@@ -354,6 +354,8 @@ class RolloutConfig:
             yield "top_p", f"must lie in (0, 1], got {self.top_p}"
         if not 0.0 <= self.min_p < 1.0:
             yield "min_p", f"must lie in [0, 1), got {self.min_p}"
+        if len(self.stop_tokens) > 8:
+            yield "stop_tokens", f"at most 8, got {len(self.stop_tokens)}"
         if self.num_slots < 0:
             yield "num_slots", f"must not be negative (0: chosen), got {self.num_slots}"
         if not 1 <= self.chunk_steps <= 128:

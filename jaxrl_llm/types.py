@@ -76,7 +76,8 @@ class Rewards:
 class Predictions:
     """What the models say about the sampled tokens; zero outside the response mask."""
 
-    old_log_probs: Float[Array, "B T"]  # policy when the step began
+    # Policy when the step began; the engine's, which nothing reads, where the update finds its own.
+    old_log_probs: Float[Array, "B T"]
     ref_log_probs: Float[Array, "B T"]  # frozen reference
     entropies: Float[Array, "B T"]  # of the distribution each token was drawn from
     sum_squared_probs: Float[Array, "B T"]  # sum over the vocabulary of p**2

@@ -133,7 +133,7 @@ def serving(folder, *flags):
     """Serves a folder; gives the server and its URL."""
     server = Server("launch/serve.py", f"--model={folder}", "--port=0", *flags)
     try:
-        url = server.address(" on ")
+        url = server.address("serving on ")
         server.wait_ready(url)
         yield server, url
     finally:

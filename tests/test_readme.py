@@ -1,8 +1,10 @@
 """What the README says is so."""
 
+import json
 import pathlib
 import re
 import shlex
+from typing import Any
 
 import pytest
 
@@ -43,15 +45,31 @@ def test_commands_use_known_settings():
         assert config_bridge.unknown_overrides(arguments) == []
 
 
+def snippet() -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    return found
+
+
 def test_the_python_snippet_describes_a_run(monkeypatch):
-    """Its config is built for real; the training itself is what other tests do."""
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    """Ten lines at most; its config is built for real, the training is the next test's."""
     runs = []
     monkeypatch.setattr(rl, "train", lambda config, workdir: runs.append((config, workdir)))
-    exec(snippet, {})
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    assert len([line for line in snippet().splitlines() if line]) <= 10
+    exec(snippet(), {})
     ((config, workdir),) = runs
     assert (config.algorithm.recipe, workdir) == ("grpo", "runs/from_python")
     assert list(config.warnings()) == []
+
+
+@pytest.mark.slow
+def test_the_python_snippet_trains(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(snippet(), names)
+    assert int(names["state"].policy.num_updates) == 20
+    lines = pathlib.Path("runs/from_python/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][-1] == 20
 
 
 def test_the_error_report_is_what_a_user_sees():

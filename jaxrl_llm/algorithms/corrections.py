@@ -205,10 +205,22 @@ def correct(
     log_ratios = log_ratio(old_log_probs, rollout_log_probs, response_mask)
     weights, weight_numbers = correction_weights(config, log_ratios, response_mask)
     loss_mask, rejection_numbers = rejection(config, log_ratios, response_mask)
-    metrics = (
-        gap_metrics(old_log_probs, rollout_log_probs, response_mask)
-        | probability_metrics(old_log_probs, rollout_log_probs, response_mask)
-        | weight_numbers
-        | rejection_numbers
+    gap = engine_gap(old_log_probs, rollout_log_probs, response_mask)
+    return weights, loss_mask, gap | weight_numbers | rejection_numbers
+
+
+def engine_gap(
+    old_log_probs: Float[Array, "B T"],
+    rollout_log_probs: Float[Array, "B T"],
+    response_mask: Bool[Array, "B T"],
+) -> Metrics:
+    """Returns the numbers that describe how far the engine is from the trained policy.
+
+    Args:
+      old_log_probs: Log-probs of the policy when the step began.
+      rollout_log_probs: Log-probs as the engine reported them.
+      response_mask: True where the policy chose the token.
+    """
+    return gap_metrics(old_log_probs, rollout_log_probs, response_mask) | probability_metrics(
+        old_log_probs, rollout_log_probs, response_mask
     )
-    return weights, loss_mask, metrics

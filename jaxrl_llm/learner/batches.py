@@ -19,6 +19,9 @@ from jaxrl_llm.data import packing
 from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.sharding.mesh import constrain
 
+# What `Layout.plan` scores by default, whatever the step.
+EVERY_TOKEN = np.ones((1, 1), bool)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Microbatch:
     sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
     rows: Int[Array, " b"]  # row of each sequence
     starts: Int[Array, " b"]  # its first position in that row
+    scored: Int[Array, "R K"]  # positions that the policy chose; W where there is none
 
     def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
         """Returns the packed rows of a [B, T] array; zero at padding."""
@@ -116,6 +120,13 @@ class Layout:
             rows //= 2
         return rows
 
+    def _num_scored(self, needed: int, width: int) -> int:
+        """Returns the positions of a row that the head looks at: eighths of it, never fewer."""
+        kind = f"scored in rows of {width}"
+        eighths = -(-needed * 8 // width)
+        self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
+        return -(-width * self._most_rows[kind] // 8)
+
     def _balanced(
         self, packed: list[list[int]], lengths: Int[np.ndarray, " b"], num_rows: int
     ) -> list[list[list[int]]]:
@@ -147,7 +158,12 @@ class Layout:
         return shares
 
     def plan(
-        self, lengths: Int[np.ndarray, " B"], chosen: Int[np.ndarray, " b"], *, width: int
+        self,
+        lengths: Int[np.ndarray, " B"],
+        chosen: Int[np.ndarray, " b"],
+        *,
+        width: int,
+        scored: Bool[np.ndarray, "#B #T"] = EVERY_TOKEN,
     ) -> Plan:
         """Returns the layout of the sequences `chosen`.
 
@@ -155,6 +171,8 @@ class Layout:
           lengths: Tokens of every sequence of the step.
           chosen: Numbers of the sequences to lay out.
           width: Tokens of a row; no sequence is longer, no device's budget shorter.
+          scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
+            default all of them.
         """
         width = sequence_attention.row_width(width, self._length_shards)
         packed = packing.pack(lengths[chosen], width)
@@ -168,6 +186,8 @@ class Layout:
         sequences = np.full((num_groups, most), len(lengths), np.int32)
         rows = np.zeros((num_groups, most), np.int32)
         starts = np.zeros_like(rows)
+        wanted = np.zeros(segment_ids.shape, bool)
+        asked = np.broadcast_to(scored, (len(lengths), width))
         for g, group in enumerate(groups):
             place = 0
             for r, members in enumerate(group):
@@ -177,14 +197,25 @@ class Layout:
                     end = start + int(lengths[sequence])
                     segment_ids[g, r, start:end] = sequence + 1
                     positions[g, r, start:end] = np.arange(end - start)
+                    wanted[g, r, start:end] = asked[sequence, : end - start]
                     sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
                     start, place = end, place + 1
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
         # Host arrays: they go to the device with the program that uses them.
-        fields: list[Any] = [segment_ids, positions, sequences, rows, starts]
+        everywhere = scored.size == 1
+        needed = width if everywhere else self._num_scored(int(wanted.sum(-1).max()), width)
+        places = _places(wanted, needed)
+        fields: list[Any] = [segment_ids, positions, sequences, rows, starts, places]
         of_plan: list[Any] = [np.int32(len(groups)), mask]
         return Plan(Microbatch(*fields), *of_plan)
+
+
+def _places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
+    """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
+    width = wanted.shape[-1]
+    places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
+    return np.sort(places, axis=-1)[..., :count]
 
 
 def add_up(plan: Plan, function, like):

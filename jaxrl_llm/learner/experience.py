@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
 from jaxrl_llm.algorithms.masked import masked_mean
-from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config import Config
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
-from jaxrl_llm.learner.update import sequence_scores, token_statistics, token_values
-from jaxrl_llm.models import lora
+from jaxrl_llm.learner.update import is_on_policy, sequence_scores, token_statistics, token_values
+from jaxrl_llm.models import heads, lora
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
@@ -30,7 +30,7 @@ from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 def scoring_programs(roles: Roles):
     """Returns what asks a policy and what asks a critic about all tokens of a step, both jitted.
 
-    `of_policy(params, tokens, lengths, plan, *, with_entropy)` gives log-probs, entropies and
+    `of_policy(params, tokens, lengths, plan, *, entropy)` gives log-probs, entropies and
     sums of squared probabilities, `of_critic(params, tokens, lengths, plan)` values, [B, T] each.
     """
     config = roles.config
@@ -40,12 +40,12 @@ def scoring_programs(roles: Roles):
         chunk=config.model.vocab_chunk,
     )
 
-    @functools.partial(jax.jit, static_argnames="with_entropy")
-    def of_policy(params, tokens, lengths, plan: Plan, *, with_entropy: bool):
+    @functools.partial(jax.jit, static_argnames="entropy")
+    def of_policy(params, tokens, lengths, plan: Plan, *, entropy: heads.Entropy):
         num_sequences, width = tokens.shape
 
         def ask(microbatch: Microbatch):
-            packed = statistics(roles.policy, params, tokens, microbatch, with_entropy=with_entropy)
+            packed = statistics(roles.policy, params, tokens, microbatch, entropy=entropy)
             return tuple(microbatch.unpacked(p, lengths, width) for p in packed)
 
         return batches.collect(plan, ask, num_sequences, width)
@@ -64,8 +64,13 @@ def scoring_programs(roles: Roles):
 
 
 def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
-    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass."""
+    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass.
+
+    The policy is not asked where the update itself will say (`update.is_on_policy`): the engine's
+    log-probs then stand in its place, and nothing reads them.
+    """
     algorithm = roles.config.algorithm
+    on_policy = is_on_policy(roles.config)
     of_policy, of_critic = scoring_programs(roles)
 
     def predict(state: LearnerState, rollouts: Rollouts) -> Predictions:
@@ -76,13 +81,16 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         policy = lora.joined(roles.base_params, state.policy.params)
         with jax.set_mesh(roles.mesh):
-            old, entropies, squares = of_policy(policy, tokens, lengths, plan, with_entropy=True)
-            if algorithm.old_log_probs == "rollout":
-                old = jnp.asarray(rollouts.rollout_log_probs)
+            old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
+            if not on_policy:
+                found, entropies, squares = of_policy(
+                    policy, tokens, lengths, plan, entropy="value"
+                )
+                old = found if algorithm.old_log_probs == "recompute" else old
             reference = old
             if roles.reference_params:
                 reference, _, _ = of_policy(
-                    roles.reference_params, tokens, lengths, plan, with_entropy=False
+                    roles.reference_params, tokens, lengths, plan, entropy="none"
                 )
             critics = [
                 of_critic(role.params, tokens, lengths, plan) if role.params else zeros
@@ -126,8 +134,18 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
 
 def _whole_step(roles: Roles, rollouts: Rollouts) -> Plan:
-    lengths = rollouts.lengths
-    return roles.layout.plan(lengths, np.arange(len(lengths)), width=rollouts.tokens.shape[1])
+    return _plan(roles, rollouts, np.arange(len(rollouts.lengths)))
+
+
+def _plan(roles: Roles, rollouts: Rollouts, chosen: Int[np.ndarray, " b"]) -> Plan:
+    # Choosing tokens of a row would gather over a dim that the sequence axis splits.
+    split = roles.mesh.shape["sequence"] > 1
+    return roles.layout.plan(
+        rollouts.lengths,
+        chosen,
+        width=rollouts.tokens.shape[1],
+        scored=batches.EVERY_TOKEN if split else rollouts.response_mask,
+    )
 
 
 # From rewards to advantages.
@@ -139,9 +157,8 @@ def estimator(roles: Roles):
     It returns the estimates, the state with its KL coefficient and multiplier moved on, and
     metrics. No model runs there.
     """
-    algorithm = roles.config.algorithm
     compiled = jax.jit(
-        functools.partial(_estimate, algorithm), out_shardings=mesh_lib.replicated(roles.mesh)
+        functools.partial(_estimate, roles.config), out_shardings=mesh_lib.replicated(roles.mesh)
     )
 
     def estimate(
@@ -167,9 +184,8 @@ def estimator(roles: Roles):
     return estimate
 
 
-def _estimate(
-    algorithm: AlgorithmConfig, kl_coef, log_multiplier, predictions: Predictions, arrays
-):
+def _estimate(config: Config, kl_coef, log_multiplier, predictions: Predictions, arrays):
+    algorithm = config.algorithm
     mask = arrays["response_mask"]
     weights, loss_mask, metrics = corrections.correct(
         algorithm, predictions.old_log_probs, arrays["rollout_log_probs"], mask
@@ -179,6 +195,8 @@ def _estimate(
         algorithm, kl_coef, arrays["scores"], *log_probs_of_both, mask
     )
     metrics["actor/entropy"] = masked_mean(predictions.entropies, mask)
+    if is_on_policy(config):
+        metrics = {}  # all of them about the policy's log-probs, which the update will find
     if algorithm.kl_in == "reward":
         metrics["actor/reward_kl_penalty"] = current_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
@@ -271,5 +289,4 @@ def minibatches(
         order = np.asarray(jax.random.permutation(epoch_key, count))
         for start in range(0, count, config.minibatch_size):
             chosen = np.sort(order[start : start + config.minibatch_size])
-            plan = roles.layout.plan(rollouts.lengths, chosen, width=rollouts.tokens.shape[1])
-            yield plan, jax.random.fold_in(epoch_key, start)
+            yield _plan(roles, rollouts, chosen), jax.random.fold_in(epoch_key, start)

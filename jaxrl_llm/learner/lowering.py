@@ -118,7 +118,7 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
             rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
         ),
         "decode": lambda: engine.compiled.lower_generate(rollout_params),
-        "score": lambda: score(of_policy, policy, with_entropy=True),
+        "score": lambda: score(of_policy, policy, entropy="value"),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,
         "reshard": lambda: roles.resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),

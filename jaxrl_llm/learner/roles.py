@@ -21,6 +21,7 @@ from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import families, huggingface, lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding.reshard import Resharder
@@ -167,7 +168,13 @@ def assemble(
         engine=Engine(
             rollout_network(config, policy),
             mesh,
-            num_slots=num_slots(config, platform),
+            num_slots=config.rollout.num_slots
+            or capacity.num_slots(
+                rollout_network(config, policy),
+                mesh,
+                config.max_sequence_tokens,
+                config.sequences_per_step,
+            ),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
             layout=config.mesh.rollout,
@@ -192,14 +199,6 @@ def rollout_network(config: Config, policy: Network) -> Network:
     return dataclasses.replace(
         policy, compute_dtype=policy.compute_dtype if dtype == "compute" else dtype
     )
-
-
-def num_slots(config: Config, platform: str) -> int:
-    """Returns how many sequences are decoded at one time on devices of a platform."""
-    if config.rollout.num_slots:
-        return config.rollout.num_slots
-    most = 64 if platform == "cpu" else 256
-    return min(config.sequences_per_step, most)
 
 
 def check_folders(roles: Roles) -> None:

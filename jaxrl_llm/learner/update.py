@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms import losses, selection
+from jaxrl_llm.algorithms import advantages, corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.config import Config
 from jaxrl_llm.learner import batches, optimizer
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
@@ -26,8 +27,32 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
 Metrics = Mapping[str, Float[Array, ""]]
-# loss(params, microbatch) -> (its share of the minibatch's loss, metrics to be summed)
+# loss(params, microbatch) -> (its share of the minibatch's loss, arrays to be summed by name)
 Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
+
+
+def is_on_policy(config: Config) -> bool:
+    """Returns whether a step is one update and needs no log-probs of the policy before it.
+
+    The ratio to the old policy is then 1 by construction: the update takes its own log-probs,
+    without a gradient, for the old ones. That saves a pass over the step and changes no gradient.
+    Not where anything before the update reads the old log-probs: a KL in the reward, corrections
+    and rejections, some advantages, losses that choose tokens from the whole minibatch, alerts
+    that may skip the update.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
+    reads_old = (
+        algorithm.old_log_probs == "rollout"
+        or algorithm.kl_in == "reward"
+        or algorithm.correction != "none"
+        or algorithm.safe
+        or bool(algorithm.rejections)
+        or algorithm.policy_loss in selection.SELECTIONS
+        or advantages.reads(algorithm, "old_log_probs", "sum_squared_probs")
+        or "skip" in (config.alerts.entropy.action, config.alerts.log_prob_difference.action)
+    )
+    return one_update and not reads_old
 
 
 def take_update(
@@ -73,19 +98,24 @@ def token_statistics(
     *,
     temperature: float,
     chunk: int,
-    with_entropy: bool,
+    entropy: heads.Entropy,
 ) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
-    """Returns log-probs, entropies and sums of squared probabilities of packed rows."""
+    """Returns log-probs, entropies and sums of squared probabilities of packed rows.
+
+    Zero at tokens that `microbatch.scored` does not name.
+    """
     packed = microbatch.packed(tokens)
     hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-    return heads.token_statistics(
+    everywhere = microbatch.scored.shape == packed.shape
+    head = heads.token_statistics if everywhere else heads.chosen_statistics
+    return head(
         hidden,
         network.head_weight(params),
         packed,
-        microbatch.segment_ids,
+        microbatch.segment_ids if everywhere else microbatch.scored,
         temperature=temperature,
         chunk=chunk,
-        with_entropy=with_entropy,
+        entropy=entropy,
     )
 
 
@@ -161,7 +191,10 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
         temperature=temperature,
         chunk=config.model.vocab_chunk,
     )
-    with_entropy = algorithm.entropy_coef != 0.0
+    on_policy = is_on_policy(config)
+    entropy: heads.Entropy = "value" if on_policy else "none"
+    if algorithm.entropy_coef:
+        entropy = "gradient"
     of_kl = config.alerts.kl
     max_kl = of_kl.limit if of_kl.action == "skip" else math.inf
 
@@ -175,20 +208,35 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
 
         def loss(params: Params, microbatch: Microbatch):
             whole = lora.joined(base, params)
-            log_probs, entropies, _ = statistics(
-                whole, batch.tokens, microbatch, with_entropy=with_entropy
-            )
+            log_probs, entropies, _ = statistics(whole, batch.tokens, microbatch, entropy=entropy)
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
-            return losses.policy_objective(
+            log_probs = unpack(log_probs)
+            rows = jax.tree.map(microbatch.take, batch)
+            now = jax.lax.stop_gradient(log_probs)
+            if on_policy:
+                rows = dataclasses.replace(rows, old_log_probs=now)
+            value, metrics = losses.policy_objective(
                 algorithm,
-                unpack(log_probs),
+                log_probs,
                 unpack(entropies),
-                jax.tree.map(microbatch.take, batch),
+                rows,
                 microbatch.take(chosen),
                 denominators,
             )
+            seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
+            return value, {**metrics, "log_probs": seen}
 
-        return take_update(role, roles.policy_optimizer, plan, loss, "actor", max_kl)
+        role, found = take_update(role, roles.policy_optimizer, plan, loss, "actor", max_kl)
+        # An entropy that was not computed is no entropy of zero.
+        unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
+        metrics = {name: value for name, value in found.items() if name not in unseen}
+        if on_policy:
+            metrics |= corrections.engine_gap(
+                found["log_probs"],
+                batch.rollout_log_probs,
+                batch.response_mask & plan.chosen[:, None],
+            )
+        return role, metrics
 
     def _selection(params, batch: Minibatch, plan: Plan, key):
         """Returns what clip_cov and kl_cov choose from the whole minibatch."""
@@ -197,7 +245,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             return jnp.zeros((num_sequences, width), bool)
 
         def log_probs(microbatch: Microbatch):
-            values, _, _ = statistics(params, batch.tokens, microbatch, with_entropy=False)
+            values, _, _ = statistics(params, batch.tokens, microbatch, entropy="none")
             return microbatch.unpacked(values, batch.lengths, width)
 
         values = batches.collect(plan, log_probs, num_sequences, width)

@@ -83,7 +83,7 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
 def replace_text(path: pathlib.Path, text: str) -> None:
     """Writes `path` so that a reader sees the file before or after, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f"{path.name}.tmp")  # one process writes; a kill leaves one at most
     try:
         with naming(path):
             partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"

@@ -87,16 +87,21 @@ def explained_variance(
     return float(1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
 
 
-def of_engine(num_tokens: int, seconds: float, occupancy: float) -> dict[str, float]:
+def of_engine(
+    prefill_tokens: int, prefill_s: float, decode_tokens: int, decode_s: float, occupancy: float
+) -> dict[str, float]:
     """Returns what the rollout engine did in its last call.
 
     Args:
-      num_tokens: Tokens sampled by decode steps.
-      seconds: Spent in decode steps.
+      prefill_tokens: Of prompts, each counted once.
+      prefill_s: Spent in reading prompts and placing samples.
+      decode_tokens: Sampled by decode steps.
+      decode_s: Spent in decode steps.
       occupancy: Share of the slots' steps that sampled a token while others waited.
     """
     return {
-        "rollout/decode_tokens_per_s": num_tokens / seconds if seconds else 0.0,
+        "rollout/prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s else 0.0,
+        "rollout/decode_tokens_per_s": decode_tokens / decode_s if decode_s else 0.0,
         "rollout/slot_occupancy": occupancy,
     }
 
@@ -185,6 +190,7 @@ def _of_lengths(config: Config, rollouts: Rollouts) -> dict[str, float]:
     responses, prompts = _response_lengths(rollouts), _prompt_lengths(rollouts)
     return {
         **_summary("response_length", responses),
+        **_quantiles("response_length", responses),
         "response_length/clip_ratio": float(
             (responses >= config.rollout.max_response_tokens).mean()
         ),
@@ -201,6 +207,15 @@ def _prompt_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
 def _response_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
     """Returns tokens after the prompt: what the policy chose and tool output."""
     return rollouts.lengths - _prompt_lengths(rollouts)
+
+
+def _quantiles(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+    """Returns how the numbers are spread: what a histogram shows, in numbers."""
+    if not numbers.size:
+        return {}
+    percents = (10, 50, 90, 99)
+    values = np.percentile(numbers, percents, method="inverted_cdf")
+    return {f"{name}/p{p}": float(v) for p, v in zip(percents, values, strict=True)}
 
 
 def _summary(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:

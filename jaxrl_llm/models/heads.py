@@ -8,147 +8,191 @@ the logits of a whole batch, neither forward nor backward.
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.sharding.mesh import activation_spec, constrain
+from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
+
+_THINNEST = 128  # rows of a gathered piece, one for each token it speaks of
+# What is computed of the entropy: nothing, its value, or its value with a gradient.
+Entropy = Literal["none", "value", "gradient"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How [B, T] positions are cut into chunks that every shard of the mesh works on alone.
+class _Pieces:
+    """How the output projection is cut along the vocabulary, so that logits exist piece by piece.
 
-    The tokens of each (row shard, length shard) are put in one line and cut into `num_chunks`
-    pieces. Scanning over pieces then slices no dim that is split over devices.
+    The weight is split over `outer` (tensor) times `inner` (the other axes that hold parameters)
+    devices; every piece has the same number of rows of each of them. So a piece is gathered over
+    the inner axes alone, its gradient is summed and scattered over them in one go, and no device
+    ever holds the whole weight or its whole gradient.
     """
 
-    rows: int  # B
-    length: int  # T
-    row_shards: int
-    length_shards: int
-    chunk: int  # tokens of one piece on one shard
+    outer: tuple[str, ...]  # axes that split the arithmetic
+    inner: tuple[str, ...]  # axes that split the weight for memory alone
+    sizes: tuple[int, int]  # devices of both
+    count: int
+    rows: int  # of one piece on one device
 
     @classmethod
-    def of(cls, rows: int, length: int, chunk: int) -> "_Layout":
-        sizes = dict(jax.sharding.get_abstract_mesh().shape)
-        shards = [1, 1]
-        if sizes:
-            for dim, axes in enumerate(activation_spec((rows, length), ("batch", "length"))):
-                axes = (axes,) if isinstance(axes, str) else axes or ()
-                shards[dim] = math.prod(sizes[axis] for axis in axes)
-        local = rows * length // math.prod(shards)
-        num_chunks = -(-local // chunk)
-        return cls(rows, length, shards[0], shards[1], chunk=-(-local // num_chunks))
+    def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "_Pieces":
+        """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
 
-    @property
-    def local(self) -> int:
-        return self.rows * self.length // (self.row_shards * self.length_shards)
+        Their number divides a device's rows of the vocabulary; it is the next that does. None is
+        thinner than a product with it is worth.
+        """
+        mesh = dict(jax.sharding.get_abstract_mesh().shape)
+        spec = partition_spec((vocab, 1), ("vocab", None), TRAIN, mesh, {})[0] if mesh else None
+        axes = (spec,) if isinstance(spec, str) else spec or ()
+        outer = tuple(axis for axis in axes if axis == "tensor")
+        inner = tuple(axis for axis in axes if axis != "tensor")
+        sizes = tuple(math.prod(mesh[axis] for axis in group) for group in (outer, inner))
+        shards = math.prod(size for axis, size in mesh.items() if axis != "tensor")
+        local = vocab // math.prod(sizes)
+        wanted = -(-math.prod(rows) // (shards * chunk))
+        wanted = max(1, min(wanted, local * sizes[1] // _THINNEST))
+        count = next((n for n in range(wanted, local + 1) if local % n == 0), local)
+        return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
-    def split(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "C R S N ..."]:
-        """Returns `x` as [chunks, row shards, length shards, tokens, ...], the last padded by 0."""
-        rest = x.shape[2:]
-        free = (None,) * len(rest)
-        r, s = self.row_shards, self.length_shards
-        x = x.reshape(r, self.rows // r, s, self.length // s, *rest)
-        x = jnp.swapaxes(x, 1, 2).reshape(r, s, self.local, *rest)
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, -self.local % self.chunk)] + [(0, 0)] * len(rest))
-        x = jnp.moveaxis(x.reshape(r, s, -1, self.chunk, *rest), 2, 0)
-        return constrain(x, None, "batch", "length", None, *free)
+    def split(self, weight: Float[Array, "V D"]) -> Float[Array, "C O I r D"]:
+        shape = (*self.sizes, self.count, self.rows, weight.shape[1])
+        pieces = jnp.moveaxis(weight.reshape(shape), 2, 0)
+        return self._placed(pieces, None, self.outer, self.inner)
 
-    def join(self, x: Shaped[Array, "C R S N ..."]) -> Shaped[Array, "B T ..."]:
-        """Returns the inverse of `split`."""
-        rest = x.shape[4:]
-        r, s = self.row_shards, self.length_shards
-        x = jnp.moveaxis(x, 0, 2).reshape(r, s, -1, *rest)[:, :, : self.local]
-        x = x.reshape(r, s, self.rows // r, self.length // s, *rest)
-        x = jnp.swapaxes(x, 1, 2).reshape(self.rows, self.length, *rest)
-        return constrain(x, "batch", "length", *(None,) * len(rest))
+    def join(self, pieces: Float[Array, "C O I r D"]) -> Float[Array, "V D"]:
+        return jnp.moveaxis(pieces, 0, 2).reshape(-1, pieces.shape[-1])
+
+    def tokens(self) -> Int[np.ndarray, "C O S"]:
+        """Returns which tokens each piece speaks of."""
+        vocab = math.prod(self.sizes) * self.count * self.rows
+        grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
+        return np.moveaxis(grid, 2, 0).reshape(self.count, self.sizes[0], -1)
+
+    def gathered(self, piece: Float[Array, "O I r D"]) -> Float[Array, "O S D"]:
+        """Returns one piece on every device, split over the outer axes alone."""
+        piece = self._placed(piece, self.outer)
+        return piece.reshape(self.sizes[0], -1, piece.shape[-1])
+
+    def scattered(self, bar: Float[Array, "O S D"]) -> Float[Array, "O I r D"]:
+        """Returns a piece's gradient, summed over the batch, in the parts that devices keep."""
+        bar = bar.reshape(*self.sizes, self.rows, bar.shape[-1])
+        return self._placed(bar, self.outer, self.inner)
+
+    def _placed(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
+        if not (self.outer or self.inner):
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _logits(hidden: Float[Array, "R S N D"], weight: Float[Array, "V D"], temperature):
-    """Returns float32 logits [R, S, N, V] of one chunk, split over the vocabulary."""
-    logits = jnp.einsum("rsnd,vd->rsnv", hidden, weight, preferred_element_type=jnp.float32)
-    return constrain(logits / temperature, "batch", "length", None, "vocab")
-
-
-def _is_target(targets: Int[Array, "R S N"], logits: Float[Array, "R S N V"]):
-    # A comparison, not a gather: it stays local where the vocabulary is split.
-    return targets[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3)
+def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "O S D"], temperature):
+    """Returns float32 logits [B, T, O, S] of one piece, split over the vocabulary."""
+    logits = jnp.einsum("btd,osd->btos", hidden, piece, preferred_element_type=jnp.float32)
+    return constrain(logits / temperature, "batch", "length", "vocab", None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _statistics(hidden, weight, targets, valid, temperature, chunk, with_entropy):
+def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy):
     """Returns log-prob of `targets[:, t]` under `hidden[:, t]`, entropy, and sum of p**2."""
-    return _statistics_forward(hidden, weight, targets, valid, temperature, chunk, with_entropy)[0]
+    return _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy)[0]
 
 
-def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, with_entropy):
-    rows, length = targets.shape
-    layout = _Layout.of(rows, length, chunk)
-    shared = constrain(weight.astype(hidden.dtype), "vocab", None)
+def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy):
+    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
+    # Sums of each outer shard [B, T, O], put together at the end: no reduction inside the loop.
+    zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
+    zeros = constrain(zeros, "batch", "length", "vocab")
 
     def body(carry, piece):
-        h, target, ok = piece
-        logits = _logits(h, shared, temperature)
-        # Top and log-sum stay apart: their sum would cost large logits their last digits.
+        """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
+        rows, tokens = piece
+        logits = _logits(hidden, pieces.gathered(rows), temperature)
+        is_target = targets[..., None, None] == tokens
+        chosen = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         top = jnp.max(logits, -1)
         logits -= top[..., None]
-        log_sum = jnp.log(jnp.sum(jnp.exp(logits), -1))
-        chosen = jnp.sum(jnp.where(_is_target(target, logits), logits, 0.0), -1)
-        log_probs = jnp.where(ok, chosen - log_sum, 0.0)
-        if not with_entropy:
-            zero = jnp.zeros_like(top)
-            return carry, (log_probs, zero, zero, top, log_sum)
-        log_p = logits - log_sum[..., None]
-        probs = jnp.exp(log_p)
-        entropies = jnp.where(ok, -jnp.sum(probs * log_p, -1), 0.0)
-        squared = jnp.where(ok, jnp.sum(jnp.square(probs), -1), 0.0)
-        return carry, (log_probs, entropies, squared, top, log_sum)
+        masses = jnp.exp(logits)
+        total, weighted, squares = jnp.sum(masses, -1), zeros, zeros
+        if entropy != "none":
+            weighted = jnp.sum(masses * logits, -1)
+            squares = jnp.sum(jnp.square(masses), -1)
+        both = jax.tree.map(
+            lambda *x: jnp.stack(x, -1), carry, (top, chosen, total, weighted, squares)
+        )
+        return _merged(*both), None
 
-    pieces = tuple(layout.split(x) for x in (hidden, targets, valid))
-    _, outputs = jax.lax.scan(body, None, pieces)
-    log_probs, entropies, squared, top, log_sum = (layout.join(x) for x in outputs)
+    lowest = jnp.full_like(zeros, -1e30)  # not infinite: its difference to itself is 0
+    rows = pieces.split(weight.astype(hidden.dtype))
+    start = (lowest, zeros, zeros, zeros, zeros)
+    sums, _ = jax.lax.scan(body, start, (rows, pieces.tokens()))
+    top, chosen, total, weighted, squares = _merged(*sums)
+    # Top and log-sum stay apart: their sum would cost large logits their last digits.
+    log_sum = jnp.log(total)
+    log_probs = jnp.where(valid, chosen - top - log_sum, 0.0)
+    entropies = squared = jnp.zeros_like(top)
+    if entropy != "none":
+        entropies = jnp.where(valid, log_sum - weighted / total, 0.0)
+        squared = jnp.where(valid, squares / jnp.square(total), 0.0)
     residuals = (hidden, weight, targets, valid, temperature, top, log_sum, entropies)
     return (log_probs, entropies, squared), residuals
 
 
-def _statistics_backward(chunk, with_entropy, residuals, cotangents):
-    hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
-    log_prob_bar, entropy_bar, _ = (jnp.where(valid, bar, 0.0) for bar in cotangents)
-    rows, length = targets.shape
-    layout = _Layout.of(rows, length, chunk)
-    shared = constrain(weight.astype(hidden.dtype), "vocab", None)
+def _merged(top, chosen, total, weighted, squares):
+    """Returns sums over parts of the vocabulary as sums over their union, the last dim.
 
-    def body(weight_bar, piece):
-        h, target, ok, top, log_sum, log_prob_bar, entropies, entropy_bar = piece
-        # Zero times what padding holds must be zero even where that is not a number.
-        h = jnp.where(ok[..., None], h, 0)
-        logits = _logits(h, shared, temperature)
-        top, log_sum = (jnp.where(ok, x, 0.0)[..., None] for x in (top, log_sum))
-        log_p = logits - top - log_sum
+    With x a logit less its part's `top`: `total` sums exp(x), `weighted` x exp(x), `squares`
+    exp(2 x).
+    """
+    highest = jnp.max(top, -1)
+    lowered = top - highest[..., None]
+    shrink = jnp.exp(lowered)
+    return (
+        highest,
+        jnp.sum(chosen, -1),
+        jnp.sum(shrink * total, -1),
+        jnp.sum(shrink * (weighted + lowered * total), -1),
+        jnp.sum(jnp.square(shrink) * squares, -1),
+    )
+
+
+def _statistics_backward(chunk, entropy, residuals, cotangents):
+    hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
+    log_prob_bar, entropy_bar, _ = (
+        jnp.where(valid, bar, 0.0)[..., None, None] for bar in cotangents
+    )
+    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
+    # Zero times what padding holds must be zero even where that is not a number.
+    h = jnp.where(valid[..., None], hidden, 0)
+    top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None] for x in (top, log_sum))
+    entropies = entropies[..., None, None]
+
+    def body(hidden_bar, piece):
+        rows, tokens = piece
+        rows = pieces.gathered(rows)
+        log_p = _logits(h, rows, temperature) - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
-        bar = log_prob_bar[..., None] * (_is_target(target, logits) - probs)
-        if with_entropy:
-            bar -= entropy_bar[..., None] * probs * (log_p + entropies[..., None])
-        bar = constrain((bar / temperature).astype(h.dtype), "batch", "length", None, "vocab")
-        hidden_bar = jnp.einsum(
-            "rsnv,vd->rsnd", bar, shared, preferred_element_type=jnp.float32
-        ).astype(h.dtype)
-        # Each shard of the batch keeps its own sum: one reduction at the end, none per chunk.
-        weight_bar += jnp.einsum("rsnv,rsnd->rsvd", bar, h, preferred_element_type=jnp.float32)
-        return constrain(weight_bar, "batch", "length", "vocab", None), hidden_bar
+        bar = log_prob_bar * ((targets[..., None, None] == tokens) - probs)
+        if entropy == "gradient":
+            bar -= entropy_bar * probs * (log_p + entropies)
+        bar = constrain((bar / temperature).astype(h.dtype), "batch", "length", "vocab", None)
+        # Each outer shard keeps its own sum: one reduction at the end, none per piece.
+        hidden_bar += jnp.einsum("btos,osd->obtd", bar, rows, preferred_element_type=jnp.float32)
+        weight_bar = jnp.einsum("btos,btd->osd", bar, h, preferred_element_type=jnp.float32)
+        weight_bar = pieces.scattered(weight_bar).astype(weight.dtype)
+        return constrain(hidden_bar, "vocab", "batch", "length", None), weight_bar
 
-    sums = jnp.zeros((layout.row_shards, layout.length_shards, *weight.shape), jnp.float32)
-    sums = constrain(sums, "batch", "length", "vocab", None)
-    pieces = (hidden, targets, valid, top, log_sum, log_prob_bar, entropies, entropy_bar)
-    weight_bar, hidden_bar = jax.lax.scan(body, sums, tuple(layout.split(x) for x in pieces))
+    zeros = jnp.zeros((pieces.sizes[0], *hidden.shape), jnp.float32)
+    zeros = constrain(zeros, "vocab", "batch", "length", None)
+    rows = pieces.split(weight.astype(hidden.dtype))
+    hidden_bar, weight_bar = jax.lax.scan(body, zeros, (rows, pieces.tokens()))
     return (
-        layout.join(hidden_bar),
-        weight_bar.sum((0, 1)).astype(weight.dtype),
+        constrain(hidden_bar.sum(0), "batch", "length", None).astype(hidden.dtype),
+        pieces.join(weight_bar),
         np.zeros(targets.shape, jax.dtypes.float0),
         np.zeros(valid.shape, jax.dtypes.float0),
         jnp.zeros_like(temperature),
@@ -177,7 +221,7 @@ def token_statistics(
     *,
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
-    with_entropy: bool = True,
+    entropy: Entropy = "gradient",
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns log-prob, entropy and sum of squared probabilities of every token.
 
@@ -197,7 +241,8 @@ def token_statistics(
       segment_ids: Which sequence of the row; 0 is padding.
       temperature: Divides the logits; above 0. Takes no gradient.
       chunk: Tokens whose logits exist at one time on each shard of the batch; at least 1.
-      with_entropy: False leaves the two other results at 0 and saves their work.
+      entropy: "none" leaves the two other results at 0 and saves their work; "value" gives
+        them without a gradient.
 
     Returns:
       (log_probs, entropies in nats, sum over the vocabulary of p**2), float32; the last
@@ -206,8 +251,43 @@ def token_statistics(
     valid = _continues(segment_ids)
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(hidden, weight, targets, valid, temperature, chunk, with_entropy)
+    found = _statistics(hidden, weight, targets, valid, temperature, chunk, entropy)
     log_probs, entropies, squared = (_after(x) for x in found)
+    return log_probs, entropies, jax.lax.stop_gradient(squared)
+
+
+def chosen_statistics(
+    hidden: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    places: Int[Array, "B K"],
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk: int = 512,
+    entropy: Entropy = "gradient",
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns what `token_statistics` does at some positions of every row, zero elsewhere.
+
+    Prompts and padding need no head; where responses are a half of the tokens, this is half of
+    its work.
+
+    Args:
+      hidden, weight, tokens, temperature, chunk, entropy: As in `token_statistics`.
+      places: Positions of the tokens asked about, each at most once in a row and none the
+        first of its segment; T where there is none.
+    """
+    length = tokens.shape[1]
+    valid = places < length
+    inside = jnp.minimum(places, length - 1)
+    before = jnp.take_along_axis(hidden, jnp.maximum(inside - 1, 0)[..., None], axis=1)
+    targets = jnp.take_along_axis(tokens, inside, axis=1)
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    found = _statistics(before, weight, targets, valid, temperature, chunk, entropy)
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    log_probs, entropies, squared = (
+        constrain(jnp.zeros(tokens.shape).at[rows, places].set(x, mode="drop"), "batch", "length")
+        for x in found
+    )
     return log_probs, entropies, jax.lax.stop_gradient(squared)
 
 

@@ -29,6 +29,51 @@ def _param(init, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], 
     return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
 
 
+@jax.custom_vjp
+def product(x: Float[Array, "... I"], kernel: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """Returns `x @ kernel`; its backward pass moves no array.
+
+    The gradient of the kernel is one contraction over all positions. Left to autodiff it is the
+    transpose of a product, for which XLA on CPU writes the incoming gradient transposed first.
+    """
+    return x @ kernel
+
+
+def _product_forward(x, kernel):
+    return x @ kernel, (x, kernel)
+
+
+def _product_backward(residuals, bar):
+    x, kernel = residuals
+    return bar @ kernel.T, jnp.einsum("...i,...o->io", x, bar)
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
+@jax.custom_vjp
+def gated(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    """Returns `silu(gate) * up`; its backward pass needs the two inputs and nothing else.
+
+    Left to autodiff, the sigmoid and `silu(gate)` would be kept as well: two more of a layer's
+    widest arrays.
+    """
+    return jax.nn.silu(gate) * up
+
+
+def _gated_forward(gate, up):
+    return jax.nn.silu(gate) * up, (gate, up)
+
+
+def _gated_backward(residuals, bar):
+    gate, up = residuals
+    sigmoid = jax.nn.sigmoid(gate)
+    return bar * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), bar * gate * sigmoid
+
+
+gated.defvjp(_gated_forward, _gated_backward)
+
+
 def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R"]:
     """Returns the first factor of an adapter, uniform as `peft` draws it; the second is zero."""
     bound = shape[0] ** -0.5
@@ -66,7 +111,7 @@ class Linear(nnx.Module):
             self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = product(x, self.kernel[...].astype(x.dtype))
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -167,7 +212,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = checkpoint_name(self.gate(x), "gate")
         up = checkpoint_name(self.up(x), "up")
-        return self.down(constrain(jax.nn.silu(gate) * up, "batch", "length", "mlp"))
+        return self.down(constrain(gated(gate, up), "batch", "length", "mlp"))
 
 
 class Block(nnx.Module):

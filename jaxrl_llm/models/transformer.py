@@ -22,7 +22,7 @@ from jaxrl_llm.models import attention, lora, sequence_attention
 from jaxrl_llm.models.layers import NO_ADAPTERS, Attend, Block, RMSNorm, _param, rotary_table
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.sharding.mesh import constrain
+from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 Params = dict[str, Any]  # nested dict of arrays
 
@@ -162,6 +162,19 @@ class Network:
         table = params["embed"].astype(self.compute_dtype)
         return constrain(table[tokens], "batch", "length", "embed")
 
+    def _embed_rows(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Returns `embed` where the table is split over devices that share no rows.
+
+        Split by features instead, it gives every device a slice of every token, and the slices
+        are exchanged: no device holds the whole table or the whole of its gradient.
+        """
+        table = params["embed"].astype(self.compute_dtype)
+        # Told its own split as well, so that the gradient comes back in it.
+        table = constrain_as_weight(table, "vocab", None)
+        slices = constrain_as_weight(table, None, "vocab")[tokens]
+        slices = constrain_as_weight(slices, None, None, "vocab")
+        return constrain(slices, "batch", "length", "embed")
+
     def rotary(self, positions: Int[Array, "B T"]):
         """Returns the rotary tables of these positions, shared by all layers."""
         shape = self.shape
@@ -222,5 +235,5 @@ class Network:
 
         if self.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x, _ = jax.lax.scan(body, self.embed(params, tokens), params["layers"])
+        x, _ = jax.lax.scan(body, self._embed_rows(params, tokens), params["layers"])
         return self.norm(params, x)

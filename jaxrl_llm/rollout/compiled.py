@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
@@ -45,22 +46,33 @@ class Compiled:
         sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
         self.state_shardings = jax.tree.map(sharding, self._state_shapes)
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
-        self.prefill = jax.jit(ruled(functools.partial(programs.prefill, network)))
+        read = functools.partial(programs.prefill, network, piece_tokens=programs.PIECE_TOKENS)
+        self.prefill = jax.jit(ruled(read))
         self.insert = jax.jit(
             ruled(programs.insert),
             static_argnames=("filtered", "num_top"),
             donate_argnums=0,
             out_shardings=(self.state_shardings, replicated),
         )
+        decode = functools.partial(
+            programs.generate,
+            network,
+            num_steps=chunk_steps,
+            gather=mesh.devices.flat[0].platform == "cpu",
+        )
         self.generate = jax.jit(
-            ruled(functools.partial(programs.generate, network, num_steps=chunk_steps)),
-            static_argnames=("window", "filtered", "num_top"),
+            ruled(decode),
+            static_argnames=("num_slots", "window", "filtered", "num_top"),
             donate_argnums=1,
             out_shardings=(self.state_shardings, replicated),
         )
-        self.release = jax.jit(
-            programs.release, donate_argnums=0, out_shardings=self.state_shardings
-        )
+        in_place = functools.partial(jax.jit, donate_argnums=0, out_shardings=self.state_shardings)
+        self.release = in_place(programs.release)
+        self.move = in_place(programs.move)
+        # Slots that are split over devices stay where they are: all of them decode, always.
+        split = self.state_shardings.tokens.spec[0] is not None
+        self.slot_counts = sizes(num_slots, 8) if not split else (num_slots,)
+        self.windows = windows(max_tokens)
 
     def count(self) -> int:
         """Returns how many programs were compiled so far."""
@@ -70,6 +82,7 @@ class Compiled:
             self.insert,
             self.generate,
             self.release,
+            self.move,
         )
         return sum(function._cache_size() for function in jitted)
 
@@ -93,19 +106,50 @@ class Compiled:
         tokens = self._abstract((rows, width), jnp.int32)
         return self.prefill.lower(params, tokens, self._abstract((rows,), jnp.int32))
 
-    def lower_generate(self, params: Params) -> jax.stages.Lowered:
-        """Returns the program of a decode chunk with the widest window."""
-        return self.generate.lower(
-            params,
-            self.abstract_state(),
-            self._abstract((), jnp.int32),
-            window=self._max_tokens,
-            filtered=False,
-            num_top=0,
-        )
+    def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
+        """Returns the program of a decode chunk of all slots.
+
+        Args:
+          params: Shapes and shardings of rollout parameters.
+          window: One of `windows`; 0 is the widest.
+        """
+        with jax.set_mesh(self._mesh):
+            return self.generate.lower(
+                params,
+                self.abstract_state(),
+                self._abstract((), jnp.int32),
+                num_slots=self._state_shapes.tokens.shape[0],
+                window=window or self._max_tokens,
+                filtered=False,
+                num_top=0,
+            )
 
     def _abstract(self, shape: tuple[int, ...], dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self._mesh))
+
+
+def sizes(largest: int, smallest: int) -> tuple[int, ...]:
+    """Returns `largest` and its halves down to `smallest`, in rising order.
+
+    >>> sizes(24, 5)
+    (6, 12, 24)
+    """
+    found = [largest]
+    while found[-1] % 2 == 0 and found[-1] // 2 >= smallest:
+        found.append(found[-1] // 2)
+    return tuple(reversed(found))
+
+
+def windows(max_tokens: int) -> tuple[int, ...]:
+    """Returns how much of the cache a step may read: two sizes an octave, the last four octaves.
+
+    >>> windows(1000)
+    (64, 96, 128, 192, 256, 384, 512, 768, 1000)
+    """
+    smallest = max(prefixes.SMALLEST_WIDTH, bucket(max_tokens) // 16)
+    octaves = [smallest << i for i in range(5)]
+    found = sorted(size for octave in octaves for size in (octave, octave * 3 // 2))
+    return (*(size for size in found if size < max_tokens), max_tokens)
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:

@@ -29,6 +29,8 @@ from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
 
+_MOVES = 4  # samples moved by one call
+
 
 def _no_decoder(tokens: Sequence[int]) -> str:
     raise AssertionError("requests with stop strings are refused by an engine without decoder")
@@ -68,6 +70,8 @@ class Engine:
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
+        # Two sizes, so two programs: of a refill, and of the first fill.
+        self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self._decode = decode
         self.compiled = Compiled(
             network,
@@ -107,10 +111,47 @@ class Engine:
         """Returns how many programs were compiled so far."""
         return self.compiled.count()
 
-    def speed(self) -> tuple[int, float, float]:
-        """Returns tokens decoded, seconds taken and slot occupancy since the last reset."""
-        last = self.statistics
-        return last.decode_tokens, last.decode_s, last.occupancy
+    def speed(self) -> tuple[int, float, int, float, float]:
+        """Returns prompt tokens read and the seconds taken, tokens decoded and theirs, occupancy.
+
+        Since the last reset.
+        """
+        s = self.statistics
+        return s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s, s.occupancy
+
+    def warm_up(self, params: Params, num_prompts: int, prompt_tokens: int) -> None:
+        """Compiles what requests without filters and likeliest tokens run.
+
+        Afterwards nothing compiles while they come in groups of `num_prompts` that are read
+        together (4096 tokens, padding included), each prompt of up to `prompt_tokens`. Otherwise
+        programs compile when they are first needed.
+
+        Raises:
+          ValueError: If submitted samples are not finished.
+        """
+        self._want_idle("warm_up")
+        compiled, switches = self.compiled, self._switches([])
+        nowhere = np.full(_MOVES, self.num_slots, np.int32)
+        with jax.set_mesh(self.mesh):
+            state = compiled.empty()
+            for tokens, lengths in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
+                prefix = compiled.prefill(params, tokens, lengths)
+                for size in self._insert_sizes:
+                    admission = _admission([], [], [], size, self.num_slots)
+                    state, _ = compiled.insert(state, prefix, admission, **switches)
+            state = compiled.move(state, nowhere, nowhere)
+            state = compiled.release(state, np.ones(self.num_slots, bool))
+            for slots in compiled.slot_counts:
+                for window in compiled.windows:
+                    # All slots are free: no step is taken.
+                    state, _ = compiled.generate(
+                        params,
+                        state,
+                        np.int32(slots),
+                        num_slots=slots,
+                        window=window,
+                        **switches,
+                    )
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number, never given twice between two resets.
@@ -149,13 +190,10 @@ class Engine:
                 while placements := scheduler.admit():
                     for batch in self._prefixes.split(params, placements, scheduler):
                         self._admit(*batch)
-            if stale := scheduler.stale_slots():
-                mask = np.zeros(self.num_slots, bool)
-                mask[stale] = True
-                self._state = self.compiled.release(self._state, mask)
             if scheduler.num_active:
+                num_slots = self._settle()
                 with self._tally.decode():
-                    self._decode_chunk(params)
+                    self._decode_chunk(params, num_slots)
         return scheduler.progress()
 
     def generate(self, params: Params, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -168,11 +206,7 @@ class Engine:
         Raises:
           ValueError: If a request does not fit (see `submit`), or submitted ones are not finished.
         """
-        if self.num_waiting or self.num_active:
-            raise ValueError(
-                f"generate: {self.num_waiting} submitted samples are waiting and"
-                f" {self.num_active} running; finish them with step, abort them, or reset"
-            )
+        self._want_idle("generate")
         for i, request in enumerate(requests):
             self._check(request, f"request {i}")
         self.reset()
@@ -191,6 +225,13 @@ class Engine:
             raise
         finally:
             self._state = None  # the cache's memory; statistics stay
+
+    def _want_idle(self, name: str) -> None:
+        if self.num_waiting or self.num_active:
+            raise ValueError(
+                f"{name}: {self.num_waiting} submitted samples are waiting and"
+                f" {self.num_active} running; finish them with step, abort them, or reset"
+            )
 
     def _check(self, request: Request, name: str) -> None:
         length = len(request.tokens)
@@ -227,9 +268,7 @@ class Engine:
                 raise ValueError(f"{name}: a stop string is empty; leave it out")
 
     def _admit(self, prefix: programs.Prefix, rows, placements: list[Placement]) -> None:
-        # Two sizes, so two programs: of the first fill, and of a refill.
-        size = min(self.num_slots, max(8, self.num_slots // 8))
-        size = size if len(placements) <= size else self.num_slots
+        size = next(size for size in self._insert_sizes if size >= len(placements))
         scheduler = self._scheduler
         drawn = [
             (scheduler.request(p.request).keys[p.sample], scheduler.params(p)) for p in placements
@@ -243,20 +282,36 @@ class Engine:
         )
         scheduler.take_first(placements, _read(outputs))
 
-    def _decode_chunk(self, params: Params) -> None:
+    def _settle(self) -> int:
+        """Brings the device in step with the scheduler; returns how many slots need to decode.
+
+        Fewer active samples move together at the front, where a smaller program decodes them.
+        """
+        scheduler = self._scheduler
+        num_slots = next(n for n in self.compiled.slot_counts if n >= scheduler.num_active)
+        moves = scheduler.compact(num_slots)
+        for i in range(0, len(moves), _MOVES):
+            pairs = np.full((_MOVES, 2), self.num_slots, np.int32)
+            pairs[: len(moves[i : i + _MOVES])] = moves[i : i + _MOVES]
+            self._state = self.compiled.move(self._state, pairs[:, 0], pairs[:, 1])
+        if stale := [slot for slot in scheduler.stale_slots() if slot < self.num_slots]:
+            mask = np.zeros(self.num_slots, bool)
+            mask[stale] = True
+            self._state = self.compiled.release(self._state, mask)
+        return num_slots
+
+    def _decode_chunk(self, params: Params, num_slots: int) -> None:
         scheduler = self._scheduler
         queue_waits = scheduler.num_waiting > 0
+        longest = scheduler.max_active_tokens() + self.chunk_steps
         self._state, outputs = self.compiled.generate(
             params,
             self._state,
             # While samples wait all slots are taken, and a sixteenth of them is worth a refill;
             # afterwards the device runs on until its chunk or its work is done.
-            np.int32(max(1, self.num_slots // 16) if queue_waits else self.num_slots),
-            window=bucket(
-                scheduler.max_active_tokens() + self.chunk_steps,
-                smallest=prefixes.SMALLEST_WIDTH,
-                largest=self.max_tokens,
-            ),
+            np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
+            num_slots=num_slots,
+            window=next((w for w in self.compiled.windows if w >= longest), self.max_tokens),
             **self._switches(scheduler.active_params),
         )
         sampled = _read(outputs)
@@ -268,7 +323,7 @@ class Engine:
 
     def _switches(self, params: list[SamplingParams]) -> dict[str, Any]:
         """Returns what these samples need of a program that others can do without."""
-        most = max(p.num_top_log_probs for p in params)
+        most = max((p.num_top_log_probs for p in params), default=0)
         widest = min(MAX_TOP_LOG_PROBS, self.network.shape.vocab_size)
         return {
             "filtered": any(p.is_filtered for p in params),

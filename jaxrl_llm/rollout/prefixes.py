@@ -77,6 +77,15 @@ def widest(num_prompts: int, prompt_tokens: int, max_tokens: int) -> tuple[int, 
     return _num_rows(min(num_prompts, max(1, _TOKENS // width)), width), width
 
 
+def batches(
+    num_prompts: int, prompt_tokens: int, max_tokens: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (tokens, lengths) of every shape in which so many prompts of any length are read."""
+    for width in sorted({_width(n, max_tokens) for n in range(1, prompt_tokens + 1)}):
+        rows, _ = widest(num_prompts, width, max_tokens)
+        yield np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+
+
 def _width(length: int, max_tokens: int) -> int:
     return bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
 

@@ -19,6 +19,8 @@ from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.sharding.mesh import constrain
 
+PIECE_TOKENS = 2048  # of one prompt, read at one time
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -102,25 +104,81 @@ def empty_state(
 
 
 def prefill(
-    network: Network, params: Params, tokens: Int[Array, "P T"], lengths: Int[Array, " P"]
+    network: Network,
+    params: Params,
+    tokens: Int[Array, "P T"],
+    lengths: Int[Array, " P"],
+    *,
+    piece_tokens: int = PIECE_TOKENS,
 ) -> Prefix:
-    """Reads right-padded prompts. Causality keeps padding out of what is kept."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = (positions < lengths[:, None]).astype(jnp.int32)
-    rotary = network.rotary(positions)
+    """Reads right-padded prompts. Causality keeps padding out of what is kept.
 
-    def attend(q, k, v):
-        return full_attention(q, k, v, segments), (k.swapaxes(1, 2), v.swapaxes(1, 2))
+    Args:
+      piece_tokens: Longer rows are read so many tokens at a time, each piece attending to
+        those before it, so that activations are of one piece; static.
+    """
+    width = tokens.shape[1]
+    if width <= piece_tokens:
+        positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
 
-    x = network.embed(params, tokens)
-    kept = []
-    for layer in params["layers"]:
-        x, key_values = network.block(layer, x, rotary, attend)
-        kept.append(key_values)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        def attend(q, k, v):
+            return full_attention(q, k, v, segments), (k, v)
+
+        x = network.embed(params, tokens)
+        rotary = network.rotary(positions)
+        caches = []
+        for layer in params["layers"]:
+            x, key_values = network.block(layer, x, rotary, attend)
+            caches.append(key_values)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    else:
+        caches, last = _read_in_pieces(network, params, tokens, lengths, piece_tokens)
     logits = network.logits(params, network.norm(params, last))[:, 0]
-    keys, values = zip(*kept, strict=True)
-    return Prefix(keys, values, logits, lengths)
+    keys, values = zip(*caches, strict=True)
+    rows_first = lambda kept: tuple(a[:, :width].swapaxes(1, 2) for a in kept)  # noqa: E731
+    return Prefix(rows_first(keys), rows_first(values), logits, lengths)
+
+
+def _read_in_pieces(network, params, tokens, lengths, size):
+    """Returns keys and values [P, T, K, H] of each layer, and the last hidden states [P, 1, D]."""
+    rows, width = tokens.shape
+    count = -(-width // size)
+    tokens = jnp.pad(tokens, ((0, 0), (0, count * size - width)))
+    shape = network.shape
+    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size))
+    blank = blank.astype(network.compute_dtype)
+    last = jnp.zeros((rows, 1, shape.hidden_size), network.compute_dtype)
+
+    def read(i, carry):
+        caches, last = carry
+        start = i * size
+        positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
+        seen = jnp.arange(count * size) <= positions[:, None, :, None]
+
+        def attend_to(cache_k, cache_v):
+            def attend(q, k, v):
+                kept = tuple(
+                    lax.dynamic_update_slice_in_dim(cache, piece.astype(cache.dtype), start, 1)
+                    for cache, piece in ((cache_k, k), (cache_v, v))
+                )
+                return jax.nn.dot_product_attention(q, kept[0], kept[1], mask=seen), kept
+
+            return attend
+
+        x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
+        rotary = network.rotary(positions)
+        kept = []
+        for layer, cache in zip(params["layers"], caches, strict=True):
+            x, cache = network.block(layer, x, rotary, attend_to(*cache))
+            kept.append(cache)
+        # Where the row ends in this piece; elsewhere any entry, not taken.
+        place = jnp.clip(lengths - 1 - start, 0, size - 1)[:, None, None]
+        ends = (lengths - 1) // size == i
+        return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
+
+    caches = [(blank, blank) for _ in params["layers"]]
+    return lax.fori_loop(0, count, read, (caches, last))
 
 
 def insert(
@@ -169,6 +227,14 @@ def insert(
     return state, outputs
 
 
+def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
+    """Copies samples from slots to slots and frees the sources; a target past the last is none."""
+    state = jax.tree.map(lambda a: a.at[targets].set(a[sources], mode="drop"), state)
+    slots = state.remaining.shape[0]
+    left = jnp.where(targets < slots, sources, slots)
+    return dataclasses.replace(state, remaining=state.remaining.at[left].set(0, mode="drop"))
+
+
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     """Ends the samples in these slots, whatever they might still do."""
     return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
@@ -192,6 +258,7 @@ def decode_step(
     Inactive slots compute along but write nothing and keep their place.
 
     Args:
+      state: Its caches may have more slots than the rest of it: those behind are left alone.
       window: Cache positions that attention reads; static, past every active position.
       filtered: See `sampling.sample`.
       num_top: Likeliest tokens to report; static.
@@ -215,7 +282,8 @@ def decode_step(
             new_v = cache_v.at[index].set(
                 v[:, 0].astype(cache_v.dtype), mode="drop", unique_indices=True
             )
-            mixed = _attention_of_one(q[:, 0], new_k[:, :, :window], new_v[:, :, :window], seen)
+            read_k, read_v = new_k[:slots, :, :window], new_v[:slots, :, :window]
+            mixed = _attention_of_one(q[:, 0], read_k, read_v, seen)
             return mixed[:, None], (new_k, new_v)
 
         return attend
@@ -268,34 +336,58 @@ def generate(
     free_target: Int[Array, ""],
     *,
     num_steps: int,
+    num_slots: int,
     window: int,
+    gather: bool,
     filtered: bool,
     num_top: int,
 ) -> tuple[DecodeState, Outputs]:
     """Decodes until `num_steps` are done or `free_target` slots are free.
 
     The second lets the host refill slots soon without looking after every token.
+
+    Args:
+      num_steps, num_slots, window: Static. Slots from `num_slots` on are free and cost nothing.
+      gather: Whether the part of the cache in use is copied out before the steps and back after
+        them; static. On a CPU a step that reads part of a larger array copies that part each
+        time; on accelerators it does not, and the second copy would cost memory.
     """
-    slots = state.tokens.shape[0]
+    used_slots, used_window = (num_slots, window) if gather else state.keys[0].shape[::2]
+
+    def used(cache):
+        return cache[:used_slots, :, :used_window]
+
+    caches = (state.keys, state.values)
+    keys, values = jax.tree.map(used, caches)
+    small = dataclasses.replace(state, keys=(), values=())
+    front = jax.tree.map(lambda a: a[:num_slots], small)
+    live = dataclasses.replace(front, keys=keys, values=values)
     step_of = functools.partial(
         decode_step, network, params, window=window, filtered=filtered, num_top=num_top
     )
 
     def unfinished(carry):
-        step, state, _ = carry
-        return (step < num_steps) & ((state.remaining == 0).sum() < free_target)
+        step, live, _ = carry
+        return (step < num_steps) & ((live.remaining == 0).sum() < free_target)
 
     def body(carry):
-        step, state, kept = carry
-        state, sampled = step_of(state)
+        step, live, kept = carry
+        live, sampled = step_of(live)
         kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
-        return step + 1, state, kept
+        return step + 1, live, kept
 
     blank = (
-        jnp.full((num_steps, slots), -1, jnp.int32),
-        jnp.zeros((num_steps, slots), jnp.float32),
-        jnp.zeros((num_steps, slots, num_top), jnp.int32),
-        jnp.zeros((num_steps, slots, num_top), jnp.float32),
+        jnp.full((num_steps, num_slots), -1, jnp.int32),
+        jnp.zeros((num_steps, num_slots), jnp.float32),
+        jnp.zeros((num_steps, num_slots, num_top), jnp.int32),
+        jnp.zeros((num_steps, num_slots, num_top), jnp.float32),
     )
-    _, state, kept = lax.while_loop(unfinished, body, (0, state, blank))
-    return state, Outputs(*kept, state.remaining + 0)
+    _, live, kept = lax.while_loop(unfinished, body, (0, live, blank))
+    keys, values = jax.tree.map(
+        lambda cache, part: cache.at[:used_slots, :, :used_window].set(part),
+        caches,
+        (live.keys, live.values),
+    )
+    front = dataclasses.replace(live, keys=(), values=())
+    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, front)
+    return dataclasses.replace(small, keys=keys, values=values), Outputs(*kept, live.remaining + 0)

@@ -5,7 +5,9 @@ from typing import Literal
 
 import numpy as np
 
-NUM_STOP_TOKENS = 8  # stop tokens of one sample; the device compares each new token with them
+# Of one sample; the device compares each new token with them. The config allows 8, the rest is
+# left to the model's own ends of sequence.
+NUM_STOP_TOKENS = 16
 MAX_TOP_LOG_PROBS = 32
 
 # "": still running; "stop": a stop token or a stop string; "length": its limit of tokens.

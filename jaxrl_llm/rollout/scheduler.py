@@ -169,12 +169,22 @@ class Scheduler:
             self._stale.discard(placement.slot)
             self._take(placement.slot, sampled, column)
 
+    def compact(self, num_slots: int) -> list[tuple[int, int]]:
+        """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
+        behind = [s for s in range(num_slots, len(self._owners)) if self._owners[s] is not None]
+        free = [s for s in range(num_slots) if self._owners[s] is None]
+        moves = list(zip(behind, free, strict=False))
+        for source, target in moves:
+            self._owners[target], self._owners[source] = self._owners[source], None
+            self._stale.discard(target)
+        return moves
+
     def take(self, sampled: Sampled) -> int:
-        """Takes in what `generate` sampled; returns how many tokens that was."""
+        """Takes in what `generate` sampled in the first slots; returns how many tokens."""
         return sum(
             self._take(slot, sampled, slot)
-            for slot, owner in enumerate(self._owners)
-            if owner is not None
+            for slot in range(len(sampled.remaining))
+            if self._owners[slot] is not None
         )
 
     def _take(self, slot: int, sampled: Sampled, column: int) -> int:

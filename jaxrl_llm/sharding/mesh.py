@@ -171,6 +171,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, names))
 
 
+def constrain_as_weight(x: jax.Array, *names: str | None) -> jax.Array:
+    """Returns `x`, told to be split as `TRAIN` says on the mesh of `jax.set_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or all(size == 1 for size in mesh.shape.values()):
+        return x
+    spec = partition_spec(x.shape, names, TRAIN, dict(mesh.shape), {})
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
     """Returns how an activation of this shape with these dim names is split."""
     return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), dict(mesh.shape), {}))

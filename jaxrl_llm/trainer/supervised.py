@@ -46,7 +46,7 @@ def warm_start(roles: Roles, params: Params, workdir: pathlib.Path) -> Params:
             microbatch,
             temperature=1.0,
             chunk=config.model.vocab_chunk,
-            with_entropy=False,
+            entropy="none",
         )
         log_probs = microbatch.unpacked(log_probs, lengths, tokens.shape[1])
         return supervised_losses.token_cross_entropy(

@@ -41,7 +41,7 @@ def plain_steps(monkeypatch):
     monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
 
 
-def roles_on(mesh, algorithm, monkeypatch, alerts=AlertsConfig(), **settings):  # noqa: B008
+def roles_on(mesh, algorithm, monkeypatch, epochs=2, alerts=AlertsConfig(), **settings):  # noqa: B008
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = ModelConfig(**sizes, head_size=8, mlp_size=48, **settings)
@@ -49,7 +49,7 @@ def roles_on(mesh, algorithm, monkeypatch, alerts=AlertsConfig(), **settings):  
         Config(
             model=model,
             algorithm=algorithm,
-            trainer=TrainerConfig(max_tokens_per_microbatch=1024),
+            trainer=TrainerConfig(max_tokens_per_microbatch=1024, epochs=epochs),
             rollout=RolloutConfig(temperature=0.8),
             alerts=alerts,
         )
@@ -177,6 +177,50 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
     assert metrics["actor/loss"] == pytest.approx(float(value), rel=1e-5)
     assert metrics["actor/grad_norm"] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
     assert metrics["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("algorithm", [PLAIN, FULL], ids=["plain", "full"])
+def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, monkeypatch):
+    """Its gradient is that of the loss which is given them, and nobody else need know them."""
+    found = []
+    for epochs in (2, 1):
+        run = roles_on(ONE, algorithm, monkeypatch, epochs)
+        assert update.is_on_policy(run.config) == (epochs == 1)
+        rows = batch_of(run.policy)
+        old = rows.rollout_log_probs if epochs == 2 else np.full((B, T), np.nan, np.float32)
+        rows = dataclasses.replace(rows, old_log_probs=old)
+        state = initial(run)
+        after, metrics = update.updater(run, state)(
+            state, rows, plan_of(ONE, 4 * T), jax.random.key(3)
+        )
+        found.append((jax.tree.map(np.asarray, after.policy.opt_state), metrics))
+    (want, _), (got, metrics) = found
+    # The log-probs given come from another program: rounding of numbers near 10 is in the ratio.
+    assert float(optax.tree.norm(optax.tree.sub(got, want))) < 5e-6 * float(optax.tree.norm(want))
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    assert metrics["actor/entropy"] > 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_in": "reward"},
+        {"correction": "token"},
+        {"rejections": ("token_k1",), "rejection_lows": (0.5,), "rejection_highs": (2.0,)},
+        {"old_log_probs": "rollout"},
+        {"advantage": "optimal_token_baseline"},
+        {"policy_loss": "kl_cov"},
+        {"advantage": "gae", "safe": True},
+    ],
+    ids=str,
+)
+def test_whoever_reads_old_log_probs_gets_them(settings):
+    assert update.is_on_policy(Config())
+    assert not update.is_on_policy(Config(algorithm=AlgorithmConfig(**settings)))
+    assert not update.is_on_policy(Config(trainer=TrainerConfig(minibatch_size=8)))
+    watched = AlertsConfig(log_prob_difference=AlertConfig(limit=0.1, action="skip"))
+    assert not update.is_on_policy(Config(alerts=watched))
 
 
 def test_the_cut_does_not_matter(reference, monkeypatch):

@@ -91,6 +91,10 @@ def test_numbers_of_a_step_by_hand():
         "reward/answer/mean": 0.5,
         "reward/style/mean": -6.0,  # only the row it applies to
         "reward/num_failures": 1.0,
+        "response_length/p10": 2.0,
+        "response_length/p50": 2.0,
+        "response_length/p90": 3.0,
+        "response_length/p99": 3.0,
         "response_length/clip_ratio": 0.5,
         "prompt_length/clip_ratio": 0.5,
     }
@@ -153,9 +157,13 @@ def test_mean_over_updates_counts_only_those_that_have_a_number():
 
 
 def test_engine_speed_by_hand():
-    found = statistics.of_engine(num_tokens=6, seconds=2.0, occupancy=0.75)
-    assert found == {"rollout/decode_tokens_per_s": 3.0, "rollout/slot_occupancy": 0.75}
-    assert statistics.of_engine(0, 0.0, 1.0)["rollout/decode_tokens_per_s"] == 0.0
+    found = statistics.of_engine(8, 0.5, 6, 2.0, 0.75)
+    assert found == {
+        "rollout/prefill_tokens_per_s": 16.0,
+        "rollout/decode_tokens_per_s": 3.0,
+        "rollout/slot_occupancy": 0.75,
+    }
+    assert set(statistics.of_engine(0, 0.0, 0, 0.0, 1.0).values()) == {0.0, 1.0}
 
 
 def test_speed_by_hand():

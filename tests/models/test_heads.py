@@ -25,6 +25,12 @@ def dense_statistics(hidden, weight, tokens, segment_ids, temperature):
     return tuple(jnp.pad(jnp.where(same, x, 0.0), ((0, 0), (1, 0))) for x in found)
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Vocabularies here are small, and cut all the same."""
+    monkeypatch.setattr(heads, "_THINNEST", 1)
+
+
 @pytest.fixture
 def batch():
     keys = jax.random.split(jax.random.key(0), 5)
@@ -71,6 +77,40 @@ def test_equals_dense(batch, chunk):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_chosen_positions_equal_all_positions(batch, entropy):
+    """Of a mask's positions the same values and the same gradients, of the others nothing."""
+    first = batch["segment_ids"] != jnp.pad(batch["segment_ids"][:, :-1], ((0, 0), (1, 0)))
+    mask = (jax.random.uniform(jax.random.key(9), (B, T)) < 0.4) & ~first
+    mask &= batch["segment_ids"] > 0
+    places = jnp.sort(jnp.where(mask, jnp.arange(T), T), axis=1)[:, : int(mask.sum(1).max()) + 1]
+
+    def masked(*arguments, **settings):
+        found = heads.token_statistics(*arguments, **settings)
+        return tuple(jnp.where(mask, x, 0.0) for x in found)
+
+    def chosen(hidden, weight, tokens, _, **settings):
+        return heads.chosen_statistics(hidden, weight, tokens, places, **settings)
+
+    settings = {"temperature": 0.7, "chunk": 5, "entropy": entropy}
+    for got, want in zip(
+        run(chosen, batch, **settings), run(masked, batch, **settings), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_entropy_without_its_gradient(batch):
+    settings = {"temperature": 0.7, "chunk": 5}
+    full = run(heads.token_statistics, batch, **settings)
+    value = run(heads.token_statistics, batch, entropy="value", **settings)
+    for got, want in zip(value[:3], full[:3], strict=True):
+        np.testing.assert_array_equal(got, want)
+    alone = {**batch, "bars": batch["bars"].at[1].set(0.0)}
+    without = run(heads.token_statistics, alone, **settings)
+    for got, want in zip(value[3:], without[3:], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_by_hand():
     # logits (0, log 3) / 1: probabilities 1/4 and 3/4; entropy log 4 - 3/4 log 3; 1/16 + 9/16.
     hidden, weight = jnp.ones((1, 3, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
@@ -92,9 +132,7 @@ def test_first_tokens_and_padding_are_zero(batch):
 
 def test_without_entropy_log_probs_stay(batch):
     both = run(heads.token_statistics, {**batch, "bars": batch["bars"][:1]}, chunk=8)
-    one = run(
-        heads.token_statistics, {**batch, "bars": batch["bars"][:1]}, chunk=8, with_entropy=False
-    )
+    one = run(heads.token_statistics, {**batch, "bars": batch["bars"][:1]}, chunk=8, entropy="none")
     np.testing.assert_array_equal(one[0], both[0])
     np.testing.assert_allclose(one[4], both[4], rtol=1e-6, atol=1e-6)
     assert not one[1].any() and not one[2].any()
@@ -230,13 +268,14 @@ def test_partitions_without_gathering_logits(sequence):
         (_, got), got_bars = compiled(*arguments)
     assert_close((*got, *got_bars), (*want, *want_bars))
 
-    # One chunk's logits on one device are the smallest piece of logits there is: nothing of
-    # that size may travel. Inside the loops only tokens do; the weight and its gradient,
-    # shards of which are smaller than that piece here, are moved once.
+    # A piece's logits on one device are the smallest part of logits there is: nothing of that
+    # size may travel. Inside the loops only pieces of the weight and of its gradient do, the
+    # whole of neither is ever on one device.
     whole, looped = collective_sizes(compiled.as_text())
     assert whole and looped, "no collective found: the pattern does not fit the compiler's text"
     assert max(whole) < chunk * vocab // 2 // 2
-    assert max(looped) < width * vocab // 2
+    num_pieces = rows * length // 4 // chunk
+    assert max(looped) <= width * vocab // 2 // num_pieces
 
 
 def collective_sizes(text):

@@ -113,6 +113,19 @@ def test_a_request_is_removed_wherever_its_samples_are():
     assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
 
 
+def test_active_samples_move_to_the_front():
+    scheduler = Scheduler(8, text_of)
+    scheduler.add(request(*range(1, 9)))
+    # Samples 3 and later live on; 0 to 2 end with their first token.
+    scheduler.take_first(scheduler.admit(), first([1] * 8, [0, 0, 0, 3, 0, 5, 6, 0]))
+    assert scheduler.compact(8) == []
+    assert scheduler.compact(4) == [(5, 0), (6, 1)]
+    # Columns are slots: what was sampled goes to the samples that moved there.
+    scheduler.take(outputs({0: [5], 1: [6], 3: [3]}, 1, 4, [4, 5, 0, 2]))
+    found = {p.sample: p.tokens for p in scheduler.progress()}
+    assert [found[i] for i in (3, 5, 6)] == [(1, 3), (1, 5), (1, 6)]
+
+
 def test_a_stop_string_ends_a_sample_within_a_chunk():
     scheduler = Scheduler(2, text_of)
     scheduler.add(request(9, 9, strings=("bcd", "zz"), top=2))

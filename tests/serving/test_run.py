@@ -58,7 +58,7 @@ def test_a_run_is_served_and_its_newer_weights_after_a_signal(run, cache):
         "launch/serve.py", f"--workdir={workdir}", "--name=policy", "--port=0", "--num_slots=4"
     )
     try:
-        url = server.address(" on ")
+        url = server.address("serving on ")
         server.wait_ready(url)
         with openai.OpenAI(base_url=url + "/v1", api_key="-", max_retries=0) as client:
             first = answered(client)

@@ -243,7 +243,7 @@ def test_filters_leave_the_likeliest(client):
         ({"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
         ({"stream_options": {"include_usage": True}}, 400, None, "needs stream=true"),
         ({"extra_body": {"tempreature": 1}}, 400, "tempreature", "tempreature: no such field"),
-        ({"extra_body": {"stop_token_ids": [*range(9)]}}, 400, "stop_token_ids", "at most 8"),
+        ({"extra_body": {"stop_token_ids": [*range(17)]}}, 400, "stop_token_ids", "at most 16"),
         ({"prompt": "x" * 30000}, 413, None, "over 20000 bytes"),
     ],
 )

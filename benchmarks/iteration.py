@@ -1,0 +1,172 @@
+"""A whole RL iteration on CPU, beside TRL and Tunix: seconds, phases, first step, peak memory.
+
+`python benchmarks/iteration.py --peers=FOLDER` (set-up of the peers: README of that folder)
+
+8 prompts x 4 samples, 64 prompt tokens, 64 sampled ones (no stop), one epoch, a reference model
+with beta 0.04 in the loss, a trivial reward, AdamW, float32. `--algorithm=ppo` adds a critic and
+has no peer. An iteration is the time from one step's beginning to the next one's, metrics
+included. Every run is a process of its own; ours is `jaxrl_llm.trainer.rl.train` as a user
+calls it.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+
+import side_by_side
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NUMBERS = (
+    "iter_s",
+    "generate_s",
+    "update_s",
+    "time_to_first_step_done_s",
+    "first_step_s",
+    "peak_rss_mb",
+)
+PROMPT_TOKENS = NEW_TOKENS = 64
+
+
+def measure(arguments) -> None:
+    """Runs our loop in this process and prints its report."""
+    from jaxrl_llm import program
+    from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+    from jaxrl_llm.metrics.clock import Clock
+    from jaxrl_llm.trainer import rl
+
+    imported = side_by_side.since_process_start()
+    now = side_by_side.clock(arguments.clock)
+    starts: list[float] = []
+    done_s: list[float] = []
+
+    class StepClock(Clock):
+        """One is made at the beginning of every step."""
+
+        def __init__(self):
+            super().__init__(now)
+            starts.append(now())
+            done_s.append(side_by_side.since_process_start())
+
+    build = rl.roles_lib.build
+    model = side_by_side.model_folder(arguments.models[0])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        side_by_side.own_tokenizer(model) as tokenizer,
+    ):
+        workdir = pathlib.Path(folder) / "run"
+        settings = default_config_dict()
+        _describe(settings, arguments, model, _prompts(model, pathlib.Path(folder)))
+        settings.model.tokenizer = tokenizer
+        if arguments.cache:
+            program.keep_compilations(pathlib.Path(arguments.cache) / "run")
+        rl.Clock = StepClock
+        # No token ends a sample: every program does the same work.
+        rl.roles_lib.build = lambda config: dataclasses.replace(build(config), eos_tokens=())
+        rl.train(from_config_dict(settings), workdir)
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]
+    seconds = [b - a for a, b in itertools.pairwise(starts)]
+    phase = lambda name: statistics.median(s[f"timing_s/{name}"] for s in steps)  # noqa: E731
+    side_by_side.emit(
+        {
+            "what": arguments.algorithm,
+            "model": model.name,
+            "iter_s": statistics.median(seconds[arguments.warmup :]),
+            "iter_min": min(seconds[arguments.warmup :]),
+            "iter_max": max(seconds[arguments.warmup :]),
+            "n": len(seconds) - arguments.warmup,
+            "generate_s": phase("gen"),
+            "predict_s": phase("predict"),
+            "estimate_s": phase("adv"),
+            "update_s": phase("update"),
+            "reshard_s": phase("reshard"),
+            "import_s": imported,
+            "setup_done_s": done_s[0],
+            "first_step_s": seconds[0],
+            "time_to_first_step_done_s": done_s[1],
+            "mean_len": statistics.mean(s["response_length/mean"] for s in steps),
+            "clock": arguments.clock,
+            "peak_rss_mb": side_by_side.peak_memory_mb(),
+        }
+    )
+
+
+def _prompts(model: pathlib.Path, folder: pathlib.Path) -> str:
+    """Writes the workload's prompts as a file that a run reads."""
+    texts = json.loads((model / "workload.json").read_text())["prompts"]
+    path = folder / "prompts.jsonl"
+    rows = [{"data_source": "workload", "prompt": text} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
+    settings.model.path = str(model)
+    settings.data.task = "files"
+    settings.data.train_files = settings.data.eval_files = (prompts,)
+    settings.data.chat_template = False
+    settings.data.shuffle = False
+    settings.data.max_prompt_tokens = PROMPT_TOKENS
+    settings.rollout.max_response_tokens = NEW_TOKENS
+    settings.rewards.functions.length = {"function": "length"}
+    settings.rewards.num_workers = 1
+    settings.algorithm.recipe = arguments.algorithm
+    settings.algorithm.samples_per_prompt = 4
+    settings.algorithm.kl_in = "loss"
+    settings.algorithm.kl_coef = 0.04
+    settings.trainer.prompts_per_step = 8
+    settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
+    # One more than is timed: the last one saves the run.
+    settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
+    settings.trainer.optimizer.learning_rate = 1e-6
+    settings.evaluation.before = settings.evaluation.after = False
+    settings.metrics.console = settings.metrics.tensorboard = False
+    settings.metrics.rollouts_every = 0
+
+
+def compare(arguments) -> None:
+    """Runs all systems in turns and prints the table of each model."""
+    one = ["--threads", "1"] if arguments.clock == "cpu" else []
+    scripts = {
+        "trl": (side_by_side.PYTHONS["torch"], "grpo_trl.py", one),
+        "tunix": (side_by_side.PYTHONS["tunix"], "grpo_tunix.py", []),
+    }
+    if not arguments.peers or arguments.algorithm != "grpo":
+        scripts = {}
+    for model in arguments.models:
+        steps = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+        ours = [sys.executable, __file__, "--measure", "--models", model, *steps]
+        ours += ["--algorithm", arguments.algorithm, "--clock", arguments.clock]
+        ours += ["--microbatch-tokens", str(arguments.microbatch_tokens)]
+        ours += ["--cache", arguments.cache] if arguments.cache else []
+        programs: dict[str, side_by_side.Command] = {"jaxrl_llm": ours}
+        for name, (python, script, more) in scripts.items():
+            path = pathlib.Path(arguments.peers) / script
+            programs[name] = [python, path, "--model", model, *steps, *more]
+        wanted = arguments.systems or list(programs)
+        programs = {name: command for name, command in programs.items() if name in wanted}
+        reports = side_by_side.alternate(programs, arguments.rounds, arguments.clock)
+        title = f"{arguments.algorithm} iteration, {model}, {arguments.clock} seconds"
+        side_by_side.print_table(title, reports, NUMBERS, "iter_s")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    side_by_side.add_arguments(parser)
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--steps", type=int, default=5, help="timed iterations of a run")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--cache", default="", help="folder that keeps our compiled programs")
+    parser.add_argument("--measure", action="store_true", help="run ours here and report")
+    arguments = parser.parse_args()
+    measure(arguments) if arguments.measure else compare(arguments)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,215 @@
+"""Tokens per second of the rollout engine, beside its peers and its own upper bound.
+
+`python benchmarks/rollout.py --model=FOLDER --workload=r1 --peers=SCRIPTS --peer-home=HOME`
+
+A model folder holds a Hugging Face checkpoint and `workload.json` (`prompt_ids`, `lengths`).
+Workloads: r1 is 8 prompts x 4 samples of 128 tokens each; r2 is 32 prompts x 4 samples whose
+limits are `lengths`, many short and few long. Random weights, temperature 1, no stop tokens.
+
+Peers are `rollout_hf.py` and `rollout_tunix.py` in SCRIPTS, run by the interpreters
+`HOME/venv-torch/bin/python` and `HOME/venv-tunix/bin/python`; without `--peers` there are none.
+The bound is one `lax.while_loop` over a full batch of equal lengths: no host, no queue, no
+change of window. With `--one-core` everything runs on one core, timed by its own CPU seconds,
+which a busy machine disturbs less.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", required=True)
+    parser.add_argument("--workload", action="append", choices=["r1", "r2"], required=True)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--chunk-steps", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peers", default="")
+    parser.add_argument("--peer-home", default="")
+    parser.add_argument("--one-core", action="store_true")
+    return parser.parse_args()
+
+
+class Ours:
+    """The engine on one model and workload."""
+
+    def __init__(self, folder: pathlib.Path, workload: str, args: argparse.Namespace):
+        import jax
+
+        from jaxrl_llm.config import MeshConfig
+        from jaxrl_llm.models import huggingface
+        from jaxrl_llm.models.transformer import Network
+        from jaxrl_llm.rollout.engine import Engine
+        from jaxrl_llm.sharding import mesh as mesh_lib
+        from jaxrl_llm.sharding.reshard import Resharder
+
+        self.mesh = mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+        self.network = Network(huggingface.read_shape(folder))
+        axes, units = self.network.logical_axes(), self.network.units
+        abstract = self.network.abstract()
+        layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
+        weights = huggingface.load(folder, self.network, layout)
+        mover = Resharder(abstract, axes, units, self.mesh, "float32", "tensor")
+        with jax.set_mesh(self.mesh):
+            self.params = mover.reshard(mover.empty(), weights)
+        work = json.loads((folder / "workload.json").read_text())
+        prompts, limits = (8, [128] * 32) if workload == "r1" else (32, work["lengths"])
+        self.prompts = [tuple(ids) for ids in work["prompt_ids"][:prompts]]
+        self.limits = [limits[4 * i : 4 * i + 4] for i in range(prompts)]
+        self.useful = sum(map(sum, self.limits))
+        self.engine = Engine(
+            self.network,
+            self.mesh,
+            num_slots=args.slots,
+            max_tokens=64 + max(map(max, self.limits)),
+            chunk_steps=args.chunk_steps,
+        )
+
+    def run(self, seed: int) -> None:
+        import jax
+        import numpy as np
+
+        from jaxrl_llm.rollout.requests import Request, SamplingParams
+
+        keys = jax.random.split(jax.random.key(seed), (len(self.prompts), 4))
+        keys = np.asarray(jax.random.key_data(keys))
+        self.engine.generate(
+            self.params,
+            [
+                Request(prompt, keys[i], tuple(map(SamplingParams, self.limits[i])))
+                for i, prompt in enumerate(self.prompts)
+            ],
+        )
+
+
+def bound(ours: Ours, repeats: int, clock) -> float:
+    """Returns tokens per second of r1's batch as one loop on the device, prefill included."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxrl_llm.rollout import programs
+    from jaxrl_llm.rollout.sampling import SamplerState
+
+    slots, new, network = 32, 128, ours.network
+    zeros, ones = jnp.zeros(slots), jnp.ones(slots)
+
+    @jax.jit
+    def run(params, prompts, keys):
+        lengths = jnp.full(8, 64)
+        prefix = programs.prefill(network, params, prompts, lengths, piece_tokens=64)
+        sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
+        state = programs.empty_state(network, slots, 64 + new, 1, network.compute_dtype)
+        admission = programs.Admission(
+            jnp.repeat(jnp.arange(8), 4),
+            jnp.arange(slots),
+            jnp.full(slots, new),
+            jnp.full((slots, 1), -1),
+            sampler,
+        )
+        state, first = programs.insert(state, prefix, admission, filtered=False, num_top=0)
+        _, rest = programs.generate(
+            network,
+            params,
+            state,
+            jnp.int32(slots),
+            num_steps=new - 1,
+            num_slots=slots,
+            window=64 + new,
+            gather=True,
+            filtered=False,
+            num_top=0,
+        )
+        return first.tokens, rest.tokens
+
+    prompts = np.array(ours.prompts[:8], np.int32)
+    taken = []
+    with jax.set_mesh(ours.mesh):
+        for seed in range(repeats + 1):
+            keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))
+            began = clock()
+            jax.device_get(run(ours.params, prompts, keys))
+            taken.append(clock() - began)
+    return slots * new / statistics.median(taken[1:])
+
+
+def peers(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> dict[str, float]:
+    """Returns the tokens per second of every peer."""
+    scripts, home = pathlib.Path(args.peers), pathlib.Path(args.peer_home)
+    threads = "1" if args.one_core else str(os.cpu_count())
+    common = ["--model", str(folder), "--workload", workload, "--reps", str(args.repeats)]
+    torch, tunix = (str(home / name / "bin" / "python") for name in ("venv-torch", "venv-tunix"))
+    hf = [torch, str(scripts / "rollout_hf.py"), *common, "--threads", threads, "--engine"]
+    commands = {
+        "transformers, static batch": [*hf, "static"],
+        "transformers, continuous batching": [*hf, "cb"],
+        "Tunix": [tunix, str(scripts / "rollout_tunix.py"), *common],
+    }
+    env = os.environ | {"PEER_HOME": str(home)}
+    env |= {"PEER_CLOCK": "cpu"} if args.one_core else {"PEER_PATIENCE": "0"}
+    found = {}
+    for name, command in commands.items():
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} failed: {done.stderr[-2000:]}")
+        found[name] = json.loads(done.stdout.splitlines()[-1])["tok_per_s"]
+        print(f"  {name}: {found[name]:.0f} tokens/s", flush=True)
+    return found
+
+
+def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> None:
+    clock = time.process_time if args.one_core else time.perf_counter
+    print(f"{folder.name} {workload}", flush=True)
+    ours = Ours(folder, workload, args)
+    ours.run(0)
+    rows: list[tuple[float, Any]] = []
+
+    def repeat() -> None:
+        for _ in range(args.repeats):
+            began = clock()
+            ours.run(len(rows) + 1)
+            rows.append((clock() - began, ours.engine.statistics))
+
+    repeat()
+    compiled = ours.engine.num_compilations()
+    theirs = peers(folder, workload, args) if args.peers else {}
+    repeat()  # on both sides of the peers: a machine drifts
+    seconds = statistics.median(taken for taken, _ in rows)
+    last = rows[-1][1]
+    speed = ours.useful / seconds
+    decoding = last.prefill_s + last.decode_s
+    print(f"  ours: {speed:.0f} useful tokens/s, {seconds:.2f} s of {len(rows)} runs")
+    print(
+        f"  occupancy {last.occupancy:.1%} until the queue was empty,"
+        f" {last.decode_tokens / (last.decode_steps * args.slots):.1%} of all slots and steps;"
+        f" prefill {last.prefill_s / decoding:.0%}, decode {last.decode_s / decoding:.0%};"
+        f" {ours.engine.num_compilations() - compiled} compilations after the first runs"
+    )
+    if workload == "r1":
+        most = bound(ours, args.repeats, clock)
+        print(f"  one loop on the device: {most:.0f} tokens/s; ours is {speed / most:.2f} of it")
+    if theirs:
+        best = max(theirs, key=lambda name: theirs[name])
+        print(f"  {speed / theirs[best]:.2f} times the best peer ({best})", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    if args.one_core:
+        # Before jax counts the cores; children inherit it.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+    for folder in args.model:
+        for workload in args.workload:
+            measure(pathlib.Path(folder), workload, args)
+
+
+if __name__ == "__main__":
+    main()

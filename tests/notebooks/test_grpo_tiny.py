@@ -1,0 +1,58 @@
+"""The notebook does what it shows."""
+
+import json
+import os
+import pathlib
+
+import nbformat
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks" / "grpo_tiny.ipynb"
+
+
+def cells(notebook, kind):
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+def shown(notebook):
+    """Returns the kinds of output of the whole notebook, and all printed text."""
+    outputs = [output for cell in cells(notebook, "code") for output in cell.outputs]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    errors = [output for output in outputs if output.output_type == "error"]
+    assert not errors
+    return kinds, "".join(output.get("text", "") for output in outputs)
+
+
+def test_it_begins_with_the_installation_and_is_stored_with_its_results():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    first, *rest = cells(notebook, "code")
+    assert "%pip install" in first.source
+    for cell in rest:
+        compile(cell.source, "cell", "exec")
+    kinds, text = shown(notebook)
+    assert "image/png" in kinds
+    assert "step 1\n" in text and "score 1" in text
+
+
+@pytest.mark.slow
+def test_it_runs_and_learns(monkeypatch, tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    flags = os.environ["XLA_FLAGS"].split()
+    # One device, and programs that run fast: what a user has.
+    kept = [flag for flag in flags if "device_count" not in flag and "optimization" not in flag]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(kept))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(
+        notebook, timeout=900, resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    kinds, text = shown(notebook)
+    assert "image/png" in kinds and "step 40\n" in text
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    name = "val-core/arithmetic/mean@1"
+    accuracy = [row[name] for row in rows if name in row]
+    assert accuracy[-1] > accuracy[0] + 0.1
