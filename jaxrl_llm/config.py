@@ -19,6 +19,7 @@ from typing import Literal
 from jaxrl_llm.config_model import LoraConfig, ModelConfig
 from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.errors import Problem, UserError
+from jaxrl_llm.placement import PlacementConfig
 from jaxrl_llm.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -502,6 +503,7 @@ class MeshConfig:
     sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
     # Rollout weights: split by tensor; as in training; over all model axes; whole on each device.
     rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
+    on_host: tuple[str, ...] = ()  # rests in host memory between uses: "optimizer", "reference"
 
     def problems(self) -> Iterator[Problem]:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
@@ -510,6 +512,8 @@ class MeshConfig:
         for name, size in sizes.items():
             if size != -1 and size < 1:
                 yield name, f"must be positive or -1 (the rest), got {size}"
+        if unknown := set(self.on_host) - {"optimizer", "reference"}:
+            yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -534,6 +538,7 @@ class Config:
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
     profiler: ProfilerConfig = dataclasses.field(default_factory=ProfilerConfig)
     mesh: MeshConfig = MeshConfig()
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
 
     @property
     def sequences_per_step(self) -> int:

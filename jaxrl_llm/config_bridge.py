@@ -39,6 +39,7 @@ RESUMABLE = (
     "alerts",
     "profiler",
     "mesh",
+    "placement",
     "model.remat",
     "model.attention",
     "rollout.num_slots",

@@ -36,7 +36,7 @@ class ModelConfig:
     vocab_chunk: int = 512  # tokens whose logits exist at one time
 
     def problems(self) -> Iterator[Problem]:
-        if self.num_heads % self.num_kv_heads:
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             yield (
                 "num_kv_heads",
                 f"{self.num_kv_heads} does not divide num_heads={self.num_heads}",

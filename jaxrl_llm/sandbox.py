@@ -33,6 +33,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 38, 24, 41
 _NOBODY = 65534
 _NUM_FILES = 64
+_END_S = 2.0  # for what a program has started to be gone
 _NO_NETWORK = """
 import socket, sys
 def _refuse(*_, **__):
@@ -205,9 +206,7 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
     try:
         failure = _converse(process, stdin, limits, kept)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
-        process.wait()
+        _end_group(process)
         for pipe in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
@@ -215,6 +214,18 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
         failure = f"more than {limits.cpu_s:g} s of processor time"
     output, errors = (kept[name].decode(errors="replace") for name in ("output", "errors"))
     return Outcome(output, errors, process.returncode, failure)
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """Ends a process and what it has started, and returns when they are gone."""
+    deadline = time.monotonic() + _END_S
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        while time.monotonic() < deadline:  # orphans: the system ends and reaps them
+            os.killpg(process.pid, 0)
+            time.sleep(0.005)
+    process.wait()
 
 
 def _converse(

@@ -14,7 +14,15 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 FLOORS = (
     (
         ("types",),
-        ("errors", "recipes", "config_model", "config_records", "config", "config_bridge"),
+        (
+            "errors",
+            "recipes",
+            "config_model",
+            "config_records",
+            "placement",
+            "config",
+            "config_bridge",
+        ),
     ),
     (("algorithms",), ("sharding",)),
     (("models",), ("data",), ("seal", "checkpoint"), ("metrics",), ("sandbox",)),

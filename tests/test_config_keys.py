@@ -16,6 +16,7 @@ BOOKKEEPING = {
     "config_model.py",
     "config_records.py",
     "config_bridge.py",
+    "placement.py",
     "recipes.py",
 }
 

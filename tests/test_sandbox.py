@@ -53,7 +53,7 @@ def test_what_it_started_does_not_outlive_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '77.25']).pid)"
     begin = time.monotonic()
     assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 5
-    running = []
+    running = []  # a process that has ended and was not reaped has an empty line
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             running.append(path.read_bytes())

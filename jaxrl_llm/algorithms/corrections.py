@@ -220,6 +220,13 @@ def engine_gap(
       old_log_probs: Log-probs of the policy when the step began.
       rollout_log_probs: Log-probs as the engine reported them.
       response_mask: True where the policy chose the token.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> log_probs = jnp.log(jnp.array([[0.5, 0.25]]))
+      >>> gap = engine_gap(log_probs, log_probs, jnp.ones((1, 2), bool))
+      >>> float(gap["training/rollout_probs_diff_max"])
+      0.0
     """
     return gap_metrics(old_log_probs, rollout_log_probs, response_mask) | probability_metrics(
         old_log_probs, rollout_log_probs, response_mask

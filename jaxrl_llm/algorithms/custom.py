@@ -66,7 +66,10 @@ def check(config: AlgorithmConfig) -> None:
         try:
             resolve(name, table, field.replace("_", " "))
         except Exception as error:  # whatever the user's file raises when it is imported
-            problems.append(f"config.algorithm.{field}: {name!r}: {type(error).__name__}: {error}")
+            # Errors of the lookup itself begin with the name; of an import, with anything.
+            own = str(error).startswith(repr(name))
+            said = str(error) if own else f"{name!r}: {type(error).__name__}: {error}"
+            problems.append(f"config.algorithm.{field}: {said}")
             continue
         try:
             trace(config)

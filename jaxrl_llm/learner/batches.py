@@ -110,12 +110,13 @@ class Layout:
             even = -(-needed // -(-needed // cap))
             step = shards * max(1, cap // shards // 48)
             return min(cap, -(-even // step) * step)
-        kind = f"{num_sequences} in rows of {width}"
+        # A run may go on on another mesh, whose rows divide otherwise.
+        kind = f"{num_sequences} in rows of {width} over {shards}"
         if needed > self._most_rows.get(kind, 0):
             # Some room for the next step, but no more rows than sequences can fill.
             roomy = min(needed + needed // 16, num_sequences)
             self._most_rows[kind] = min(cap, -(-roomy // shards) * shards)
-        rows = self._most_rows[kind]
+        rows = min(cap, self._most_rows[kind])
         while rows % (2 * shards) == 0 and rows // 2 >= needed:
             rows //= 2
         return rows

@@ -22,6 +22,7 @@ from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import is_on_policy, sequence_scores, token_statistics, token_values
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rewards, Rollouts
 
 # What the models say.
@@ -67,7 +68,8 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
     """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass.
 
     The policy is not asked where the update itself will say (`update.is_on_policy`): the engine's
-    log-probs then stand in its place, and nothing reads them.
+    log-probs then stand in its place, and nothing reads them. Models on different devices answer
+    at the same time: all are asked before any answer is brought to the policy's devices.
     """
     algorithm = roles.config.algorithm
     on_policy = is_on_policy(roles.config)
@@ -77,7 +79,6 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
         plan = _whole_step(roles, rollouts)
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
-        inside = lambda values: jnp.where(mask, values, 0.0)  # noqa: E731
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         policy = lora.joined(roles.base_params, state.policy.params)
         with jax.set_mesh(roles.mesh):
@@ -87,23 +88,27 @@ def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
                     policy, tokens, lengths, plan, entropy="value"
                 )
                 old = found if algorithm.old_log_probs == "recompute" else old
-            reference = old
-            if roles.reference_params:
-                reference, _, _ = of_policy(
-                    roles.reference_params, tokens, lengths, plan, entropy="none"
-                )
+        reference = old
+        if roles.reference_params:
+            with jax.set_mesh(roles.meshes["reference"]):
+                frozen = resting.working(roles.reference_params)
+                reference, _, _ = of_policy(frozen, tokens, lengths, plan, entropy="none")
+        with jax.set_mesh(roles.meshes["critic"]):
             critics = [
                 of_critic(role.params, tokens, lengths, plan) if role.params else zeros
                 for role in (state.critic, state.cost_critic)
             ]
-            return Predictions(
-                old_log_probs=inside(old),
-                ref_log_probs=inside(reference),
-                entropies=inside(entropies),
-                sum_squared_probs=inside(squares),
-                values=inside(critics[0]),
-                cost_values=inside(critics[1]),
-            )
+        answers = Predictions(
+            old_log_probs=old,
+            ref_log_probs=reference,
+            entropies=entropies,
+            sum_squared_probs=squares,
+            values=critics[0],
+            cost_values=critics[1],
+        )
+        brought = pools.move(answers, mesh_lib.replicated(roles.mesh))
+        with jax.set_mesh(roles.mesh):
+            return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), brought)
 
     return predict
 
@@ -113,8 +118,9 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
     def scorer(name: str):
         network, params = roles.scorers[name].network, roles.scorers[name].params
+        mesh = roles.meshes["reward"]
 
-        @jax.jit
+        @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
         def of_sequences(tokens, lengths, plan: Plan):
             num_sequences, _ = tokens.shape
 
@@ -125,7 +131,7 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
         def score(rollouts: Rollouts) -> np.ndarray:
             plan = _whole_step(roles, rollouts)
-            with jax.set_mesh(roles.mesh):
+            with jax.set_mesh(mesh):
                 return np.asarray(of_sequences(rollouts.tokens, rollouts.lengths, plan))
 
         return score

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import batches, experience, networks, optimizer, update
+from jaxrl_llm.learner import batches, experience, networks, optimizer, places, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
 from jaxrl_llm.models import lora
@@ -39,8 +39,8 @@ def abstract_roles(config: Config, shape: Shape, devices: Sequence[Any]) -> Role
     Raises:
       ConfigError: If the mesh does not fit the devices.
     """
-    mesh = mesh_lib.make_mesh(config.mesh, list(devices))
-    return roles_lib.assemble(config, mesh, tokenizer_lib.character_tokenizer(), (0,), shape)
+    meshes = places.meshes(config, devices)
+    return roles_lib.assemble(config, meshes, tokenizer_lib.character_tokenizer(), (0,), shape)
 
 
 def abstract_state(roles: Roles) -> LearnerState:

@@ -14,6 +14,7 @@ from jaxrl_llm.models import attention, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import resting
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -47,7 +48,7 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
 
 
 def check_mesh(config: Config, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot hold this run's sequences and heads."""
+    """Raises ConfigError if the mesh cannot hold this run's sequences, heads and what rests."""
     shards = mesh.shape["sequence"]
     budget = config.trainer.max_tokens_per_microbatch
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
@@ -58,6 +59,8 @@ def check_mesh(config: Config, mesh: Mesh, shape: Shape) -> None:
                 f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
             ]
         )
+    if config.mesh.on_host and (found := resting.problem(mesh)):
+        raise ConfigError([f"config.mesh.on_host: {found}; leave it empty"])
     check_heads(config, mesh, shape)
 
 

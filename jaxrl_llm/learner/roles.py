@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
 from jaxrl_llm.config import Config, OptimizerConfig
-from jaxrl_llm.learner import networks, optimizer
+from jaxrl_llm.learner import networks, optimizer, places
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import families, huggingface, lora
 from jaxrl_llm.models.shape import Shape
@@ -24,6 +24,7 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.sharding.reshard import Resharder
 
 _ADAPTERS = 1  # folded into the seed for their first values
@@ -56,7 +57,7 @@ class Roles:
     """The fixed side of a run: networks, layouts, frozen weights, engine."""
 
     config: Config
-    mesh: Mesh
+    meshes: Mapping[str, Mesh]  # of each role; see `placement.ROLES`
     tokenizer: PreTrainedTokenizerBase
     eos_tokens: tuple[int, ...]
     policy: Network
@@ -69,6 +70,11 @@ class Roles:
     reference_params: Params = dataclasses.field(default_factory=dict)
     base_params: Params = dataclasses.field(default_factory=dict)  # below adapters; else nothing
     scorers: Mapping[str, "Scalar"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The policy's; where estimates are made and what each role says is brought together."""
+        return self.meshes["policy"]
 
     @property
     def platform(self) -> str:
@@ -93,15 +99,18 @@ class Roles:
     def rollout_layout(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
 
-        `params` is what the policy trains; adapters are merged into the base on the way.
+        `params` is what the policy trains; adapters are merged into the base on the way. To
+        devices of rollout's own they are copied from the same parts on the policy's devices, which
+        are freed afterwards.
         """
-        first = old is None
-        with jax.set_mesh(self.mesh):
-            old = self.resharder.empty() if old is None else old
+        source, target = self.mesh, self.meshes["rollout"]
+        first, apart = old is None, source != target
+        old = self.resharder.empty() if old is None or apart else old
+        with jax.set_mesh(pools.staging(source, target)):
             moved = self.resharder.reshard(old, lora.joined(self.base_params, params))
         if first:
             logging.info("weights for sampling: %s", self.resharder.report())
-        return moved
+        return pools.move(moved, places.on(target, moved)) if apart else moved
 
     def whole_policy(self, params: Params) -> Params:
         """Returns the plain policy that the trained `params` amount to, in the training layout."""
@@ -128,66 +137,69 @@ def build(config: Config) -> Roles:
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
-    mesh = mesh_lib.make_mesh(config.mesh)
+    meshes = places.meshes(config)
     tokenizer = networks.load_tokenizer(config.model)
     shape = networks.model_shape(config.model, tokenizer)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))
-    return assemble(config, mesh, tokenizer, tuple(sorted(eos)), shape)
+    return assemble(config, meshes, tokenizer, tuple(sorted(eos)), shape)
 
 
 def assemble(
     config: Config,
-    mesh: Mesh,
+    meshes: Mapping[str, Mesh],
     tokenizer: PreTrainedTokenizerBase,
     eos_tokens: tuple[int, ...],
     shape: Shape,
 ) -> Roles:
-    """Returns the roles of a policy of this shape on a mesh, whose devices need not be present.
+    """Returns the roles of a policy of this shape on meshes, whose devices need not be present.
 
     No folder is read and nothing is allocated.
 
     Raises:
       ConfigError: If the mesh cannot hold this run's sequences and heads.
     """
-    networks.check_mesh(config, mesh, shape)
+    mesh, rollout_mesh = meshes["policy"], meshes["rollout"]
+    rollout_layout = config.mesh.rollout if pools.fits(mesh, rollout_mesh) else "replicas"
+    for each in set(meshes.values()):
+        networks.check_mesh(config, each, shape)
     platform = mesh.devices.flat[0].platform
     policy = networks.network(config, shape, "lm", platform)
     policy = dataclasses.replace(policy, lora=config.lora)
     value = networks.network(config, shape, "scalar", platform)
     return Roles(
         config=config,
-        mesh=mesh,
+        meshes=meshes,
         tokenizer=tokenizer,
         eos_tokens=eos_tokens,
         policy=policy,
         value=value,
         policy_shardings=networks.train_shardings(policy, mesh),
-        value_shardings=networks.train_shardings(value, mesh),
+        value_shardings=networks.train_shardings(value, meshes["critic"]),
         engine=Engine(
             rollout_network(config, policy),
-            mesh,
+            rollout_mesh,
             num_slots=config.rollout.num_slots
             or capacity.num_slots(
                 rollout_network(config, policy),
-                mesh,
+                rollout_mesh,
                 config.max_sequence_tokens,
                 config.sequences_per_step,
             ),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
-            layout=config.mesh.rollout,
+            layout=rollout_layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=Layout(config.trainer.max_tokens_per_microbatch, *mesh_lib.row_shards(mesh)),
+        layout=places.row_layout(config, meshes),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),
             policy.units,
-            mesh,
+            pools.staging(mesh, rollout_mesh),
             rollout_network(config, policy).compute_dtype,
-            config.mesh.rollout,
+            rollout_layout,
             networks.merge_adapters(config.lora),
         ),
     )
@@ -221,7 +233,8 @@ def check_folders(roles: Roles) -> None:
     for path, net in folders:
         if path:
             huggingface.check(path, net)
-            networks.check_heads(config, roles.mesh, net.shape)
+            for mesh in set(roles.meshes.values()):
+                networks.check_heads(config, mesh, net.shape)
 
 
 def initial_policy(roles: Roles) -> Params:
@@ -271,12 +284,18 @@ def initial_state(roles: Roles, policy_params: Params) -> LearnerState:
 
     def critic(needed: bool) -> Trainable:
         params = _initial_critic(roles, policy_params) if needed else {}
-        return trainable(params, config.critic.optimizer, roles.num_updates, roles.mesh)
+        return begun(params, config.critic.optimizer, roles.meshes["critic"])
+
+    def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
+        role = trainable(params, of, roles.num_updates, mesh)
+        if "optimizer" in config.mesh.on_host:
+            role = dataclasses.replace(role, opt_state=resting.resting(role.opt_state))
+        return role
 
     if config.lora.rank:
         policy_params = _initial_adapters(roles)
     return LearnerState(
-        policy=trainable(policy_params, config.trainer.optimizer, roles.num_updates, roles.mesh),
+        policy=begun(policy_params, config.trainer.optimizer, roles.mesh),
         critic=critic(algorithm.needs_critic),
         cost_critic=critic(algorithm.safe),
         kl_coef=jax.device_put(
@@ -295,18 +314,21 @@ def _initial_adapters(roles: Roles) -> Params:
 def _initial_critic(roles: Roles, policy_params: Params) -> Params:
     if roles.config.critic.path:
         return huggingface.load(roles.config.critic.path, roles.value, roles.value_shardings)
-    return scalar_from_policy(roles, policy_params)
+    return scalar_from_policy(roles, policy_params, "critic")
 
 
-def scalar_from_policy(roles: Roles, policy_params: Params) -> Params:
-    """Returns a copy of the policy's body under a scalar head of zeros."""
+def scalar_from_policy(roles: Roles, policy_params: Params, role: str) -> Params:
+    """Returns a copy of the policy's body under a scalar head of zeros, where a role lives."""
     body = {k: v for k, v in policy_params.items() if k != "head"}
 
     def make(body):
         score = jnp.zeros((1, roles.policy.shape.hidden_size), roles.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
-    return jax.jit(make, out_shardings=roles.value_shardings)(body)
+    here, there = (
+        networks.train_shardings(roles.value, mesh) for mesh in (roles.mesh, roles.meshes[role])
+    )
+    return pools.move(jax.jit(make, out_shardings=here)(body), there)
 
 
 def abstract(tree: Any) -> Any:
@@ -324,21 +346,25 @@ def with_frozen_models(roles: Roles, policy_params: Params, trained: Mapping[str
     """
     config = roles.config
     reference: Params = {}
+    there = networks.train_shardings(roles.policy, roles.meshes["reference"])
     if config.algorithm.needs_reference:
         if config.reference.path:
-            reference = huggingface.load(
-                config.reference.path, roles.policy, roles.policy_shardings
-            )
+            reference = huggingface.load(config.reference.path, roles.policy, there)
+        elif roles.meshes["reference"] != roles.mesh:
+            reference = pools.move(policy_params, there)
         else:
             # Below adapters the policy stays as it is and is the reference itself.
             copy = functools.partial(jax.tree.map, jnp.copy)
-            copied = jax.jit(copy, out_shardings=roles.policy_shardings)
+            copied = jax.jit(copy, out_shardings=there)
             reference = policy_params if config.lora.rank else copied(policy_params)
+        if "reference" in config.mesh.on_host and not config.lora.rank:
+            reference = resting.resting(reference)
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
             net = networks.scorer_network(config, model.path, roles.platform)
-            params = huggingface.load(model.path, net, networks.train_shardings(net, roles.mesh))
+            shardings = networks.train_shardings(net, roles.meshes["reward"])
+            params = huggingface.load(model.path, net, shardings)
             scorers[name] = Scalar(net, params)
         else:
             scorers[name] = Scalar(roles.value, trained[name])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.metrics import machine, statistics
 from jaxrl_llm.models import flops
+from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Rollouts
 
 
@@ -24,7 +25,7 @@ def of_step(roles: Roles, rollouts: Rollouts, seconds: Mapping[str, float]) -> d
       seconds: `Clock.seconds()` of the step, with `timing_s/update`.
     """
     config = roles.config
-    devices = list(roles.mesh.devices.flat)
+    devices = pools.devices(roles.meshes.values())
     critics = config.algorithm.needs_critic + config.algorithm.safe
     work = critics * flops.training(roles.value.shape, rollouts.lengths, num_labels=1)
     frozen = bool(config.lora.rank)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import advantages, corrections, losses, selection
@@ -24,11 +25,14 @@ from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Minibatch
 
 Metrics = Mapping[str, Float[Array, ""]]
 # loss(params, microbatch) -> (its share of the minibatch's loss, arrays to be summed by name)
 Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
+
+ABSENT = Trainable({}, (), ())  # type: ignore[arg-type]  # a learner that lives on other devices
 
 
 def is_on_policy(config: Config) -> bool:
@@ -144,15 +148,22 @@ class Updater:
     """One update of every learner of a run.
 
     Attributes:
-      mesh: Where the learners live.
+      homes: Where policy, critic and cost critic live.
       base: What the policy's adapters are added to, or nothing.
-      program: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
-        jitted; the learners are policy, critic and cost critic.
+      programs: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
+        jitted, of each of these meshes; learners that live elsewhere are `ABSENT` in it.
+      optimizer_rests: Whether optimizer state is in host memory between updates.
     """
 
-    mesh: jax.sharding.Mesh
+    homes: tuple[Mesh, Mesh, Mesh]
     base: Params
-    program: Any
+    programs: Mapping[Mesh, Any]
+    optimizer_rests: bool
+
+    @property
+    def program(self) -> Any:
+        """The program of the policy's mesh."""
+        return self.programs[self.homes[0]]
 
     def __call__(
         self, state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True
@@ -166,13 +177,43 @@ class Updater:
           key: Of what the policy loss draws.
           train_policy: With False only the critics learn.
         """
-        learners = (state.policy, state.critic, state.cost_critic)
-        with jax.set_mesh(self.mesh):
-            (policy, critic, cost_critic), metrics = self.program(
-                learners, self.base, batch, plan, key, train_policy=train_policy
+        learners = _learners(state)
+        metrics: dict[str, Any] = {}
+        # Each call only dispatches: programs of different devices run at the same time.
+        for mesh, program in self.programs.items():
+            mine = _living(learners, self.homes, mesh)
+            base = self.base if mesh == self.homes[0] else {}
+            here = pools.move(batch, mesh_lib.replicated(mesh))
+            if self.optimizer_rests:
+                mine = _with_optimizers(resting.working, mine)
+            with jax.set_mesh(mesh):
+                updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
+            if self.optimizer_rests:
+                updated = _with_optimizers(resting.resting, updated)
+            learners = tuple(
+                new if home == mesh else old
+                for old, new, home in zip(learners, updated, self.homes, strict=True)
             )
+            metrics |= found
+        policy, critic, cost_critic = learners
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
         return state, {**metrics, "perf/padding_share": plan.padding_share()}
+
+
+def _learners(state: LearnerState) -> tuple[Trainable, ...]:
+    return state.policy, state.critic, state.cost_critic
+
+
+def _living(learners: tuple[Trainable, ...], homes: tuple[Mesh, ...], mesh: Mesh):
+    """Returns the learners of a mesh, others `ABSENT`."""
+    return tuple(
+        learner if home == mesh else ABSENT for learner, home in zip(learners, homes, strict=True)
+    )
+
+
+def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]):
+    """Returns the learners with the state of their optimizers moved."""
+    return tuple(dataclasses.replace(role, opt_state=move(role.opt_state)) for role in learners)
 
 
 def updater(roles: Roles, state: LearnerState) -> Updater:
@@ -269,17 +310,6 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
 
         return take_update(role, roles.critic_optimizer, plan, loss, prefix)
 
-    learners = (state.policy, state.critic, state.cost_critic)
-
-    @functools.partial(
-        jax.jit,
-        static_argnames="train_policy",
-        donate_argnums=0,
-        out_shardings=(
-            jax.tree.map(lambda a: a.sharding, learners),
-            mesh_lib.replicated(roles.mesh),
-        ),
-    )
     def update(learners, base: Params, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
         policy, critic, cost_critic = learners
         metrics: dict[str, Array] = {}
@@ -293,12 +323,28 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
                 cost_critic, batch, plan, batch.cost_values, batch.cost_returns, "cost_critic"
             )
             metrics |= of_costs
-        if train_policy:
+        if train_policy and policy.params:
             policy, of_policy = policy_update(policy, base, batch, plan, key)
             metrics |= of_policy
         return (policy, critic, cost_critic), metrics
 
-    return Updater(roles.mesh, roles.base_params, update)
+    homes = (roles.meshes["policy"], roles.meshes["critic"], roles.meshes["critic"])
+
+    def on(mesh: Mesh):
+        learners = _living(_learners(state), homes, mesh)
+        return jax.jit(
+            update,
+            static_argnames="train_policy",
+            donate_argnums=0,
+            out_shardings=(
+                jax.tree.map(lambda a: resting.in_use(a.sharding), learners),
+                mesh_lib.replicated(mesh),
+            ),
+        )
+
+    busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
+    programs = {mesh: on(mesh) for mesh in dict.fromkeys(busy)}
+    return Updater(homes, roles.base_params, programs, "optimizer" in config.mesh.on_host)
 
 
 def _only(batch: Minibatch, plan: Plan) -> Minibatch:

@@ -110,7 +110,7 @@ def engine(source: Source, model: Served, num_slots: int = 0, chunk_steps: int =
     roles = source.roles
     return Engine(
         roles_lib.rollout_network(roles.config, roles.policy),
-        roles.mesh,
+        roles.meshes["rollout"],
         num_slots=num_slots or (16 if jax.default_backend() == "cpu" else 64),
         max_tokens=model.max_tokens,
         chunk_steps=chunk_steps,

@@ -113,8 +113,13 @@ def partition_spec(
             size = axis_sizes.get(axis, 1)
             parts = math.prod(axis_sizes[a] for a in axes) * size
             unit = units.get(name or "", 1) if axis in computing else 1
-            if size > 1 and dim % (parts * unit) == 0:
+            if size == 1 or dim % parts:
+                continue
+            if dim % (parts * unit) == 0:
                 axes.append(axis)
+            elif axis != "tensor":
+                # Training splits here, its units whole or not: what follows would be no prefix.
+                break
         spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*spec)
 

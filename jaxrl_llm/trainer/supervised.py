@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import supervised_losses
@@ -53,7 +54,7 @@ def warm_start(roles: Roles, params: Params, workdir: pathlib.Path) -> Params:
             log_probs, microbatch.take(mask), minibatch_denominators(mask)
         )
 
-    return _stage(roles, params, config.warm_start, rows, loss, workdir / "warm_start")
+    return _stage(roles, params, config.warm_start, rows, loss, workdir / "warm_start", roles.mesh)
 
 
 def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[str, Params]:
@@ -80,11 +81,12 @@ def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[s
 
     trained = _stage(
         roles,
-        roles_lib.scalar_from_policy(roles, params),
+        roles_lib.scalar_from_policy(roles, params, "reward"),
         config.preference,
         rows,
         loss,
         workdir / "reward_model",
+        roles.meshes["reward"],
     )
     return {name: trained for name in names}
 
@@ -96,14 +98,15 @@ def _stage(
     rows: Sequence[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]],
     loss,
     folder: pathlib.Path,
+    mesh: Mesh,
 ) -> Params:
     """Returns `params` after `num_steps` updates; or what an earlier run left in `folder`."""
     if folder.exists():
         return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
 
     transformation = optimizer.make(config.optimizer, config.num_steps)
-    role = roles_lib.trainable(params, config.optimizer, config.num_steps, roles.mesh)
-    replicated = mesh_lib.replicated(roles.mesh)
+    role = roles_lib.trainable(params, config.optimizer, config.num_steps, mesh)
+    replicated = mesh_lib.replicated(mesh)
 
     @functools.partial(
         jax.jit,
@@ -118,13 +121,13 @@ def _stage(
 
     # What belongs together, as the two answers of a pair, must meet in one microbatch.
     budget = roles.config.trainer.max_tokens_per_microbatch if len(rows[0]) == 1 else 1 << 40
-    layout = Layout(budget, *mesh_lib.row_shards(roles.mesh))
+    layout = Layout(budget, *mesh_lib.row_shards(mesh))
     stream = Stream(rows, roles.config.seed)
     for i in range(config.num_steps):
         sequences = [pair for row in stream.take(config.batch_size) for pair in row]
         tokens, lengths, mask = _padded(sequences)
         plan = layout.plan(lengths, np.arange(len(lengths)), width=tokens.shape[1])
-        with jax.set_mesh(roles.mesh):
+        with jax.set_mesh(mesh):
             role, metrics = step(role, tokens, lengths, mask, plan)
         if i % 50 == 0 or i + 1 == config.num_steps:
             logging.info(

@@ -46,6 +46,7 @@ MEASURED = (
     "timing_s/",
     "timing_per_token_ms/",
     "perf/",
+    "rollout/prefill_tokens_per_s",
     "rollout/decode_tokens_per_s",
     "alerts/throughput",
     "alerts/disk",

@@ -23,6 +23,9 @@ MESHES = {
     "sequence 2 x fsdp 4": {"sequence": 2, "fsdp": 4},
     "sequence 2 x fsdp 4, ring": {"sequence": 2, "fsdp": 4, "sequence_attention": "ring"},
     "tensor 8": {"tensor": 8},
+    "sampling over all axes": {"data": 2, "fsdp": 2, "tensor": 2, "rollout": "all_tensor"},
+    "sampling as in training": {"fsdp": 4, "tensor": 2, "rollout": "train"},
+    "sampling on each device": {"fsdp": 4, "tensor": 2, "rollout": "replicas"},
 }
 
 
@@ -90,3 +93,29 @@ def test_any_mesh_takes_the_steps_of_one_device(name, on_one_device, tmp_path):
     recipe, state, workdir = on_one_device
     found = run(recipe, MESHES[name], tmp_path / "run", jax.devices())
     assert_same_run(found, tmp_path / "run", state, workdir)
+
+
+@pytest.mark.slow
+def test_what_rests_in_host_memory_changes_no_bit(tmp_path):
+    mesh, resting = {"fsdp": 8}, {"fsdp": 8, "on_host": ["optimizer", "reference"]}
+    wanted = run("ppo", mesh, tmp_path / "device", jax.devices())
+    found = run("ppo", resting, tmp_path / "host", jax.devices())
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(got, want)
+    moments = [a for a in jax.tree.leaves(found.policy.opt_state) if a.ndim]
+    assert {a.sharding.memory_kind for a in moments} == {"pinned_host"}
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(found.policy.params)} == {"device"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """Two steps on eight devices, the third on four, split otherwise, with moments on the host."""
+    saved = {"checkpoint": {"every": 1}}
+    wanted = run("ppo", {"fsdp": 8}, tmp_path / "whole", jax.devices(), **saved)
+    workdir = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl.checkpoint.Saver, "due", lambda self, step, *_: step <= 2)
+        run("ppo", {"fsdp": 8}, workdir, jax.devices(), **saved)
+    mesh = {"fsdp": 2, "tensor": 2, "on_host": ["optimizer"]}
+    found = run("ppo", mesh, workdir, jax.devices()[:4], **saved)
+    assert_same_run(found, workdir, wanted, tmp_path / "whole")

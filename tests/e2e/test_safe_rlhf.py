@@ -57,6 +57,7 @@ def test_the_cost_ends_at_its_limit_and_the_multiplier_settles(tmp_path, one_dev
     assert abs(multipliers[-25:].mean() - multipliers[-50:-25].mean()) < 0.03
 
 
+@pytest.mark.slow
 def test_without_its_multiplier_it_is_ppo_to_the_bit(train):
     same = {"gae_lambda": 0.95, "kl_coef": 0.01}
     steps = {"num_steps": 3}

@@ -148,7 +148,7 @@ def test_a_change_of_the_settings_is_refused_or_works():
     fuzz(40, lower_every=1000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_thousand_changes():
     fuzz(2000, lower_every=40)
 

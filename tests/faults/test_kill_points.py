@@ -123,17 +123,13 @@ def chain(name: str, tmp_path, cache, moments, last: int) -> None:
     check_same(tmp_path / "run", tmp_path / "reference", last)
 
 
-def test_three_ends_of_a_run(tmp_path, cache):
-    moments = [
-        ("save_writing", "SIGKILL"),
-        ("update_between", "SIGTERM"),
-        ("rollout_during", "SIGTERM"),
-    ]
-    chain("grpo_tiny", tmp_path, cache, moments, last=8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grpo_tiny", marks=pytest.mark.slow),
+        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_point(name, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]

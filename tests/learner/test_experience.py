@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, TrainerConfig
+from jaxrl_llm.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from jaxrl_llm.learner import experience, roles
 from jaxrl_llm.types import Rollouts
 
@@ -19,6 +27,8 @@ CONFIG = Config(
     algorithm=AlgorithmConfig(advantage="gae", kl_in="reward"),
     trainer=TrainerConfig(max_tokens_per_microbatch=300, minibatch_size=4, epochs=2),
     mesh=MeshConfig(fsdp=2, tensor=2, data=2),
+    data=DataConfig(max_prompt_tokens=8),
+    rollout=RolloutConfig(max_response_tokens=T - 8),
 )
 
 

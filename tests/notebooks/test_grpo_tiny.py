@@ -36,7 +36,7 @@ def test_it_begins_with_the_installation_and_is_stored_with_its_results():
     assert "step 1\n" in text and "score 1" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs_and_learns(monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

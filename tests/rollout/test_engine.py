@@ -366,6 +366,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     assert all(state == split for state in states)
 
 
+@pytest.mark.slow
 def test_twenty_steps_compile_nothing_after_the_warm_up():
     mover = tiny.resharder(ONE)
     rollout = mover.empty()
@@ -415,8 +416,9 @@ def test_reading_in_pieces_needs_less_memory():
         lowered = jax.jit(read).lower(rollout_params(), tokens, lengths)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    # Scores of 4 heads are [4096, 4096] in one piece, [256, 4096] in sixteen.
-    assert temporary(256) < temporary(4096) / 4
+    # Nearly all of it is scores of 4 heads, twice: [512, 4096] in one piece, as attention takes
+    # 512 queries at a time; [128, 4096] in pieces.
+    assert temporary(128) < temporary(4096) / 2
 
 
 @pytest.mark.slow

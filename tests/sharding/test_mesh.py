@@ -3,7 +3,7 @@
 import jax
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -66,6 +66,7 @@ def test_the_tensor_axis_takes_whole_heads():
     name=st.sampled_from(sorted(mesh_lib.TRAIN)),
     layout=st.sampled_from(sorted(mesh_lib.LAYOUTS)),
 )
+@example(dim=8, unit=4, fsdp=4, tensor=1, sequence=2, name="heads", layout="all_tensor")
 def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name, layout):
     sizes = {"fsdp": fsdp, "tensor": tensor, "sequence": sequence}
 

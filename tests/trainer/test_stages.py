@@ -13,6 +13,7 @@ from jaxrl_llm.data import supervised as examples
 from jaxrl_llm.learner import experience
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.seal import SEAL
 from jaxrl_llm.trainer import rl, supervised
 from jaxrl_llm.types import Prompt, Rollouts
 
@@ -98,7 +99,7 @@ def test_a_reward_model_tells_right_from_wrong(roles, tmp_path):
 def test_a_damaged_product_is_refused(roles, tmp_path):
     params = roles_lib.initial_policy(roles)
     checkpoint.save_tree(tmp_path / "warm_start", params, {})
-    seal = tmp_path / "warm_start" / checkpoint.SEAL
+    seal = tmp_path / "warm_start" / SEAL
     seal.write_text(seal.read_text()[:-1])
     with pytest.raises(checkpoint.CheckpointError, match="remove it and run the stage again"):
         supervised.warm_start(roles, params, tmp_path)

@@ -1,0 +1,60 @@
+"""Where the roles of a run live: a mesh for each, and rows that all of them can split."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.learner.batches import Layout
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.placement import ROLES
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools
+
+
+def meshes(config: Config, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
+    """Returns the mesh of each role, as `config.placement` says; without `devices`, over all.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    if config.placement.choice == "colocate":
+        whole = mesh_lib.make_mesh(config.mesh, *([list(devices)] if devices else []))
+        return dict.fromkeys(ROLES, whole)
+    used = {"policy", "rollout"}
+    used |= {"critic"} if config.algorithm.needs_critic else set()
+    used |= {"reference"} if config.algorithm.needs_reference else set()
+    used |= {"reward"} if config.rewards.models or config.rewards.cost_models else set()
+    return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
+
+
+def row_layout(config: Config, places: Mapping[str, Mesh]) -> Layout:
+    """Returns the layout of rows that every model can split over its devices.
+
+    Raises:
+      ConfigError: If the pool that splits rows the least cannot hold its part of them.
+    """
+    splits = {mesh_lib.row_shards(places[role]) for role in ROLES if role != "rollout"}
+    rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
+    # Of all devices, those of the pool that splits the least hold the most.
+    fewest, most = min(a * b for a, b in splits), rows * length
+    budget = config.trainer.max_tokens_per_microbatch * fewest // most
+    if len(splits) > 1 and budget * length < config.max_sequence_tokens:
+        raise ConfigError(
+            [
+                f"config.placement: microbatches are split over {most} devices, and a pool of"
+                f" {fewest} holds as much of them on each; rows of {config.max_sequence_tokens}"
+                " tokens need trainer.max_tokens_per_microbatch >="
+                f" {-(-config.max_sequence_tokens * most // (fewest * length))}, or pools of more"
+                " equal size"
+            ]
+        )
+    return Layout(budget, rows, length)
+
+
+def on(mesh: Mesh, tree: Params) -> Params:
+    """Returns the shardings of the arrays of `tree`, on another mesh with the same axes."""
+    return jax.tree.map(lambda a: NamedSharding(mesh, a.sharding.spec), tree)

@@ -1,0 +1,90 @@
+"""Which devices each model of a run has: pools of devices, and a pool for every role.
+
+Roles that share a pool take turns on it; those on different pools work at the same time. This
+file holds the nouns and their rules, `sharding/pools.py` makes meshes of them.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal
+
+from jaxrl_llm.errors import Problem
+
+# Critic stands for both critics of Safe-RLHF, reward for all reward and cost models.
+ROLES = ("policy", "critic", "reference", "reward", "rollout")
+
+# Ready-made choices: the roles of each pool. Pools get equal shares of the devices; one whose
+# roles the run does not have gets none.
+CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "colocate": (ROLES,),
+    "split": (("policy", "reference", "rollout"), ("critic", "reward")),
+    "hybrid": (("policy", "rollout"), ("critic", "reference", "reward")),
+    "standalone": tuple((role,) for role in ROLES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """Some of the devices and the mesh over them; a size of 0 is that of `config.mesh`."""
+
+    devices: int = -1  # of all hosts together, as many of each; -1: the rest
+    data: int = 0
+    fsdp: int = 0
+    sequence: int = 0
+    tensor: int = 0
+
+    def problems(self) -> Iterator[Problem]:
+        if self.devices != -1 and self.devices < 1:
+            yield "devices", f"must be positive or -1 (the rest), got {self.devices}"
+        for name in ("data", "fsdp", "sequence", "tensor"):
+            if getattr(self, name) < -1:
+                yield name, f"must be positive, -1 (the rest) or 0 (as config.mesh.{name})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Where each role lives."""
+
+    choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand"] = "colocate"
+    # Of "by_hand": pools by name, and the pool of each role.
+    pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.choice != "by_hand":
+            if self.pools or self.roles:
+                yield "choice", f"{self.choice!r} names no pools; set it to 'by_hand'"
+            return
+        for role, pool in self.roles.items():
+            if role not in ROLES:
+                yield f"roles.{role}", f"unknown role; known: {', '.join(ROLES)}"
+            if pool not in self.pools:
+                known = ", ".join(self.pools) or "none"
+                yield (
+                    f"roles.{role}",
+                    f"no pool is called {pool!r}; config.placement.pools: {known}",
+                )
+        for role in ROLES:
+            if role not in self.roles:
+                yield f"roles.{role}", "no pool; 'by_hand' says where every role lives"
+        for pool in self.pools:
+            if pool not in self.roles.values():
+                yield f"pools.{pool}", "no role lives there, its devices would be idle"
+        if sum(pool.devices == -1 for pool in self.pools.values()) > 1:
+            yield "pools", "at most one pool may have devices=-1 (the rest)"
+
+    def divided(self, used: Collection[str]) -> tuple[dict[str, PoolConfig], dict[str, str]]:
+        """Returns pools by name and the pool of each role.
+
+        Of a ready-made choice, each pool has `devices` -1: an equal share.
+
+        Args:
+          used: Roles that the run has.
+        """
+        if self.choice == "by_hand":
+            return dict(self.pools), dict(self.roles)
+        groups = [group for group in CHOICES[self.choice] if any(role in used for role in group)]
+        pools = {"+".join(group): PoolConfig() for group in groups}
+        roles = {role: "+".join(group) for group in groups for role in group}
+        # A role that the run does not have must be somewhere for the rest of the code.
+        return pools, {role: roles.get(role, roles["policy"]) for role in ROLES}

@@ -1,0 +1,44 @@
+"""Arrays that rest in host memory between uses, and come back as they were.
+
+Every device's part stays its own: it goes to the memory of that device's host and nowhere else.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+_HOST = "pinned_host"
+
+
+def problem(mesh: Mesh) -> str:
+    """Returns why arrays of this mesh cannot rest in host memory; "" if they can."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST in kinds:
+        return ""
+    return f"{device.platform} devices have no {_HOST} memory here (they have {', '.join(kinds)})"
+
+
+def resting(tree: Any) -> Any:
+    """Returns the arrays in host memory. Numbers without dims stay where they are."""
+
+    def rest(array: jax.Array) -> jax.Array:
+        return (
+            jax.device_put(array, array.sharding.with_memory_kind(_HOST)) if array.ndim else array
+        )
+
+    return jax.tree.map(rest, tree)
+
+
+def working(tree: Any) -> Any:
+    """Returns the arrays in device memory; those that are there already, themselves."""
+    return jax.tree.map(lambda a: jax.device_put(a, in_use(a.sharding)), tree)
+
+
+def in_use(sharding: Any) -> Any:
+    """Returns the sharding that an array has while it is worked with."""
+    if sharding.memory_kind != _HOST:
+        return sharding
+    device = next(iter(sharding.device_set))
+    return sharding.with_memory_kind(device.default_memory().kind)

@@ -1,0 +1,94 @@
+"""The state of a run is born in parts, and restores in other parts, bit for bit."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxrl_llm.checkpoint import Saver
+from jaxrl_llm.config import CheckpointConfig, ConfigError
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import networks, roles
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+VALUES = {
+    "model": {"num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_size": 8},
+    "algorithm": {"recipe": "ppo"},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+
+
+def built(mesh, devices, **changes):
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.partial(mesh_lib.make_mesh, devices=devices)
+        patch.setattr(mesh_lib, "make_mesh", make)
+        return roles.build(from_config_dict({**VALUES, **changes, "mesh": mesh}))
+
+
+def begun(mesh, devices, on_host=()):
+    found = built({**mesh, "on_host": list(on_host)}, devices)
+    return roles.initial_state(found, roles.initial_policy(found))
+
+
+def test_a_mesh_that_cannot_hold_the_run_is_refused_before_any_work():
+    with pytest.raises(ConfigError, match=r"config\.mesh\.sequence: 8 query heads do not divide"):
+        built({"sequence": 3}, jax.devices()[:3])
+    built({"sequence": 3, "sequence_attention": "ring"}, jax.devices()[:3])
+    # The budget is of a device; how many share a row is known with the mesh.
+    budget = {"trainer": {"max_tokens_per_microbatch": 256}}
+    built({"sequence": -1, "fsdp": 1}, jax.devices()[:2], **budget)
+    with pytest.raises(ConfigError, match=r"256 x 1 sequence shards cannot hold one row of 512"):
+        built({"sequence": -1, "fsdp": 1}, jax.devices()[:1], **budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "count", "on_host"),
+    [({"fsdp": 2, "tensor": 2}, 4, ()), ({}, 1, ()), ({"sequence": 2}, 8, ("optimizer",))],
+    ids=str,
+)
+def test_a_state_restores_on_another_mesh(mesh, count, on_host, tmp_path):
+    state = begun({"fsdp": 8}, jax.devices())
+    # Moments that are not all zero: no two numbers of the state are the same.
+    numbers = iter(range(1, 1000))
+    state = jax.tree.map(lambda a: a + next(numbers) if a.dtype == "float32" else a, state)
+    state = jax.device_put(state, jax.tree.map(lambda a: a.sharding, state))
+    saver = Saver(tmp_path, CheckpointConfig())
+    saver.save(1, state, {})
+    other = begun(mesh, jax.devices()[:count], on_host)
+    restored, _, _ = saver.restore(roles.abstract(other))
+    saver.close()
+    for got, want, like in zip(
+        *(jax.tree.leaves(tree) for tree in (restored, state, other)), strict=True
+    ):
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+        assert got.sharding.is_equivalent_to(like.sharding, got.ndim)
+        assert got.sharding.memory_kind == like.sharding.memory_kind
+
+
+ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
+
+
+def test_no_device_ever_holds_a_whole_array():
+    """Neither the weights' birth nor that of the moments makes an array as large as one weight."""
+    mesh = tiny.make_mesh(fsdp=8)
+    network = tiny.with_sizes(hidden_size=64, num_kv_heads=4, mlp_size=256, vocab_size=512)
+    shardings = networks.train_shardings(network, mesh)
+    init = jax.jit(network.init, out_shardings=shardings).lower(jax.random.key(0))
+    params = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        network.abstract(),
+        shardings,
+    )
+    adam = optax.adamw(1e-3)
+    places = jax.tree.map(lambda a: a.sharding, roles.abstract_optimizer(adam, params, mesh))
+    moments = jax.jit(adam.init, out_shardings=places).lower(params)
+    largest = max(np.prod(a.shape) for a in jax.tree.leaves(params))
+    for program in (init, moments):
+        shapes = ARRAY.findall(program.compile().as_text())
+        made = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+        assert made <= largest / 8
