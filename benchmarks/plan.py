@@ -53,7 +53,6 @@ def base() -> dict:
         "algorithm.samples_per_prompt": 1,
         "model.compute_dtype": "bfloat16",
         "model.remat": "full",
-        "model.attention": "xla",
         "data.max_prompt_tokens": 512,
         "rollout.max_response_tokens": 512,
         "rollout.num_slots": 64,
@@ -96,46 +95,45 @@ MESHES = (
     {"mesh.data": 8, "mesh.fsdp": 1},
 )
 COMBINATIONS = [
-    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
     Combination(
         "v5p:2x2x2", LARGE, {"mesh.fsdp": 8, "trainer.max_tokens_per_microbatch": 4096, **LONG}, ALL
     ),
+    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
     Combination(
         "v5p:4x4x4", HUGE, {"mesh.fsdp": 16, "mesh.tensor": 4, **LONG}, ("train", "decode", "score")
-    ),
-    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 16, "mesh.rollout": "train", **HALF}, ("train",)),
-    Combination(
-        "v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "dots"}, ("train",)
     ),
     *(
         Combination("cpu", SMALL, {**mesh, "model.remat": remat, **WHOLE}, programs)
         for mesh in MESHES
         for remat, programs in (
-            ("full", ("train", "score", "decode")),
+            ("full", ("train", "score", "score_critic", "decode")),
             ("dots", ("train",)),
             ("none", ("train",)),
         )
     ),
+    *(
+        Combination("cpu", SMALL, {"mesh.fsdp": 8, "model.remat": remat, **WHOLE})
+        for remat in ("attention", "projections", "offload_full", "offload_attention")
+    ),
+    Combination("cpu", SMALL, {"mesh.data": 2, "mesh.fsdp": 4, **WHOLE}),
+    Combination("cpu", SMALL, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("cpu", SMALL, {"mesh.fsdp": 8, "lora.rank": 32, **GRPO, **WHOLE}),
     Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score", "decode")),
     Combination("cpu", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2, **WHOLE}),
     Combination("cpu", MIDDLE, {"mesh.data": 2, "mesh.fsdp": 4, "model.remat": "dots", **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, "model.remat": "offload_full", **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
     Combination("cpu", LARGE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score")),
     Combination("cpu", LARGE, {"mesh.fsdp": 2, "mesh.tensor": 4, **WHOLE}),
-    Combination("cpu", SMALL, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
-    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("cpu", LARGE, {"mesh.fsdp": 8, "model.remat": "offload_full", **GRPO, **WHOLE}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4}, ("train", "score", "decode")),
-    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
-    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2}),
-    Combination("v5e:2x2", SMALL, {"mesh.data": 4, "mesh.fsdp": 1}, ("train", "score", "decode")),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2, **GRPO}),
-    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "offload_full"}),
-    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ("train", "decode")),
-    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "none"}),
-    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 8, "model.remat": "dots", **HALF}),
-    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2, "model.remat": "attention"}),
-    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, "trainer.max_tokens_per_microbatch": 8192}),
     Combination("v5e:2x2", SMALL, {"mesh.data": 2, "mesh.fsdp": 2}),
+    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ("train", "decode")),
+    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
+    Combination("v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "attention"}),
 ]
 
 
@@ -159,7 +157,7 @@ def setting(combination: Combination) -> memory.Setting:
     on_cpu = combination.topology == "cpu"
     count = 8 if on_cpu else of_topology(combination.topology)[1]
     backend = "cpu" if on_cpu else "tpu"
-    sizes = fit.mesh_sizes(config, count)
+    sizes = fit.mesh_sizes(config.mesh, count)
     return memory.Setting(config, SHAPES[combination.model], (), sizes, backend)
 
 

@@ -8,7 +8,7 @@ are prompts with ground truths in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v6e:4x4:
-16 x v6e (fsdp 8 x tensor 2): 22.0 of 31.2 GiB a device, fits, 9.3 GiB free.
+16 x v6e (fsdp 8 x tensor 2): 21.6 of 31.2 GiB a device, fits, 9.6 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict

@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm import config_bridge, program
 from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import fit, placement, report
+from jaxrl_llm.planning import advice, fit, placement, report
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
@@ -27,6 +27,13 @@ PRICE = flags.DEFINE_float("price", 0.0, "Dollars for each device and hour; 0: n
 CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]).")
 
 
+def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
+    # What the compiler is asked with takes seconds to import, and a plan takes less.
+    from jaxrl_llm.learner import compiled
+
+    return compiled.of_plan(plan, devices)
+
+
 def main():
     config = config_bridge.from_config_dict(CONFIG.value)
     if TOPOLOGY.value and DEVICE.value:
@@ -36,17 +43,17 @@ def main():
     else:
         place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
     plan = planned.plan(config, place)
-    compiled = planned.compiled(plan, place) if COMPILE.value else {}
-    advice = fit.advise(plan)
+    compiled = _compiled(plan, place.devices) if COMPILE.value else {}
+    nearest = advice.nearest(plan)
     if CHART.value:
         report.save_chart(plan, CHART.value)
     if JSON.value:
-        found = report.to_json(plan, advice, PRICE.value)
+        found = report.to_json(plan, nearest, PRICE.value)
         print(json.dumps({**found, "compiled": compiled}))
         return
-    print(report.headline(plan), report.table(plan, compiled), report.bars(plan), sep="\n\n")
+    print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
     if not plan.fits:
-        print(f"\nnearest run that fits, {advice}")
+        print(f"\nnearest run that fits, {nearest}")
     if plan.device.flops:
         print("\n" + report.times(plan, PRICE.value))
     if PLACEMENT.value:

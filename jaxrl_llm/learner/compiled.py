@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from jax.experimental import topologies
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.planning import memory
+from jaxrl_llm.planning.fit import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +83,37 @@ def compile_report(lower: Any) -> Report:
         lower_s=middle - start,
         compile_s=time.perf_counter() - middle,
     )
+
+
+def of_plan(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float | str]:
+    """Returns by program what is on a device while it runs, by the compiler's own report.
+
+    What lies beside a program is as in the analytic plan; a program that the compiler refuses
+    has its reason in place of a number.
+
+    Raises:
+      ConfigError: If the devices are only named, not known to a compiler, or share out to pools.
+    """
+    if not devices:
+        raise ConfigError(
+            [f"--compile: {plan.device.name} devices are not here; give a TPU --topology"]
+        )
+    if isinstance(devices, str):
+        devices = topology_devices(devices)
+    if len(plan.pools) > 1:
+        raise ConfigError(
+            ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
+        )
+    setting = plan.setting
+    roles = lowering.abstract_roles(setting.config, setting.policy, list(devices))
+    own = memory.estimate(setting)
+    found: dict[str, float | str] = {}
+    for name, lower in lowering.lowered(roles).items():
+        logging.info("compiling %s", name)
+        try:
+            report = compile_report(lower)
+        except Refused as error:
+            found[name] = str(error)
+        else:
+            found[name] = report.total + plan.programs[name].total - own[name].total
+    return found

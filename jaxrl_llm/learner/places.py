@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner.batches import Layout
@@ -31,7 +31,7 @@ def meshes(config: Config, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
     return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
 
 
-def row_layout(config: Config, places: Mapping[str, Mesh]) -> Layout:
+def row_layout(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> Layout:
     """Returns the layout of rows that every model can split over its devices.
 
     Raises:

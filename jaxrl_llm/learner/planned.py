@@ -7,11 +7,11 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.learner import compiled as compiled_lib
-from jaxrl_llm.learner import lowering, networks
-from jaxrl_llm.planning import devices, fit, memory, shapes
+from jaxrl_llm.learner import automatic
+from jaxrl_llm.planning import advice, devices, fit, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
+from jaxrl_llm.planning.memory import Setting
 
 _MARGIN = 1.1  # how far estimates are from compilers' reports at most
 
@@ -23,14 +23,18 @@ class Place:
     Attributes:
       device: The kind.
       num_devices: How many.
-      devices: What programs may be compiled for; empty of devices that are only named.
-      backend: Whose compiler's habits the analytic plan assumes.
+      devices: What programs may be compiled for: of this process, none, or a topology's name.
+      num_hosts: That have as many of them each.
     """
 
     device: Device
     num_devices: int
-    devices: Sequence[Any] = ()
-    backend: str = "tpu"
+    devices: Sequence[Any] | str = ()
+    num_hosts: int = 1
+
+    @property
+    def backend(self) -> str:
+        return devices.backend(self.device)
 
 
 def here(present: Sequence[Any]) -> Place:
@@ -47,8 +51,8 @@ def here(present: Sequence[Any]) -> Place:
                 f" name one of {', '.join(devices.DEVICES)} with --device"
             ]
         )
-    backend = "cpu" if present[0].platform == "cpu" else "tpu"
-    return Place(device, len(present), present, backend)
+    num_hosts = len({each.process_index for each in present})
+    return Place(device, len(present), present, num_hosts)
 
 
 def elsewhere(topology: str, device: str, num_devices: int) -> Place:
@@ -60,65 +64,27 @@ def elsewhere(topology: str, device: str, num_devices: int) -> Place:
     if not topology:
         return Place(devices.named(device), num_devices)
     kind, count = devices.of_topology(topology)
-    return Place(kind, count, _Topology(topology, count))
-
-
-class _Topology(Sequence):
-    """Devices of a topology, made when the first is asked for: that loads the TPU compiler."""
-
-    def __init__(self, name: str, count: int):
-        self._name, self._count = name, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):
-        return compiled_lib.topology_devices(self._name)[index]
+    return Place(kind, count, topology)
 
 
 def plan(config: Config, place: Place) -> Plan:
-    """Returns the analytic plan of a run.
+    """Returns the analytic plan of a run, on the pools that suit it best if it leaves them open.
 
     Raises:
       ConfigError: If the model is not known or the mesh does not fill the devices.
     """
-    vocab_size = 0 if config.model.path else len(networks.load_tokenizer(config.model))
-    policy = shapes.shape_of(config.model, vocab_size)
-    scorers = tuple(
-        shapes.shape_of(dataclasses.replace(config.model, path=model.path), 0)
-        if model.path
-        else policy
-        for model in (*config.rewards.models.values(), *config.rewards.cost_models.values())
-    )
+    policy = shapes.shape_of(config.model, 0 if config.model.path else _vocab_size(config))
+    scorers = shapes.scorers(config, policy)
+    setting = Setting(config, policy, scorers, {}, place.backend)
+    config = automatic.placed(setting, place.device, place.num_devices, place.num_hosts)
     return fit.make(config, policy, scorers, place.device, place.num_devices, place.backend)
 
 
-def compiled(plan: Plan, place: Place) -> dict[str, float | str]:
-    """Returns by program what is on a device while it runs, by the compiler's own report.
+def _vocab_size(config: Config) -> int:
+    # Tokenizers take seconds to import, and a plan of a model with a folder or a name needs none.
+    from jaxrl_llm.learner import networks
 
-    What lies beside a program is as in the analytic plan; a program that the compiler refuses
-    has its reason in place of a number.
-
-    Raises:
-      ConfigError: If the devices are only named, not known to a compiler.
-    """
-    if not place.devices:
-        raise ConfigError(
-            [f"--compile: {place.device.name} devices are not here; give a TPU --topology"]
-        )
-    setting = plan.setting
-    roles = lowering.abstract_roles(setting.config, setting.policy, list(place.devices))
-    own = memory.estimate(setting)
-    found: dict[str, float | str] = {}
-    for name, lower in lowering.lowered(roles).items():
-        logging.info("compiling %s", name)
-        try:
-            report = compiled_lib.compile_report(lower)
-        except compiled_lib.Refused as error:
-            found[name] = str(error)
-        else:
-            found[name] = report.total + plan.programs[name].total - own[name].total
-    return found
+    return len(networks.load_tokenizer(config.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +126,7 @@ def check(config: Config, present: Sequence[Any]) -> Budget:
         message = (
             f"config: needs {made.peak / GIB:.1f} GiB on each {made.device.name} device while"
             f" '{busiest}' runs, {-made.room / GIB:.1f} more than it has; nearest run that fits,"
-            f" {fit.advise(made)}"
+            f" {advice.nearest(made)}"
         )
         if made.peak > _MARGIN * made.device.memory_bytes:
             raise ConfigError([message])

@@ -110,6 +110,11 @@ def present(devices: Sequence[Any]) -> Device | None:
     return None
 
 
+def backend(device: Device) -> str:
+    """Returns whose compiler's habits a plan for such devices assumes: "cpu", or "tpu" for all."""
+    return "cpu" if device.name == "cpu" else "tpu"
+
+
 def of_topology(topology: str) -> tuple[Device, int]:
     """Returns kind and number of the devices of a TPU topology: "v5e:4x4" has 16.
 

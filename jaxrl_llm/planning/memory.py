@@ -5,125 +5,93 @@ it goes through (`working`).
 """
 
 import dataclasses
+from collections.abc import Collection
 
+from jaxrl_llm.placement import ROLES
 from jaxrl_llm.planning import working
-from jaxrl_llm.planning.setting import (
-    COMPILERS,
-    PARTS,
-    Parts,
-    Setting,
-    counted,
-    rollout_ends,
-    rollout_weights,
-    trained,
-)
-from jaxrl_llm.planning.sizes import ITEM_BYTES, counts
-from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.planning.setting import PARTS, Parts, Setting, counted, resting, rollout_ends
+from jaxrl_llm.planning.sizes import ITEM_BYTES, num_params
 
 __all__ = ["PARTS", "Parts", "Setting", "estimate", "peak", "resident", "step"]
 
 
-def estimate(setting: Setting) -> dict[str, Parts]:
+def estimate(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
     """Returns what each program itself needs: its arguments, what it keeps and what it drops.
 
-    Programs are named as in `learner/lowering.py`; what lies beside a program while it runs is
-    not in it, see `resident`.
+    Programs are named as in `learner/lowering.py`, and `score_reward`; what lies beside a
+    program while it runs is not in it, see `resident`.
+
+    Args:
+      setting: The run on a mesh.
+      roles: Who lives there, of `placement.ROLES`; those that the run does not have are nothing.
     """
-    programs = {
-        "prefill": working.prefill(setting),
-        "decode": working.decode(setting),
-        "score": working.score(setting, "lm"),
-        "train": working.train(setting),
-        "reshard": working.reshard(setting),
-        "reshard_layer": working.reshard_layer(setting),
-    }
-    if setting.config.algorithm.needs_critic:
+    algorithm = setting.config.algorithm
+    learners = [role for role in ("policy", "critic") if role in roles and setting.has(role)]
+    programs = {}
+    if "rollout" in roles:
+        programs["prefill"] = working.prefill(setting)
+        programs["decode"] = working.decode(setting)
+    if "policy" in roles or ("reference" in roles and algorithm.needs_reference):
+        programs["score"] = working.score(setting, "lm")
+    if "critic" in learners:
         programs["score_critic"] = working.score(setting, "scalar")
+    if "reward" in roles and setting.scorers:
+        programs["score_reward"] = working.score(_judge(setting), "scalar")
+    if learners:
+        programs["train"] = working.train(setting, learners)
+    if "policy" in roles:
+        programs["reshard"] = working.reshard(setting)
+        programs["reshard_layer"] = working.reshard_layer(setting)
     return programs
 
 
-def resident(setting: Setting) -> Parts:
+def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     """Returns what lies on a device all through a step: every model, optimizer, rollout copy."""
-    config = setting.config
-    critics = config.algorithm.needs_critic + config.algorithm.safe
-    parts = trained(setting, "lm")
-    for _ in range(critics):
-        parts += trained(setting, "scalar")
-    # Below adapters the reference is the base: no copy of its own.
-    copies = config.algorithm.needs_reference and not config.lora.rank
-    frozen = [("lm", setting.policy)] * copies
-    frozen += [("scalar", shape) for shape in setting.scorers]
-    item = ITEM_BYTES[config.model.param_dtype]
-    for head, shape in frozen:
-        held = counts(shape, head, mesh_lib.TRAIN, setting.mesh)
-        parts += Parts(weights=held.all * item)
-    return parts + Parts(weights=rollout_weights(setting))
+    return sum((resting(setting, role) for role in roles), Parts())
 
 
-def role_bytes(setting: Setting) -> dict[str, float]:
-    """Returns what each of four roles keeps on a device all through a step."""
-    item = ITEM_BYTES[setting.config.model.param_dtype]
-    judge = setting.scorers[0] if setting.scorers else setting.policy
-    return {
-        "policy": trained(setting, "lm").total + rollout_weights(setting),
-        "critic": trained(setting, "scalar").total,
-        "reference": float(counted(setting, "lm").all * item),
-        "reward": float(counts(judge, "scalar", mesh_lib.TRAIN, setting.mesh).all * item),
-    }
-
-
-def role_work(setting: Setting) -> dict[str, float]:
-    """Returns the most that the programs of each of four roles make and drop at one time."""
-    given = _arguments(setting)
-    own = {
-        name: (parts + _negative(given[name])).total for name, parts in estimate(setting).items()
-    }
-    learning = own["train"]
-    if setting.config.algorithm.needs_critic:
-        waiting = COMPILERS[setting.backend].waiting
-        learning -= waiting * 4.0 * counted(setting, "lm").all  # a pool trains one at a time
-    scored = own["score"]
-    return {
-        "policy": max(learning, scored, own["decode"], own["prefill"]),
-        "critic": learning,
-        "reference": scored,
-        "reward": scored,
-    }
-
-
-def step(setting: Setting) -> dict[str, Parts]:
+def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
     """Returns what is on a device while each program runs: the program and all that lies beside."""
-    beside = resident(setting)
-    arguments = _arguments(setting)
+    beside = resident(setting, roles)
     return {
-        name: beside + own + _negative(arguments[name]) for name, own in estimate(setting).items()
+        name: beside + own + _negative(_resting_arguments(setting, name, roles))
+        for name, own in estimate(setting, roles).items()
     }
 
 
-def peak(setting: Setting) -> float:
+def peak(setting: Setting, roles: Collection[str] = ROLES) -> float:
     """Returns the most bytes that a device holds during a step."""
-    return max(parts.total for parts in step(setting).values())
+    return max((parts.total for parts in step(setting, roles).values()), default=0.0)
+
+
+def _judge(setting: Setting) -> Setting:
+    """Returns the setting with the largest of its reward and cost models for a policy."""
+    largest = max(setting.scorers, key=num_params)
+    return dataclasses.replace(setting, policy=largest)
 
 
 def _negative(parts: Parts) -> Parts:
     return Parts(**{k: -v for k, v in dataclasses.asdict(parts).items()})
 
 
-def _arguments(setting: Setting) -> dict[str, Parts]:
-    """Returns the arguments of each program that are part of `resident`."""
-    rollout = Parts(weights=rollout_weights(setting))
-    learners = trained(setting, "lm")
-    for _ in range(setting.config.algorithm.needs_critic + setting.config.algorithm.safe):
-        learners += trained(setting, "scalar")
-    end, layer = rollout_ends(setting)
-    policy = counted(setting, "lm")
+def _resting_arguments(setting: Setting, program: str, roles: Collection[str]) -> Parts:
+    """Returns the arguments of a program that `resident` has counted already."""
     item = ITEM_BYTES[setting.config.model.param_dtype]
-    return {
-        "prefill": rollout,
-        "decode": rollout,
-        "score": Parts(weights=policy.all * item),
-        "score_critic": Parts(weights=counted(setting, "scalar").all * item),
-        "train": learners,
-        "reshard": Parts(weights=end + (policy.embed + policy.rest) * item),
-        "reshard_layer": Parts(weights=layer + policy.layers * item),
-    }
+    policy = counted(setting, "lm")
+    end, layer = rollout_ends(setting)
+    if program == "train":
+        return sum((resting(setting, r) for r in ("policy", "critic") if r in roles), Parts())
+    if program in ("prefill", "decode"):
+        return resting(setting, "rollout")
+    if program == "score_critic":
+        return Parts(weights=counted(setting, "scalar").all * item)
+    if program == "score_reward":
+        return Parts(weights=counted(_judge(setting), "scalar").all * item)
+    if program == "score":
+        # What rests in the host's memory is brought back whole: a copy that `resident` has not.
+        brought = "reference" in setting.config.mesh.on_host and setting.has("reference")
+        return Parts() if brought else Parts(weights=policy.all * item)
+    mine = "rollout" in roles
+    if program == "reshard":
+        return Parts(weights=end * mine + (policy.embed + policy.rest) * item)
+    return Parts(weights=layer * mine + policy.layers * item)

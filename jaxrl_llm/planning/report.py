@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.planning import roofline
+from jaxrl_llm.planning import placement
+from jaxrl_llm.planning.advice import Advice
 from jaxrl_llm.planning.devices import GIB
-from jaxrl_llm.planning.fit import Advice, Plan
+from jaxrl_llm.planning.fit import Plan, axes
 from jaxrl_llm.planning.memory import PARTS
 
 _COLUMNS = (*PARTS, "host")
@@ -16,18 +17,17 @@ _MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
 
 def headline(plan: Plan) -> str:
     """Returns in one line what runs where and whether it fits."""
-    setting, device = plan.setting, plan.device
+    device = plan.device
     verdict = "fits" if plan.fits else "does not fit"
+    where = axes(plan.setting.mesh)
+    if len(plan.pools) > 1:
+        named = (f"{'+'.join(r)}: {axes(s.mesh)}" for r, s in plan.pools.items())
+        where = "; ".join(named)
     return (
-        f"{setting.num_devices} x {device.name} ({axes(setting.mesh)}):"
+        f"{plan.num_devices} x {device.name} ({where}):"
         f" {plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device, {verdict},"
         f" {abs(plan.room) / GIB:.1f} GiB {'free' if plan.fits else 'short'}"
     )
-
-
-def axes(mesh: Mapping[str, int]) -> str:
-    """Returns the axes of a mesh that split anything: "fsdp 8 x tensor 2"."""
-    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
 
 
 def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
@@ -37,11 +37,12 @@ def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
       plan: The analytic plan.
       compiled: Program -> bytes while it runs by the compiler's report, or why it refused.
     """
-    head = f"{'GiB a device':14}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
+    width = max(14, *(len(name) + 1 for name in plan.programs))
+    head = f"{'GiB a device':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
     lines = [head + (f"{'compiler':>12}" if compiled else "")]
     for name, parts in plan.programs.items():
         cells = [getattr(parts, column) for column in _COLUMNS] + [parts.total]
-        line = f"{name:14}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
+        line = f"{name:{width}}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
         if name in compiled:
             found = compiled[name]
             line += f"{found / GIB:12.2f}" if isinstance(found, (int, float)) else f"  {found}"
@@ -49,9 +50,10 @@ def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def bars(plan: Plan) -> str:
+def bar_chart(plan: Plan) -> str:
     """Returns a bar a program, its parts by letter, on the scale of the device's memory."""
     top = max(plan.peak, plan.device.memory_bytes)
+    width = max(14, *(len(name) + 1 for name in plan.programs))
     lines = []
     for name, parts in plan.programs.items():
         bar = ""
@@ -62,9 +64,9 @@ def bars(plan: Plan) -> str:
         limit = round(plan.device.memory_bytes / top * _BAR)
         line = f"{bar:{_BAR}}"
         line = line[:limit] + "|" + line[limit:]
-        lines.append(f"{name:14}{line} {parts.total / GIB:6.1f}")
+        lines.append(f"{name:{width}}{line} {parts.total / GIB:6.1f}")
     legend = ", ".join(f"{mark} {part}" for part, mark in _MARKS.items())
-    return "\n".join([*lines, f"{'':14}{legend}; | the device's memory"])
+    return "\n".join([*lines, f"{'':{width}}{legend}; | the device's memory"])
 
 
 def times(plan: Plan, price: float) -> str:
@@ -74,7 +76,7 @@ def times(plan: Plan, price: float) -> str:
       plan: On devices whose speed is known.
       price: Dollars for each device and hour; 0: none are printed.
     """
-    speed = roofline.speed(plan.setting, plan.device)
+    speed = placement.speed(plan)
     lines = [f"{'a step':18}{'seconds':>10}{'TFLOP':>10}{'HBM GB':>10}{'link GB':>10}"]
     for name, cost in speed.phases.items():
         sizes = (cost.flops / 1e12, cost.memory_bytes / 1e9, cost.link_bytes / 1e9)
@@ -85,7 +87,7 @@ def times(plan: Plan, price: float) -> str:
     )
     if price:
         steps = plan.setting.config.trainer.num_steps
-        dollars = speed.dollars(price, plan.setting.num_devices, steps)
+        dollars = speed.dollars(price, plan.num_devices, steps)
         lines.append(f"{steps} steps: {dollars:,.0f} dollars at {price} a device and hour")
     return "\n".join(lines)
 
@@ -94,8 +96,9 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
     """Returns the plan as JSON holds it, in bytes and seconds."""
     found = {
         "device": dataclasses.asdict(plan.device),
-        "num_devices": plan.setting.num_devices,
+        "num_devices": plan.num_devices,
         "mesh": dict(plan.setting.mesh),
+        "pools": {"+".join(roles): dict(s.mesh) for roles, s in plan.pools.items()},
         "peak_bytes": plan.peak,
         "fits": plan.fits,
         "room_bytes": plan.room,
@@ -111,11 +114,11 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
         "peak_bytes": advice.plan.peak,
     }
     if plan.device.flops:
-        speed = roofline.speed(plan.setting, plan.device)
+        speed = placement.speed(plan)
         found["speed"] = dataclasses.asdict(speed)
         if price:
             steps = plan.setting.config.trainer.num_steps
-            found["dollars"] = speed.dollars(price, plan.setting.num_devices, steps)
+            found["dollars"] = speed.dollars(price, plan.num_devices, steps)
     return found
 
 
@@ -135,14 +138,14 @@ def save_chart(plan: Plan, path: str) -> None:
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    bars = figure.add_subplot()
     names = list(plan.programs)
     below = [0.0] * len(names)
     for part, heights in _series(plan):
-        axes.bar(names, heights, bottom=below, label=part)
+        bars.bar(names, heights, bottom=below, label=part)
         below = [a + b for a, b in zip(below, heights, strict=True)]
-    axes.axhline(plan.device.memory_bytes / GIB, color="black", linestyle="--", label="device")
-    axes.set_ylabel("GiB on each device")
-    axes.set_title(headline(plan), fontsize=9)
-    axes.legend(fontsize=8, ncols=2)
+    bars.axhline(plan.device.memory_bytes / GIB, color="black", linestyle="--", label="device")
+    bars.set_ylabel("GiB on each device")
+    bars.set_title(headline(plan), fontsize=9)
+    bars.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=150)

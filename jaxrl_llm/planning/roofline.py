@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxrl_llm.models import flops
+from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.memory import Setting
 from jaxrl_llm.planning.sizes import ITEM_BYTES, num_params
@@ -29,6 +30,7 @@ class Cost:
       useful_flops: Operations that are not recomputation.
       memory_bytes, link_bytes: Read and written; sent.
       seconds: By the roofline.
+      num_devices: That share the phase.
     """
 
     flops: float
@@ -36,6 +38,7 @@ class Cost:
     memory_bytes: float
     link_bytes: float
     seconds: float
+    num_devices: int
 
 
 def phases(setting: Setting, device: Device) -> dict[str, Cost]:
@@ -89,21 +92,31 @@ class Speed:
         return price * num_devices * num_steps * self.step_s / 3600
 
 
-def speed(setting: Setting, device: Device) -> Speed:
-    """Returns how fast a run takes steps when all models share all devices."""
-    costs = phases(setting, device)
-    step_s = sum(cost.seconds for cost in costs.values())
+def speed(
+    setting: Setting, device: Device, num_devices: int, costs: Mapping[str, Cost], step_s: float
+) -> Speed:
+    """Returns how fast a run takes steps.
+
+    Args:
+      setting: The run.
+      device: Of known speed.
+      num_devices: Of all pools.
+      costs: Of each phase, on a device of its pool.
+      step_s: Seconds of a step, which may do several phases at one time.
+    """
     tokens = setting.config.sequences_per_step * setting.width
-    useful = sum(cost.useful_flops for cost in costs.values())
+    useful = sum(cost.useful_flops * cost.num_devices for cost in costs.values())
     return Speed(
         step_s=step_s,
-        tokens_per_s_per_device=tokens / step_s / setting.num_devices,
-        mfu=useful / (step_s * device.flops),
+        tokens_per_s_per_device=tokens / step_s / num_devices,
+        mfu=useful / (step_s * device.flops * num_devices),
         phases=costs,
     )
 
 
 def _cost(setting: Setting, device: Device, work, useful, memory, links, group) -> Cost:
+    if not device.flops:
+        return Cost(work, useful, memory, links, 0.0, setting.num_devices)
     bandwidth = device.link_bandwidth if group <= device.domain else device.network_bandwidth
     # float32 products take four passes of 16-bit ones.
     slow = 1.0 if setting.config.model.compute_dtype == "bfloat16" else 4.0
@@ -112,7 +125,7 @@ def _cost(setting: Setting, device: Device, work, useful, memory, links, group) 
         memory / (device.memory_bandwidth * REACHED["memory"]),
         links / (bandwidth * REACHED["links"]),
     )
-    return Cost(work, useful, memory, links, seconds)
+    return Cost(work, useful, memory, links, seconds, setting.num_devices)
 
 
 def _pass(
@@ -122,8 +135,7 @@ def _pass(
     config, shape, mesh = setting.config, setting.policy, setting.mesh
     lengths = np.full(sequences, width)
     forward = flops.forward(shape, lengths, int(head == "scalar")) / setting.num_devices
-    again = 1.0 if config.model.remat in ("full", "offload_full") else 0.25
-    again = 0.0 if config.model.remat == "none" else again
+    again = _recomputed(config.model.remat, shape)
     times = config.trainer.epochs if trained else 1
     useful = forward * (3 * times if trained else 1)
     work = useful + (forward * again * times if trained else 0.0)
@@ -151,6 +163,16 @@ def _pass(
         data = mesh["data"]
         links += updates * 2 * num_params(shape) / (tensor * shards) * 4 * (data - 1) / data
     return _cost(setting, device, work, useful, memory, links, setting.num_devices)
+
+
+def _recomputed(remat: str, shape: Shape) -> float:
+    """Returns the share of a forward pass that the backward pass does again."""
+    attended = shape.num_heads * shape.head_size
+    output, mlp = attended * shape.hidden_size, shape.mlp_size * shape.hidden_size
+    projections = output + 2 * shape.num_kv_heads * shape.head_size * shape.hidden_size
+    layer = projections + output + 3 * mlp
+    kept = {"attention": output + 2 * mlp, "projections": output, "dots": 0.0, "none": 0.0}
+    return kept.get(remat.removeprefix("offload_"), layer) / layer
 
 
 def _prefill(setting: Setting, device: Device) -> Cost:

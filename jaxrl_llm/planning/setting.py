@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.planning.sizes import ITEM_BYTES, Counts, counts
+from jaxrl_llm.planning.sizes import ITEM_BYTES, Counts, counts, num_adapters
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 PARTS = (
@@ -41,6 +41,10 @@ class Parts:
         """Bytes of device memory."""
         return sum(getattr(self, name) for name in PARTS)
 
+    def scaled(self, factor: float) -> "Parts":
+        """Returns as many times of what is on the device."""
+        return Parts(**{name: factor * getattr(self, name) for name in PARTS}, host=self.host)
+
     def __add__(self, other: "Parts") -> "Parts":
         return Parts(
             **{
@@ -48,39 +52,6 @@ class Parts:
                 for field in dataclasses.fields(self)
             }
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-    """What a compiler keeps of what it could have dropped, in copies.
-
-    Attributes:
-      gradients: Of a whole gradient while the head, the layers and the optimizer work, with a
-        critic: of two models trained in one program, one waits for the other.
-      waiting: How much of that is for the one that waits; not there without a critic.
-      head_sums: Of the float32 sum [V, D] of the head's gradient.
-      chunk: Of one chunk of float32 logits, in scoring and in training.
-      attention: Of a layer's float32 attention weights, in a forward and in a backward pass.
-      saved_attention: The same, kept of every layer when nothing is recomputed.
-      casts_ahead: Whether all weights are cast before the loop over layers, not within it.
-      gathered_layers: Of one layer's gathered weights while scoring.
-    """
-
-    gradients: tuple[float, float, float]
-    waiting: float
-    head_sums: float
-    chunk: tuple[float, float]
-    attention: tuple[float, float]
-    saved_attention: float
-    casts_ahead: bool
-    gathered_layers: float
-
-
-# GPUs are planned as TPUs: the same compiler before its last stages.
-COMPILERS: Mapping[str, Compiler] = {
-    "tpu": Compiler((1.0, 2.0, 2.8), 0.8, 2.0, (1.0, 1.6), (1.0, 4.0), 2.25, True, 0.7),
-    "cpu": Compiler((3.2, 4.2, 4.2), 1.1, 1.0, (2.0, 3.0), (2.0, 4.0), 3.0, False, 0.5),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +75,22 @@ class Setting:
     @property
     def num_devices(self) -> int:
         return math.prod(self.mesh.values())
+
+    def has(self, role: str) -> bool:
+        """Returns whether the run has such a role with arrays of its own."""
+        algorithm = self.config.algorithm
+        return {
+            "policy": True,
+            "rollout": True,
+            "critic": algorithm.needs_critic,
+            # Below adapters the policy itself stays as it is and is the reference.
+            "reference": algorithm.needs_reference and not self.config.lora.rank,
+            "reward": bool(self.scorers),
+        }[role]
+
+    @property
+    def num_critics(self) -> int:
+        return self.config.algorithm.needs_critic + self.config.algorithm.safe
 
     @property
     def row_shards(self) -> int:
@@ -131,7 +118,8 @@ class Setting:
 
     def rows(self, num_sequences: int) -> int:
         """Returns the rows of one microbatch on one device when all sequences are longest."""
-        room = max(1, self.config.trainer.max_tokens_per_microbatch // self.width)
+        budget = self.config.trainer.max_tokens_per_microbatch * self.mesh["sequence"]
+        room = max(1, budget // self.width)
         return min(room, -(-num_sequences // self.row_shards))
 
     def num_microbatches(self, num_sequences: int) -> int:
@@ -148,32 +136,48 @@ def trained(setting: Setting, head: str) -> Parts:
     config = setting.config
     chosen = config.trainer.optimizer if head == "lm" else config.critic.optimizer
     learned = num_learned(setting, head)
-    item = ITEM_BYTES[config.model.param_dtype]
-    weights = counted(setting, head).all
-    if learned != weights:
-        weights += learned
+    weights = counted(setting, head).all * ITEM_BYTES[config.model.param_dtype]
+    if head == "lm" and config.lora.rank:
+        weights += learned * 4  # adapters are float32, whatever lies below them
     # The first moment has a dtype of its own, the second is float32.
     moments = ITEM_BYTES[chosen.moment_dtype] + 4
-    return Parts(weights=weights * item, optimizer=learned * moments)
+    return Parts(weights=weights, optimizer=learned * moments)
+
+
+def given(setting: Setting, role: str) -> Parts:
+    """Returns weights and optimizer of all models of a trained role, as an update takes them."""
+    if role == "policy":
+        return trained(setting, "lm")
+    return sum((trained(setting, "scalar") for _ in range(setting.num_critics)), Parts())
+
+
+def resting(setting: Setting, role: str) -> Parts:
+    """Returns what a role keeps on a device, and in the host's memory, all through a step."""
+    if not setting.has(role):
+        return Parts()
+    config = setting.config
+    item = ITEM_BYTES[config.model.param_dtype]
+    if role == "rollout":
+        return Parts(weights=rollout_weights(setting))
+    if role == "reward":
+        held = (counts(s, "scalar", mesh_lib.TRAIN, setting.mesh).all for s in setting.scorers)
+        return Parts(weights=sum(held) * item)
+    if role == "reference":
+        whole = counted(setting, "lm").all * item
+        on_host = "reference" in config.mesh.on_host
+        return Parts(host=whole) if on_host else Parts(weights=whole)
+    parts = given(setting, role)
+    if "optimizer" in config.mesh.on_host:
+        return dataclasses.replace(parts, optimizer=0.0, host=parts.optimizer)
+    return parts
 
 
 def num_learned(setting: Setting, head: str) -> int:
-    """Returns the parameters that are trained, on a device; adapters as if whole there."""
-    lora, shape = setting.config.lora, setting.policy
+    """Returns the parameters that are trained, on a device: all of them, or the adapters."""
+    lora = setting.config.lora
     if head != "lm" or not lora.rank:
         return counted(setting, head).all
-    heads, kv_heads = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    hidden, mlp = shape.hidden_size, shape.mlp_size
-    ends = {
-        "q": hidden + heads,
-        "k": hidden + kv_heads,
-        "v": hidden + kv_heads,
-        "o": heads + hidden,
-        "gate": hidden + mlp,
-        "up": hidden + mlp,
-        "down": mlp + hidden,
-    }
-    return shape.num_layers * lora.rank * sum(ends[name] for name in lora.targets)
+    return num_adapters(setting.policy, lora, mesh_lib.TRAIN, setting.mesh)
 
 
 def rollout_item(setting: Setting) -> int:

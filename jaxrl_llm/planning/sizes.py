@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxrl_llm.config_model import LoraConfig
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding.mesh import Rules, partition_spec
@@ -30,26 +31,28 @@ class Counts:
         return self.layers + self.embed + self.rest
 
 
+_Leaf = tuple[str, tuple[int, ...], tuple[str, ...]]  # group, shape, names of its dims
+
+
 @functools.lru_cache(maxsize=256)
-def _leaves(shape: Shape, head: str) -> tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...]:
-    network = Network(shape, head="scalar" if head == "scalar" else "lm")
-    shapes = jax.tree.leaves_with_path(network.abstract())
-    names = jax.tree.leaves(network.logical_axes(), is_leaf=lambda n: isinstance(n, tuple))
+def _leaves(network: Network, adapters: bool) -> tuple[_Leaf, ...]:
+    tree = network.abstract_adapters() if adapters else network.abstract()
+    axes = network.adapter_axes() if adapters else network.logical_axes()
+    names = jax.tree.leaves(axes, is_leaf=lambda n: isinstance(n, tuple))
     return tuple(
-        (str(path[0].key), leaf.shape, axes)
-        for (path, leaf), axes in zip(shapes, names, strict=True)
+        (str(path[0].key), leaf.shape, dims)
+        for (path, leaf), dims in zip(jax.tree.leaves_with_path(tree), names, strict=True)
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _counts(
-    shape: Shape, head: str, rules: tuple[tuple[str, tuple[str, ...]], ...], mesh: tuple
+    network: Network, adapters: bool, rules: tuple[tuple[str, tuple[str, ...]], ...], mesh: tuple
 ) -> Counts:
     sizes = dict(mesh)
-    units = {"heads": shape.head_size, "kv_heads": shape.head_size}
     held = {"layers": 0, "embed": 0, "rest": 0}
-    for group, dims, names in _leaves(shape, head):
-        spec = partition_spec(dims, names, dict(rules), sizes, units)
+    for group, dims, names in _leaves(network, adapters):
+        spec = partition_spec(dims, names, dict(rules), sizes, network.units)
         local = 1
         for dim, axes in zip(dims, spec, strict=True):
             axes = (axes,) if isinstance(axes, str) else axes or ()
@@ -67,7 +70,14 @@ def counts(shape: Shape, head: str, rules: Rules, mesh: Mapping[str, int]) -> Co
       rules: E.g. `sharding.mesh.TRAIN`; `{}` is a whole copy.
       mesh: Sizes of the mesh axes.
     """
-    return _counts(shape, head, tuple(sorted(rules.items())), tuple(sorted(mesh.items())))
+    network = Network(shape, head="scalar" if head == "scalar" else "lm")
+    return _counts(network, False, tuple(sorted(rules.items())), tuple(sorted(mesh.items())))
+
+
+def num_adapters(shape: Shape, lora: LoraConfig, rules: Rules, mesh: Mapping[str, int]) -> int:
+    """Returns how many parameters of adapters each device holds under sharding rules."""
+    network = Network(shape, lora=lora)
+    return _counts(network, True, tuple(sorted(rules.items())), tuple(sorted(mesh.items()))).all
 
 
 def num_params(shape: Shape, head: str = "lm") -> int:
