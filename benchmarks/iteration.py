@@ -121,6 +121,7 @@ def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
     settings.algorithm.kl_coef = 0.04
     settings.trainer.prompts_per_step = 8
     settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
+    settings.trainer.shared_prompts = arguments.shared_prompts
     # One more than is timed: the last one saves the run.
     settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
     settings.trainer.optimizer.learning_rate = 1e-6
@@ -143,6 +144,7 @@ def compare(arguments) -> None:
         ours = [sys.executable, __file__, "--measure", "--models", model, *steps]
         ours += ["--algorithm", arguments.algorithm, "--clock", arguments.clock]
         ours += ["--microbatch-tokens", str(arguments.microbatch_tokens)]
+        ours += ["--shared-prompts", arguments.shared_prompts]
         ours += ["--cache", arguments.cache] if arguments.cache else []
         programs: dict[str, side_by_side.Command] = {"jaxrl_llm": ours}
         for name, (python, script, more) in scripts.items():
@@ -161,6 +163,9 @@ def main():
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
     parser.add_argument("--steps", type=int, default=5, help="timed iterations of a run")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--shared-prompts", choices=("auto", "off"), default="auto", help="ours: read once"
+    )
     parser.add_argument("--cache", default="", help="folder that keeps our compiled programs")
     parser.add_argument("--measure", action="store_true", help="run ours here and report")
     arguments = parser.parse_args()

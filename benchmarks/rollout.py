@@ -10,7 +10,9 @@ Peers are `rollout_hf.py` and `rollout_tunix.py` in SCRIPTS, run by the interpre
 `HOME/venv-torch/bin/python` and `HOME/venv-tunix/bin/python`; without `--peers` there are none.
 The bound is one `lax.while_loop` over a full batch of equal lengths: no host, no queue, no
 change of window. With `--one-core` everything runs on one core, timed by its own CPU seconds,
-which a busy machine disturbs less.
+which a busy machine disturbs less. `--speculate=K` puts an engine that guesses K tokens a step
+beside the one that guesses none; `--greedy` makes every sample greedy: what a small random network
+says then soon repeats itself, as copied text does.
 """
 
 import argparse
@@ -34,16 +36,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", default="")
     parser.add_argument("--peer-home", default="")
     parser.add_argument("--one-core", action="store_true")
+    parser.add_argument("--speculate", type=int, default=0)
+    parser.add_argument("--greedy", action="store_true")
     return parser.parse_args()
 
 
 class Ours:
     """The engine on one model and workload."""
 
-    def __init__(self, folder: pathlib.Path, workload: str, args: argparse.Namespace):
+    def __init__(
+        self, folder: pathlib.Path, workload: str, args: argparse.Namespace, draft_tokens: int = 0
+    ):
         import jax
 
         from jaxrl_llm.config import MeshConfig
+        from jaxrl_llm.config_rollout import SpeculationConfig
         from jaxrl_llm.models import huggingface
         from jaxrl_llm.models.transformer import Network
         from jaxrl_llm.rollout.engine import Engine
@@ -70,7 +77,9 @@ class Ours:
             num_slots=args.slots,
             max_tokens=64 + max(map(max, self.limits)),
             chunk_steps=args.chunk_steps,
+            speculation=SpeculationConfig(draft_tokens=draft_tokens),
         )
+        self.temperature = 0.0 if args.greedy else 1.0
 
     def run(self, seed: int) -> None:
         import jax
@@ -83,7 +92,11 @@ class Ours:
         self.engine.generate(
             self.params,
             [
-                Request(prompt, keys[i], tuple(map(SamplingParams, self.limits[i])))
+                Request(
+                    prompt,
+                    keys[i],
+                    tuple(SamplingParams(n, self.temperature) for n in self.limits[i]),
+                )
                 for i, prompt in enumerate(self.prompts)
             ],
         )
@@ -93,9 +106,8 @@ def bound(ours: Ours, repeats: int, clock) -> float:
     """Returns tokens per second of r1's batch as one loop on the device, prefill included."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from jaxrl_llm.rollout import programs
+    from jaxrl_llm.rollout import prefill, prefixes, programs
     from jaxrl_llm.rollout.sampling import SamplerState
 
     slots, new, network = 32, 128, ours.network
@@ -103,8 +115,7 @@ def bound(ours: Ours, repeats: int, clock) -> float:
 
     @jax.jit
     def run(params, prompts, keys):
-        lengths = jnp.full(8, 64)
-        prefix = programs.prefill(network, params, prompts, lengths, piece_tokens=64)
+        prefix = prefill.prefill(network, params, prompts)
         sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
         state = programs.empty_state(network, slots, 64 + new, 1, network.compute_dtype)
         admission = programs.Admission(
@@ -129,7 +140,7 @@ def bound(ours: Ours, repeats: int, clock) -> float:
         )
         return first.tokens, rest.tokens
 
-    prompts = np.array(ours.prompts[:8], np.int32)
+    prompts = prefixes.lay_out(ours.prompts[:8], 64)
     taken = []
     with jax.set_mesh(ours.mesh):
         for seed in range(repeats + 1):
@@ -164,6 +175,27 @@ def peers(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> dict
     return found
 
 
+def compare_speculation(
+    ours: Ours, folder: pathlib.Path, workload: str, args: argparse.Namespace, clock
+) -> None:
+    """Runs the engine with and without guesses by turns."""
+    other = Ours(folder, workload, args, args.speculate)
+    seconds: dict[Ours, list[float]] = {ours: [], other: []}
+    for seed in range(args.repeats + 1):
+        for engine, taken in seconds.items():
+            began = clock()
+            engine.run(seed)
+            taken.append(clock() - began)
+    plain, guessing = (statistics.median(taken[1:]) for taken in seconds.values())
+    found = other.engine.statistics
+    print(
+        f"  {args.speculate} guesses a step: {other.useful / guessing:.0f} useful tokens/s,"
+        f" {plain / guessing:.2f} times {ours.useful / plain:.0f} without;"
+        f" {found.acceptance:.1%} of guesses right, {found.tokens_per_forward:.2f} tokens a step",
+        flush=True,
+    )
+
+
 def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> None:
     clock = time.process_time if args.one_core else time.perf_counter
     print(f"{folder.name} {workload}", flush=True)
@@ -190,8 +222,11 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
         f"  occupancy {last.occupancy:.1%} until the queue was empty,"
         f" {last.decode_tokens / (last.decode_steps * args.slots):.1%} of all slots and steps;"
         f" prefill {last.prefill_s / decoding:.0%}, decode {last.decode_s / decoding:.0%};"
+        f" {last.prefill_positions / last.prefill_tokens - 1:.0%} padding of prompts;"
         f" {ours.engine.num_compilations() - compiled} compilations after the first runs"
     )
+    if args.speculate:
+        compare_speculation(ours, folder, workload, args, clock)
     if workload == "r1":
         most = bound(ours, args.repeats, clock)
         print(f"  one loop on the device: {most:.0f} tokens/s; ours is {speed / most:.2f} of it")

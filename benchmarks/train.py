@@ -154,7 +154,7 @@ class Work:
         )
         batch = experience.assemble(self._rollouts, predictions, estimates)
         ((plan, key),) = experience.minibatches(self._roles, self._rollouts, jax.random.key(0))
-        self._state, metrics = self._learn(self._state, batch, plan, key)
+        self._state, metrics = self._learn(self._state, self._learn.spread(batch), plan, key)
         return metrics
 
 

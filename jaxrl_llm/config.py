@@ -7,8 +7,8 @@ optional: what is not set in the ConfigDict (missing, or `None`) takes the
 value of the recipe, then the default written here.
 
 The bridge itself is `jaxrl_llm/config_bridge.py`; this file holds the nouns and
-their rules. What the policy network is stands in `config_model.py`; checkpoints, metrics,
-profiles and alerts in `config_records.py`.
+their rules. What the policy network is stands in `config_model.py`; speculation in
+`config_rollout.py`; checkpoints, metrics, profiles and alerts in `config_records.py`.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from typing import Literal
 
 from jaxrl_llm.config_model import LoraConfig, ModelConfig
 from jaxrl_llm.config_records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
+from jaxrl_llm.config_rollout import NO_SPECULATION, SpeculationConfig
 from jaxrl_llm.errors import Problem, UserError
 from jaxrl_llm.placement import PlacementConfig
 from jaxrl_llm.recipes import (
@@ -343,6 +344,7 @@ class RolloutConfig:
     num_slots: int = 0  # 0: chosen from the work and the memory
     chunk_steps: int = 16  # decode steps between two looks of the host
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
+    speculation: SpeculationConfig = NO_SPECULATION
 
     def problems(self) -> Iterator[Problem]:
         if self.max_response_tokens < 1:
@@ -430,6 +432,7 @@ class TrainerConfig:
     minibatch_size: int = 0  # sequences; 0: the whole step
     epochs: int = 1
     max_tokens_per_microbatch: int = 16_384  # per device, padding included; a hard cap
+    shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def problems(self) -> Iterator[Problem]:

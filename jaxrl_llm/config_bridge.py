@@ -44,6 +44,7 @@ RESUMABLE = (
     "model.attention",
     "rollout.num_slots",
     "rollout.chunk_steps",
+    "rollout.speculation",
     "rewards.num_workers",
     "rewards.timeout_s",
     "rewards.memory_gib",

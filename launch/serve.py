@@ -27,6 +27,7 @@ SLOTS = flags.DEFINE_integer("num_slots", 0, "Samples decoded at one time; 0: ch
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: the model's, to 4096.", 0)
 MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Samples that may wait for a slot.", 0)
 CHUNK = flags.DEFINE_integer("chunk_steps", 8, "Most tokens between two looks.", 1, 128)
+DRAFT = flags.DEFINE_integer("draft_tokens", 0, "Guessed in a decode step; 0: none.", 0, 16)
 DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Of --model; empty: chosen.")
 TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share each layer of --model.", 1)
 WARM_UP = flags.DEFINE_integer("warm_up_prompts", 1, "Arriving together; 0: no warm-up.", 0)
@@ -45,7 +46,7 @@ def main():
     else:
         source = loading.from_run(WORKDIR.value)
     served = loading.served(source, NAME.value, MAX_TOKENS.value)
-    engine = loading.engine(source, served, SLOTS.value, CHUNK.value)
+    engine = loading.engine(source, served, SLOTS.value, CHUNK.value, DRAFT.value)
     params = source.read()
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)

@@ -19,6 +19,7 @@ FLOORS = (
             "recipes",
             "config_model",
             "config_records",
+            "config_rollout",
             "placement",
             "config",
             "config_bridge",

@@ -15,6 +15,7 @@ BOOKKEEPING = {
     "config.py",
     "config_model.py",
     "config_records.py",
+    "config_rollout.py",
     "config_bridge.py",
     "placement.py",
     "recipes.py",

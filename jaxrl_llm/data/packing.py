@@ -3,12 +3,13 @@
 Host code over lengths; it moves no tokens.
 """
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 # Length at which attention costs as much as the matrix products of a token's own.
 ATTENTION_PARITY_TOKENS = 24_576
@@ -111,6 +112,79 @@ def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> lis
         rows[row].append(index)
         room[row] -= lengths[index]
     return [sorted(row) for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginnings:
+    """How much of their tokens some sequences have in common: the samples of one prompt."""
+
+    groups: Int[np.ndarray, " B"]  # equal numbers begin alike
+    lengths: Int[np.ndarray, " B"]  # tokens in common, below the sequence's length; 0: none
+
+    def of(self, chosen: Int[np.ndarray, " b"]) -> "Beginnings":
+        """Returns those of some of the sequences."""
+        return Beginnings(self.groups[chosen], self.lengths[chosen])
+
+
+def nothing_common(num_sequences: int) -> Beginnings:
+    """Returns the beginnings of sequences that have none in common."""
+    return Beginnings(np.arange(num_sequences), np.zeros(num_sequences, np.int64))
+
+
+NOTHING_COMMON = nothing_common(0)  # of any sequences
+
+
+def beginnings(
+    tokens: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, " B"],
+    own: Bool[np.ndarray, "B T"],
+    groups: Int[np.ndarray, " B"],
+) -> Beginnings:
+    """Returns what the sequences of each group have in common before their own tokens.
+
+    Args:
+      tokens: Right-padded rows.
+      lengths: Of the sequences.
+      own: Tokens that are asked about, one by one in each sequence; no beginning reaches them.
+      groups: Number of each sequence's group.
+    """
+    limits = np.where(own.any(1), own.argmax(1), lengths - 1)
+    common = np.zeros(len(lengths), np.int64)
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        heads = tokens[rows, : limits[rows].min()]
+        differs = (heads != heads[0]).any(0)
+        common[rows] = differs.argmax() if differs.any() else len(differs)
+    return Beginnings(np.asarray(groups), common)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Sequences that stand one after another in a row, their common beginning before them."""
+
+    members: tuple[int, ...]
+    shared: int  # tokens of the beginning; 0: a sequence as it is
+    length: int  # tokens in all
+
+
+def pieces(lengths: Int[np.ndarray, " B"], common: Beginnings, row_tokens: int) -> list[Piece]:
+    """Returns the sequences as pieces that fit into rows, few of each group.
+
+    Raises:
+      ValueError: a sequence is longer than a row.
+    """
+    found = []
+    for group in np.unique(common.groups):
+        rows = np.flatnonzero(common.groups == group)
+        shared = int(common.lengths[rows].min())
+        own = lengths[rows] - shared
+        parts = pack(own, row_tokens - shared) if shared else [[i] for i in range(len(rows))]
+        for part in parts:
+            members = tuple(rows[part].tolist())
+            # A beginning that nobody shares is a sequence's own.
+            kept = shared if len(members) > 1 else 0
+            found.append(Piece(members, kept, shared + int(own[part].sum())))
+    return found
 
 
 def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:

@@ -73,7 +73,7 @@ def _possible(ranking: Iterable[Placement], setting: Setting) -> Iterator[Placem
         chosen = place.config()
         meshes = {name: _mesh(pool) for name, pool in chosen.pools.items()}
         try:
-            places.row_layout(config, {role: meshes[pool] for role, pool in chosen.roles.items()})
+            places.row_split(config, {role: meshes[pool] for role, pool in chosen.roles.items()})
         except ConfigError as error:
             logging.info("placement: not %s: %s", place.name, error.problems[0])
         else:

@@ -7,7 +7,7 @@ host, and no array of the step is moved or copied for it.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,26 +26,43 @@ EVERY_TOKEN = np.ones((1, 1), bool)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """Packed rows and the sequences in them. With a leading dim M: all microbatches of a plan."""
+    """Packed rows and the sequences in them. With a leading dim M: all microbatches of a plan.
+
+    What several sequences begin with may stand once, before what is their own; the segment of
+    such a beginning is minus that of the first of them.
+    """
 
     segment_ids: Int[Array, "R W"]  # 1 + number of the sequence in the step; 0 is padding
+    prefix_ids: Int[Array, "R W | R 0"]  # segment continued, or its own; [R, 0]: nothing shared
     positions: Int[Array, "R W"]  # of each token in its own sequence
     sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
     rows: Int[Array, " b"]  # row of each sequence
-    starts: Int[Array, " b"]  # its first position in that row
+    starts: Int[Array, " b"]  # its first position in that row, were its own tokens all it has
+    beginnings: Int[Array, " b"]  # where the beginning that it shares stands
+    shared: Int[Array, " b"]  # tokens of that beginning
     scored: Int[Array, "R K"]  # positions that the policy chose; W where there is none
+    before: Int[Array, "R K"]  # position of the token before each of them
+
+    @property
+    def scores_everything(self) -> bool:
+        """Whether every token that follows another one in the row is scored."""
+        return self.scored.shape == self.segment_ids.shape and not self.prefix_ids.shape[-1]
 
     def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
         """Returns the packed rows of a [B, T] array; zero at padding."""
-        values = tokens[jnp.maximum(self.segment_ids - 1, 0), self.positions]
-        return constrain(jnp.where(self.segment_ids > 0, values, 0), "batch", "length")
+        values = tokens[jnp.maximum(jnp.abs(self.segment_ids) - 1, 0), self.positions]
+        return constrain(jnp.where(self.segment_ids != 0, values, 0), "batch", "length")
 
     def unpacked(
         self, packed: Float[Array, "R W"], lengths: Int[Array, " B"], width: int
     ) -> Float[Array, "b T"]:
         """Returns packed values by sequence, zero past each sequence's end."""
-        inside = jnp.arange(width) < self.take(lengths)[:, None]
-        columns = jnp.where(inside, self.starts[:, None] + jnp.arange(width), 0)
+        places = jnp.arange(width)
+        inside = places < self.take(lengths)[:, None]
+        begins = self.starts[:, None]
+        if self.prefix_ids.shape[-1]:
+            begins = jnp.where(places < self.shared[:, None], self.beginnings[:, None], begins)
+        columns = jnp.where(inside, begins + places, 0)
         return jnp.where(inside, packed[self.rows[:, None], columns], 0)
 
     def take(self, values: Array) -> Array:
@@ -79,18 +96,31 @@ class Layout:
     is spread over them evenly. What fits into one is rounded up to the most
     rows that as many sequences in rows as wide have needed so far, or to a half, quarter, ...
     of it. That memory is state: a resumed run restores it and so repeats the same shapes.
+
+    Sequences that begin alike may share their beginning's tokens. Rows are then as wide as pays:
+    a wider row holds more of a group, and attention looks at all of it. The first step of its
+    kind decides for those after it.
     """
 
-    def __init__(self, max_tokens: int, num_shards: int, length_shards: int = 1):
+    def __init__(
+        self,
+        max_tokens: int,
+        num_shards: int,
+        length_shards: int = 1,
+        attention_parity: int = 0,
+    ):
         """
         Args:
           max_tokens: Tokens that a device may hold in one microbatch.
           num_shards: Devices that rows are split over.
-          length_shards: Devices that share each row.
+          length_shards: Devices that share each row; beginnings are shared with one alone.
+          attention_parity: Tokens of a row at which attention costs as much as the rest of the
+            network; 0: no sequences share their beginnings.
         """
         self._max_tokens = max_tokens * length_shards
         self._num_shards = num_shards
         self._length_shards = length_shards
+        self._parity = attention_parity if length_shards == 1 else 0
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
@@ -100,6 +130,27 @@ class Layout:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Goes on from a state that `get_state` returned."""
         self._most_rows = dict(state)
+
+    def _shared_width(
+        self, lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
+    ) -> int:
+        """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay."""
+        kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
+        found = self._most_rows.get(kind, -1)
+        if not 0 <= found <= self._max_tokens:
+            alone = self._cost(len(packing.pack(lengths, width)), width)
+            wide = _widths(lengths, common, width, self._max_tokens)
+            costs = {w: self._cost(len(_rows(lengths, common, w)[1]), w) for w in wide}
+            best = min(costs, key=lambda w: costs[w])
+            found = self._most_rows[kind] = best if costs[best] < alone else 0
+        return found
+
+    def _cost(self, needed: int, width: int) -> float:
+        """Returns the work of so many rows, in tokens of short ones."""
+        cap = self._max_tokens // width * self._num_shards
+        count = -(-needed // cap)
+        even = -(-needed // (count * self._num_shards)) * self._num_shards
+        return count * even * width * (1 + width / self._parity)
 
     def _num_rows(self, needed: int, num_sequences: int, width: int) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
@@ -165,6 +216,7 @@ class Layout:
         *,
         width: int,
         scored: Bool[np.ndarray, "#B #T"] = EVERY_TOKEN,
+        common: packing.Beginnings = packing.NOTHING_COMMON,
     ) -> Plan:
         """Returns the layout of the sequences `chosen`.
 
@@ -174,42 +226,114 @@ class Layout:
           width: Tokens of a row; no sequence is longer, no device's budget shorter.
           scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
             default all of them.
+          common: What sequences begin with alike. Shared in a row where that pays and `scored`
+            names tokens.
         """
         width = sequence_attention.row_width(width, self._length_shards)
-        packed = packing.pack(lengths[chosen], width)
+        everywhere = scored.size == 1
+        alone = packing.nothing_common(len(chosen))
+        share = bool(self._parity) and not everywhere and bool(common.lengths.any())
+        alike = common.of(chosen) if share else alone
+        shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
+        width = shared_width or width
+        pieces, packed = _rows(lengths[chosen], alike if shared_width else alone, width)
         num_rows = self._num_rows(len(packed), len(chosen), width)
-        groups = self._balanced(packed, lengths[chosen], num_rows)
-        num_groups = packing.bucket(len(groups))
-        most = packing.bucket(max(sum(map(len, group)) for group in groups))
+        groups = self._balanced(packed, np.array([piece.length for piece in pieces]), num_rows)
+        batches = [[[pieces[p] for p in row] for row in group] for group in groups]
+        asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
+        shape = packing.bucket(len(groups)), num_rows, width
+        fields, wanted, before = _filled(batches, shape, lengths, chosen, asked)
+        if not shared_width:
+            fields["prefix_ids"] = fields["prefix_ids"][..., :0]
 
-        segment_ids = np.zeros((num_groups, num_rows, width), np.int32)
-        positions = np.zeros_like(segment_ids)
-        sequences = np.full((num_groups, most), len(lengths), np.int32)
-        rows = np.zeros((num_groups, most), np.int32)
-        starts = np.zeros_like(rows)
-        wanted = np.zeros(segment_ids.shape, bool)
-        asked = np.broadcast_to(scored, (len(lengths), width))
-        for g, group in enumerate(groups):
-            place = 0
-            for r, members in enumerate(group):
-                start = 0
-                for member in members:
-                    sequence = int(chosen[member])
-                    end = start + int(lengths[sequence])
-                    segment_ids[g, r, start:end] = sequence + 1
-                    positions[g, r, start:end] = np.arange(end - start)
-                    wanted[g, r, start:end] = asked[sequence, : end - start]
-                    sequences[g, place], rows[g, place], starts[g, place] = sequence, r, start
-                    start, place = end, place + 1
         mask = np.zeros(len(lengths), bool)
         mask[chosen] = True
-        # Host arrays: they go to the device with the program that uses them.
-        everywhere = scored.size == 1
         needed = width if everywhere else self._num_scored(int(wanted.sum(-1).max()), width)
         places = _places(wanted, needed)
-        fields: list[Any] = [segment_ids, positions, sequences, rows, starts, places]
+        follows = np.take_along_axis(before, np.minimum(places, width - 1), axis=-1)
+        # Host arrays: they go to the device with the program that uses them.
+        fields |= {"scored": places, "before": follows}
         of_plan: list[Any] = [np.int32(len(groups)), mask]
-        return Plan(Microbatch(*fields), *of_plan)
+        return Plan(Microbatch(**fields), *of_plan)
+
+
+def _filled(
+    microbatches: Sequence[Sequence[Sequence[packing.Piece]]],
+    shape: tuple[int, int, int],
+    lengths: Int[np.ndarray, " B"],
+    chosen: Int[np.ndarray, " b"],
+    asked: Bool[np.ndarray, "B T"],
+) -> tuple[dict[str, Any], Bool[np.ndarray, "M R W"], Int[np.ndarray, "M R W"]]:
+    """Returns the fields of `Microbatch` but the last two, which tokens are asked about, and
+    where the token before each stands.
+
+    Args:
+      microbatches: The pieces in every row of each.
+      shape: (M, R, W).
+      lengths: Tokens of every sequence of the step.
+      chosen: The sequences that pieces are of.
+      asked: Tokens whose log-probs are wanted.
+    """
+    segment_ids = np.zeros(shape, np.int32)
+    prefix_ids, positions, before = (np.zeros_like(segment_ids) for _ in range(3))
+    wanted = np.zeros(shape, bool)
+    held = [sum(len(piece.members) for row in rows for piece in row) for rows in microbatches]
+    sequences = np.full((shape[0], packing.bucket(max(held))), len(lengths), np.int32)
+    rows, starts, beginnings, shared = (np.zeros_like(sequences) for _ in range(4))
+    for g, batch in enumerate(microbatches):
+        place = 0
+        for r, row in enumerate(batch):
+            end = 0
+            for piece in row:
+                begin, skip = end, piece.shared
+                end += skip
+                prefix = -1 - int(chosen[piece.members[0]])
+                segment_ids[g, r, begin:end] = prefix_ids[g, r, begin:end] = prefix
+                positions[g, r, begin:end] = np.arange(skip)
+                for sequence in chosen[list(piece.members)].tolist():
+                    length = int(lengths[sequence])
+                    start, end = end, end + length - skip
+                    own = np.s_[g, r, start:end]
+                    segment_ids[own] = sequence + 1
+                    prefix_ids[own] = prefix if skip else sequence + 1
+                    positions[own] = np.arange(skip, length)
+                    before[own] = np.arange(start - 1, end - 1)
+                    before[g, r, start] = max(begin + skip - 1, 0)
+                    wanted[own] = asked[sequence, skip:length]
+                    sequences[g, place], rows[g, place] = sequence, r
+                    starts[g, place], beginnings[g, place] = start - skip, begin
+                    shared[g, place] = skip
+                    place += 1
+    fields = {
+        "segment_ids": segment_ids,
+        "prefix_ids": prefix_ids,
+        "positions": positions,
+        "sequences": sequences,
+        "rows": rows,
+        "starts": starts,
+        "beginnings": beginnings,
+        "shared": shared,
+    }
+    return fields, wanted, before
+
+
+def _rows(
+    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
+) -> tuple[list[packing.Piece], list[list[int]]]:
+    """Returns pieces of sequences and the pieces of each row."""
+    pieces = packing.pieces(lengths, common, width)
+    return pieces, packing.pack([piece.length for piece in pieces], width)
+
+
+def _widths(
+    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int, most: int
+) -> Iterator[int]:
+    """Yields the widths of row that may pay: halves of the plain width, up to whole groups."""
+    longest = max(piece.length for piece in packing.pieces(lengths, common, most))
+    for halves in range(2, 2 * most // width + 1):
+        yield width * halves // 2
+        if width * halves // 2 >= longest:
+            return
 
 
 def _places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:

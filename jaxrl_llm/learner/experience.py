@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
 from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import Config
+from jaxrl_llm.data import packing
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
@@ -151,6 +152,9 @@ def _plan(roles: Roles, rollouts: Rollouts, chosen: Int[np.ndarray, " b"]) -> Pl
         chosen,
         width=rollouts.tokens.shape[1],
         scored=batches.EVERY_TOKEN if split else rollouts.response_mask,
+        common=packing.beginnings(
+            rollouts.tokens, rollouts.lengths, rollouts.response_mask, rollouts.group_ids
+        ),
     )
 
 

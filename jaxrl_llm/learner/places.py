@@ -9,7 +9,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner.batches import Layout
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models import attention, flops
+from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.placement import ROLES
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -31,8 +32,25 @@ def meshes(config: Config, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
     return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
 
 
-def row_layout(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> Layout:
+def row_layout(config: Config, places: Mapping[str, Mesh], network: Network) -> Layout:
     """Returns the layout of rows that every model can split over its devices.
+
+    Args:
+      config: The run.
+      places: The mesh of each role.
+      network: The policy: its size says up to where wider rows pay, its kernel whether
+        sequences may share a beginning.
+
+    Raises:
+      ConfigError: If the pool that splits rows the least cannot hold its part of them.
+    """
+    split = row_split(config, places)
+    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(network.kernel)
+    return Layout(*split, flops.attention_parity(network.shape) if share else 0)
+
+
+def row_split(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
+    """Returns tokens of a device in one microbatch, and over how many rows and lengths are split.
 
     Raises:
       ConfigError: If the pool that splits rows the least cannot hold its part of them.
@@ -52,7 +70,7 @@ def row_layout(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> Lay
                 " equal size"
             ]
         )
-    return Layout(budget, rows, length)
+    return budget, rows, length
 
 
 def on(mesh: Mesh, tree: Params) -> Params:

@@ -190,10 +190,11 @@ def assemble(
             ),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,
+            speculation=config.rollout.speculation,
             layout=rollout_layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        layout=places.row_layout(config, meshes),
+        layout=places.row_layout(config, meshes, policy),
         resharder=Resharder(
             policy.abstract(),
             policy.logical_axes(),

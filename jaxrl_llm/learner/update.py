@@ -109,35 +109,41 @@ def token_statistics(
     Zero at tokens that `microbatch.scored` does not name.
     """
     packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-    everywhere = microbatch.scored.shape == packed.shape
-    head = heads.token_statistics if everywhere else heads.chosen_statistics
-    return head(
-        hidden,
-        network.head_weight(params),
-        packed,
-        microbatch.segment_ids if everywhere else microbatch.scored,
-        temperature=temperature,
-        chunk=chunk,
-        entropy=entropy,
-    )
+    hidden = _hidden(network, params, packed, microbatch)
+    weight = network.head_weight(params)
+    settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
+    if microbatch.scores_everything:
+        return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
+    places = microbatch.scored, microbatch.before
+    return heads.chosen_statistics(hidden, weight, packed, *places, **settings)
+
+
+def _hidden(
+    network: Network, params: Params, packed: Array, microbatch: Microbatch
+) -> Float[Array, "R W D"]:
+    places = microbatch.positions, microbatch.segment_ids, microbatch.prefix_ids
+    return network.hidden(params, packed, *places)
 
 
 def token_values(
     network: Network, params: Params, tokens: Array, microbatch: Microbatch
 ) -> Float[Array, "R W"]:
-    """Returns the value just before each token of packed rows."""
-    packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
-    return heads.token_values(hidden, network.head_weight(params), microbatch.segment_ids)
+    """Returns the value just before each token of packed rows.
+
+    Zero at tokens that `microbatch.scored` does not name.
+    """
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
+    weight = network.head_weight(params)
+    if microbatch.scores_everything:
+        return heads.token_values(hidden, weight, microbatch.segment_ids)
+    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
 
 
 def sequence_scores(
     network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
 ) -> Float[Array, " b"]:
     """Returns the score at the last token of each of the microbatch's sequences."""
-    packed = microbatch.packed(tokens)
-    hidden = network.hidden(params, packed, microbatch.positions, microbatch.segment_ids)
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
     return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
@@ -165,14 +171,28 @@ class Updater:
         """The program of the policy's mesh."""
         return self.programs[self.homes[0]]
 
+    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
+        """Returns all sequences of a step where learners live.
+
+        Before any update of the step: a copy to other devices is cut out by the policy's, and
+        there it would wait for the updates before it, and learners elsewhere with it.
+        """
+        return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
+
     def __call__(
-        self, state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True
+        self,
+        state: LearnerState,
+        batch: Mapping[Mesh, Minibatch],
+        plan: Plan,
+        key,
+        *,
+        train_policy: bool = True,
     ) -> tuple[LearnerState, Metrics]:
         """Returns the state after the update, which consumes the old one, and its metrics.
 
         Args:
           state: As before the update.
-          batch: All sequences of the step.
+          batch: As `spread` returns it.
           plan: Which of them make this minibatch.
           key: Of what the policy loss draws.
           train_policy: With False only the critics learn.
@@ -183,11 +203,12 @@ class Updater:
         for mesh, program in self.programs.items():
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
-            here = pools.move(batch, mesh_lib.replicated(mesh))
             if self.optimizer_rests:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
-                updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
+                updated, found = program(
+                    mine, base, batch[mesh], plan, key, train_policy=train_policy
+                )
             if self.optimizer_rests:
                 updated = _with_optimizers(resting.resting, updated)
             learners = tuple(

@@ -88,7 +88,13 @@ def explained_variance(
 
 
 def of_engine(
-    prefill_tokens: int, prefill_s: float, decode_tokens: int, decode_s: float, occupancy: float
+    prefill_tokens: int,
+    prefill_s: float,
+    decode_tokens: int,
+    decode_s: float,
+    occupancy: float,
+    tokens_per_forward: float,
+    acceptance: float,
 ) -> dict[str, float]:
     """Returns what the rollout engine did in its last call.
 
@@ -98,11 +104,15 @@ def of_engine(
       decode_tokens: Sampled by decode steps.
       decode_s: Spent in decode steps.
       occupancy: Share of the slots' steps that sampled a token while others waited.
+      tokens_per_forward: Of an active slot in a decode step; 1 without speculation.
+      acceptance: Share of the places of guesses whose guess was kept; 0 without speculation.
     """
     return {
         "rollout/prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s else 0.0,
         "rollout/decode_tokens_per_s": decode_tokens / decode_s if decode_s else 0.0,
         "rollout/slot_occupancy": occupancy,
+        "rollout/tokens_per_forward": tokens_per_forward,
+        "rollout/draft_acceptance": acceptance,
     }
 
 

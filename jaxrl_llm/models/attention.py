@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash_kernel,
 )
@@ -20,6 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.sharding.mesh import ACTIVATIONS, partition_spec
 
 Implementation = Literal["xla", "splash", "cudnn"]
+
+# `prefix_ids` of rows in which no two sequences share a beginning.
+NOTHING_SHARED = np.zeros((1, 0), np.int32)
 
 QUERY_BLOCK = 512  # queries whose scores exist at one time
 _SPLASH_LANES = 128  # splash works on multiples of it
@@ -46,11 +50,17 @@ def implementation_for(
     return "cudnn" if platform in ("gpu", "cuda") and fits else "xla"
 
 
+def shares_prefixes(implementation: Implementation) -> bool:
+    """Returns whether a kernel knows `prefix_ids`; splash compares one number a token."""
+    return implementation != "splash"
+
+
 def segment_causal_mask(
     segment_ids: Int[Array, "B S"],
     first: int | Int[Array, ""] = 0,
     length: int = 0,
     window: int = 0,
+    prefix_ids: Int[Array | np.ndarray, "#B P"] = NOTHING_SHARED,
 ) -> Bool[Array, "B 1 Q S"]:
     """Returns which key each query may see: its own segment, not the future. 0 is padding.
 
@@ -59,6 +69,8 @@ def segment_causal_mask(
       first: The first query.
       length: Of the queries; 0: the whole row.
       window: Tokens back from the query, itself included, that it sees; 0: all.
+      prefix_ids: The segment that each token continues and sees as well, which stands before it
+        in the row; its own where it continues none.
     """
     length = length or segment_ids.shape[1]
     queries = (first + jnp.arange(length))[:, None]
@@ -66,8 +78,15 @@ def segment_causal_mask(
     sees = keys <= queries
     if window:
         sees &= keys > queries - window
-    of_queries = jax.lax.dynamic_slice_in_dim(segment_ids, first, length, axis=1)
-    return ((of_queries[:, :, None] == segment_ids[:, None, :]) & sees)[:, None]
+    same = _of_segment(segment_ids, segment_ids, first, length)
+    if prefix_ids.shape[1]:
+        same |= _of_segment(prefix_ids, segment_ids, first, length)
+    return (same & sees)[:, None]
+
+
+def _of_segment(wanted, segment_ids, first, length: int) -> Bool[Array, "B Q S"]:
+    of_queries = jax.lax.dynamic_slice_in_dim(wanted, first, length, axis=1)
+    return of_queries[:, :, None] == segment_ids[:, None, :]
 
 
 def full_attention(
@@ -80,6 +99,7 @@ def full_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     interpret: bool = False,
+    prefix_ids: Int[Array | np.ndarray, "#B P"] = NOTHING_SHARED,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 
@@ -94,16 +114,26 @@ def full_attention(
       window: Tokens back, itself included, that a query sees; 0: all.
       soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0: as they are. cuDNN has none.
       interpret: Runs splash without a TPU, slowly.
+      prefix_ids: As of `segment_causal_mask`; not with splash or a window, which goes by places
+        in the row.
+
+    Raises:
+      ValueError: If it is asked for prefixes that it cannot see.
     """
+    if prefix_ids.shape[1] and (window or not shares_prefixes(implementation)):
+        raise ValueError(
+            f"full_attention: prefix_ids with {implementation} and a window of {window}; rows"
+            " of whole sequences have none"
+        )
     if implementation == "splash":
         return _splash(q, k, v, segment_ids, window, soft_cap, interpret)
     if implementation == "cudnn" and not soft_cap:
-        mask = segment_causal_mask(segment_ids, window=window)
+        mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
-    return _in_blocks(q, k, v, segment_ids, window, soft_cap)
+    return _in_blocks(q, k, v, segment_ids, prefix_ids, window, soft_cap)
 
 
-def _in_blocks(q, k, v, segment_ids, window: int, soft_cap: float):
+def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):
     """Returns attention of one block of queries after another.
 
     A block's scores are computed again in the backward pass: never more than one block's exist.
@@ -112,15 +142,17 @@ def _in_blocks(q, k, v, segment_ids, window: int, soft_cap: float):
     plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
     if length <= QUERY_BLOCK:
-        return attend(q, k, v, mask=segment_causal_mask(segment_ids, window=window))
+        mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
+        return attend(q, k, v, mask=mask)
     count = -(-length // QUERY_BLOCK)
     width = -(-length // count)
     more = count * width - length  # queries without a token, at the end
     ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
+    prefixes = jnp.pad(prefix_ids, ((0, 0), (0, more))) if prefix_ids.shape[1] else prefix_ids
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(queries, number):
-        mask = segment_causal_mask(ids, number * width, width, window)[..., :length]
+        mask = segment_causal_mask(ids, number * width, width, window, prefixes)[..., :length]
         return attend(queries, k, v, mask=mask)
 
     queries = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))

@@ -8,11 +8,23 @@ from jaxtyping import Int
 
 from jaxrl_llm.models.shape import Shape
 
+# Multiplications that take as long as mask, softmax and their gradient at one score, on CPUs.
+_SCORE_PRODUCTS = 256
+
 
 def layer_products(shape: Shape) -> int:
     """Returns the weights of one layer that every token is multiplied with."""
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     return shape.hidden_size * (heads + 3 * shape.mlp_size)
+
+
+def attention_parity(shape: Shape) -> int:
+    """Returns how many keys of a query take as long as the products with a layer's weights.
+
+    Where all scores of a row are written out; what no query may see costs as much.
+    """
+    per_key = shape.num_heads * (2 * shape.head_size + _SCORE_PRODUCTS)
+    return max(1, layer_products(shape) // per_key)
 
 
 def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:

@@ -271,6 +271,7 @@ def chosen_statistics(
     weight: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
     places: Int[Array, "B K"],
+    before: Int[Array, "B K"],
     *,
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
@@ -284,15 +285,16 @@ def chosen_statistics(
     Args:
       hidden, weight, tokens, temperature, chunk, entropy: As in `token_statistics`.
       places: Positions of the tokens asked about, each at most once in a row and none the
-        first of its segment; T where there is none.
+        first of its sequence; T where there is none.
+      before: Where the token that each of them follows stands, in the same row.
     """
     length = tokens.shape[1]
     valid = places < length
     inside = jnp.minimum(places, length - 1)
-    before = jnp.take_along_axis(hidden, jnp.maximum(inside - 1, 0)[..., None], axis=1)
+    follows = jnp.take_along_axis(hidden, before[..., None], axis=1)
     targets = jnp.take_along_axis(tokens, inside, axis=1)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(before, weight, targets, valid, temperature, chunk, entropy)
+    found = _statistics(follows, weight, targets, valid, temperature, chunk, entropy)
     rows = jnp.arange(tokens.shape[0])[:, None]
     log_probs, entropies, squared = (
         constrain(jnp.zeros(tokens.shape).at[rows, places].set(x, mode="drop"), "batch", "length")
@@ -314,6 +316,24 @@ def token_values(
     The first token of each segment has no predecessor and gets 0, as does padding.
     """
     return _after(jnp.where(_continues(segment_ids), _scores(hidden, weight), 0.0))
+
+
+def chosen_values(
+    hidden: Float[Array, "B T D"],
+    weight: Float[Array, "1 D"],
+    places: Int[Array, "B K"],
+    before: Int[Array, "B K"],
+) -> Float[Array, "B T"]:
+    """Returns what `token_values` does at some positions of every row, zero elsewhere.
+
+    Args:
+      hidden, weight: As in `token_values`.
+      places, before: As in `chosen_statistics`.
+    """
+    found = jnp.take_along_axis(_scores(hidden, weight), before, axis=1)
+    rows = jnp.arange(hidden.shape[0])[:, None]
+    values = jnp.zeros(hidden.shape[:2]).at[rows, places].set(found, mode="drop")
+    return constrain(values, "batch", "length")
 
 
 def sequence_scores(

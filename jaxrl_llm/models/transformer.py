@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -213,6 +214,7 @@ class Network:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
+        prefix_ids: Int[Array | np.ndarray, "#B P"] = attention.NOTHING_SHARED,
     ) -> Float[Array, "B T D"]:
         """Returns the normalized last hidden state of every token of packed rows.
 
@@ -221,10 +223,14 @@ class Network:
           tokens: Right-padded rows; several sequences may share a row.
           positions: Of each token in its own sequence.
           segment_ids: Which sequence of the row; 0 is padding.
+          prefix_ids: The segment that each token continues, as of `full_attention`; of rows
+            whose length no devices share.
         """
 
         def attend(q, k, v):
-            whole_rows = functools.partial(attention.full_attention, implementation=self.kernel)
+            whole_rows = functools.partial(
+                attention.full_attention, implementation=self.kernel, prefix_ids=prefix_ids
+            )
             form = self.sequence_attention
             return sequence_attention.attention(q, k, v, segment_ids, form, whole_rows), None
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.config_rollout import SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import prefixes, programs
+from jaxrl_llm.rollout import prefill, prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -26,6 +27,7 @@ class Compiled:
         max_tokens: int,
         chunk_steps: int,
         layout: str,
+        speculation: SpeculationConfig,
     ):
         """See `engine.Engine`."""
         self._mesh = mesh
@@ -36,7 +38,12 @@ class Compiled:
         @ruled
         def empty():
             return programs.empty_state(
-                network, num_slots, max_tokens, NUM_STOP_TOKENS, network.compute_dtype
+                network,
+                num_slots,
+                max_tokens,
+                NUM_STOP_TOKENS,
+                network.compute_dtype,
+                keeps_history=speculation.draft_tokens > 0,
             )
 
         with jax.set_mesh(mesh):
@@ -46,7 +53,7 @@ class Compiled:
         sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
         self.state_shardings = jax.tree.map(sharding, self._state_shapes)
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
-        read = functools.partial(programs.prefill, network, piece_tokens=programs.PIECE_TOKENS)
+        read = functools.partial(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
         self.prefill = jax.jit(ruled(read))
         self.insert = jax.jit(
             ruled(programs.insert),
@@ -58,6 +65,8 @@ class Compiled:
             programs.generate,
             network,
             num_steps=chunk_steps,
+            draft_tokens=speculation.draft_tokens,
+            ngram_tokens=speculation.ngram_tokens,
             gather=mesh.devices.flat[0].platform == "cpu",
         )
         self.generate = jax.jit(
@@ -102,9 +111,9 @@ class Compiled:
         Args:
           params: Shapes and shardings of rollout parameters.
         """
-        rows, width = prefixes.widest(num_prompts, prompt_tokens, self._max_tokens)
-        tokens = self._abstract((rows, width), jnp.int32)
-        return self.prefill.lower(params, tokens, self._abstract((rows,), jnp.int32))
+        prompts = prefixes.widest(num_prompts, prompt_tokens, self._max_tokens)
+        abstract = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), prompts)
+        return self.prefill.lower(params, abstract)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
         """Returns the program of a decode chunk of all slots.

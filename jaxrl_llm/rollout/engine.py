@@ -12,10 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.config_rollout import NO_SPECULATION, SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import prefixes, programs
 from jaxrl_llm.rollout.compiled import Compiled
+from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import (
     MAX_TOP_LOG_PROBS,
     NUM_STOP_TOKENS,
@@ -52,6 +54,7 @@ class Engine:
         max_tokens: int,
         chunk_steps: int = 16,
         layout: str = "tensor",
+        speculation: SpeculationConfig = NO_SPECULATION,
         decode: Decode = _no_decoder,
     ):
         """
@@ -63,6 +66,7 @@ class Engine:
           chunk_steps: Most decode steps between two looks of the host.
           layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
             split over, where they divide.
+          speculation: Guesses that are checked together; they change speed, not samples.
           decode: Tokens to text, for stop strings; without it requests that have some are refused.
         """
         self.network = network
@@ -72,6 +76,7 @@ class Engine:
         self.chunk_steps = chunk_steps
         # Two sizes, so two programs: of a refill, and of the first fill.
         self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
+        self._places = 1 + speculation.draft_tokens  # tokens that a step may give a slot
         self._decode = decode
         self.compiled = Compiled(
             network,
@@ -80,6 +85,7 @@ class Engine:
             max_tokens=max_tokens,
             chunk_steps=chunk_steps,
             layout=layout,
+            speculation=speculation,
         )
         self.reset()
 
@@ -105,19 +111,23 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         """What was done since the last reset; `generate` resets when it begins."""
-        return self._tally.statistics(self._prefixes.num_tokens)
+        return self._tally.statistics(
+            self._prefixes.num_tokens, self._prefixes.num_positions, self._places - 1
+        )
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
         return self.compiled.count()
 
-    def speed(self) -> tuple[int, float, int, float, float]:
-        """Returns prompt tokens read and the seconds taken, tokens decoded and theirs, occupancy.
+    def speed(self) -> tuple[int, float, int, float, float, float, float]:
+        """Returns prompt tokens read and the seconds taken, tokens decoded and theirs.
 
-        Since the last reset.
+        Then occupancy, tokens that a slot got in a decode step, and the share of guesses that were
+        right. Since the last reset.
         """
         s = self.statistics
-        return s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s, s.occupancy
+        read = s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s
+        return *read, s.occupancy, s.tokens_per_forward, s.acceptance
 
     def warm_up(self, params: Params, num_prompts: int, prompt_tokens: int) -> None:
         """Compiles what requests without filters and likeliest tokens run.
@@ -134,8 +144,8 @@ class Engine:
         nowhere = np.full(_MOVES, self.num_slots, np.int32)
         with jax.set_mesh(self.mesh):
             state = compiled.empty()
-            for tokens, lengths in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
-                prefix = compiled.prefill(params, tokens, lengths)
+            for prompts in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
+                prefix = compiled.prefill(params, prompts)
                 for size in self._insert_sizes:
                     admission = _admission([], [], [], size, self.num_slots)
                     state, _ = compiled.insert(state, prefix, admission, **switches)
@@ -267,7 +277,7 @@ class Engine:
             if "" in params.stop_strings:
                 raise ValueError(f"{name}: a stop string is empty; leave it out")
 
-    def _admit(self, prefix: programs.Prefix, rows, placements: list[Placement]) -> None:
+    def _admit(self, prefix: Prefix, places: list[int], placements: list[Placement]) -> None:
         size = next(size for size in self._insert_sizes if size >= len(placements))
         scheduler = self._scheduler
         drawn = [
@@ -277,7 +287,7 @@ class Engine:
         self._state, outputs = self.compiled.insert(
             state,
             prefix,
-            _admission(drawn, [p.slot for p in placements], rows, size, self.num_slots),
+            _admission(drawn, [p.slot for p in placements], places, size, self.num_slots),
             **self._switches([params for _, params in drawn]),
         )
         scheduler.take_first(placements, _read(outputs))
@@ -303,7 +313,7 @@ class Engine:
     def _decode_chunk(self, params: Params, num_slots: int) -> None:
         scheduler = self._scheduler
         queue_waits = scheduler.num_waiting > 0
-        longest = scheduler.max_active_tokens() + self.chunk_steps
+        longest = scheduler.max_active_tokens() + self.chunk_steps * self._places
         self._state, outputs = self.compiled.generate(
             params,
             self._state,
@@ -315,8 +325,12 @@ class Engine:
             **self._switches(scheduler.active_params),
         )
         sampled = _read(outputs)
+        # [N, S]: an active slot gets a token in every step, whatever was guessed.
+        given = np.reshape(sampled.tokens >= 0, (-1, self._places, num_slots))
+        active = np.any(given, axis=1)
         self._tally.add_chunk(
-            steps=int((sampled.tokens >= 0).any(1).sum()),
+            steps=int(np.any(active, axis=1).sum()),
+            slot_steps=int(active.sum()),
             tokens=scheduler.take(sampled),
             queue_waits=queue_waits,
         )
@@ -339,7 +353,7 @@ def _read(outputs: programs.Outputs) -> Sampled:
 def _admission(
     drawn: list[tuple[np.ndarray, SamplingParams]],
     slots: list[int],
-    rows: list[int],
+    places: list[int],
     size: int,
     num_slots: int,
 ) -> programs.Admission:
@@ -348,7 +362,7 @@ def _admission(
     Args:
       drawn: Key and parameters of each sample.
       slots: Where each goes; `num_slots` is nowhere.
-      rows: Which row of the prefix each begins with.
+      places: Which prompt of the prefix each begins with.
     """
     filler = [(np.zeros(2, np.uint32), SamplingParams(max_tokens=1))] * (size - len(drawn))
     keys, params = zip(*drawn, *filler, strict=True)
@@ -367,7 +381,7 @@ def _admission(
         "min_p": np.array([p.min_p for p in params], np.float32),
     }
     fields: dict[str, Any] = {
-        "rows": column(rows, 0, np.int32),
+        "prompts": column(places, 0, np.int32),
         "slots": column(slots, num_slots, np.int32),
         "limits": np.array([p.max_tokens for p in params], np.int32),
         "stops": stops,

@@ -1,4 +1,4 @@
-"""What the device runs during rollout: prefill, insert, generate.
+"""What the device runs during rollout once prompts are read: insert, move, release, generate.
 
 Pure functions of (network, rollout parameters, decode state). Rollout parameters hold one
 dict per layer instead of stacked layers, and the cache one array per layer: a decode step
@@ -13,24 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.attention import full_attention
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import sampling
+from jaxrl_llm.rollout import sampling, speculation
+from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.sharding.mesh import constrain
-
-PIECE_TOKENS = 2048  # of one prompt, read at one time
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Prompts that were read: their keys and values, and what follows them."""
-
-    keys: tuple[Float[Array, "P K T H"], ...]  # one per layer
-    values: tuple[Float[Array, "P K T H"], ...]
-    logits: Float[Array, "P V"]  # of the first response token
-    lengths: Int[Array, " P"]
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +31,7 @@ class DecodeState:
     positions: Int[Array, " S"]  # where that token stands in its sequence
     remaining: Int[Array, " S"]  # tokens that may still be sampled
     stops: Int[Array, "S M"]  # tokens that end the sample; -1 is none
+    history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without
     sampler: SamplerState
 
 
@@ -52,10 +40,11 @@ class DecodeState:
 class Outputs:
     """What was sampled; shares no memory with the state, so it outlives the next call.
 
-    N steps (one for `insert`), S slots (for `insert`: admitted samples), k likeliest tokens.
+    N places: steps (one for `insert`) times the tokens that a step may give a slot. S slots (for
+    `insert`: admitted samples), k likeliest tokens.
     """
 
-    tokens: Int[Array, "N S"]  # -1: the slot was not active
+    tokens: Int[Array, "N S"]  # -1: none, the slot was not active or a guess was wrong
     log_probs: Float[Array, "N S"]
     top_tokens: Int[Array, "N S k"]
     top_log_probs: Float[Array, "N S k"]
@@ -67,7 +56,7 @@ class Outputs:
 class Admission:
     """Which samples enter which slots. A slot number past the last one is padding."""
 
-    rows: Int[Array, " n"]  # of the prefix
+    prompts: Int[Array, " n"]  # of the prefix
     slots: Int[Array, " n"]
     limits: Int[Array, " n"]  # tokens that may be sampled, at least 1
     stops: Int[Array, "n M"]
@@ -75,9 +64,15 @@ class Admission:
 
 
 def empty_state(
-    network: Network, num_slots: int, max_tokens: int, num_stops: int, dtype
+    network: Network,
+    num_slots: int,
+    max_tokens: int,
+    num_stops: int,
+    dtype,
+    *,
+    keeps_history: bool = False,
 ) -> DecodeState:
-    """Returns a state in which every slot is free."""
+    """Returns a state in which every slot is free; speculation needs one that keeps history."""
     shape = network.shape
     cache = (num_slots, shape.num_kv_heads, max_tokens, shape.head_size)
     blank = lambda: tuple(  # noqa: E731
@@ -93,6 +88,7 @@ def empty_state(
         positions=zeros,
         remaining=zeros,
         stops=jnp.full((num_slots, num_stops), -1, jnp.int32),
+        history=jnp.zeros((num_slots, max_tokens if keeps_history else 0), jnp.int32),
         sampler=SamplerState(
             keys=jnp.zeros((num_slots, 2), jnp.uint32),
             temperature=ones,
@@ -101,84 +97,6 @@ def empty_state(
             min_p=jnp.zeros_like(ones),
         ),
     )
-
-
-def prefill(
-    network: Network,
-    params: Params,
-    tokens: Int[Array, "P T"],
-    lengths: Int[Array, " P"],
-    *,
-    piece_tokens: int = PIECE_TOKENS,
-) -> Prefix:
-    """Reads right-padded prompts. Causality keeps padding out of what is kept.
-
-    Args:
-      piece_tokens: Longer rows are read so many tokens at a time, each piece attending to
-        those before it, so that activations are of one piece; static.
-    """
-    width = tokens.shape[1]
-    if width <= piece_tokens:
-        positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-        segments = (positions < lengths[:, None]).astype(jnp.int32)
-
-        def attend(q, k, v):
-            return full_attention(q, k, v, segments), (k, v)
-
-        x = network.embed(params, tokens)
-        rotary = network.rotary(positions)
-        caches = []
-        for layer in params["layers"]:
-            x, key_values = network.block(layer, x, rotary, attend)
-            caches.append(key_values)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    else:
-        caches, last = _read_in_pieces(network, params, tokens, lengths, piece_tokens)
-    logits = network.logits(params, network.norm(params, last))[:, 0]
-    keys, values = zip(*caches, strict=True)
-    rows_first = lambda kept: tuple(a[:, :width].swapaxes(1, 2) for a in kept)  # noqa: E731
-    return Prefix(rows_first(keys), rows_first(values), logits, lengths)
-
-
-def _read_in_pieces(network, params, tokens, lengths, size):
-    """Returns keys and values [P, T, K, H] of each layer, and the last hidden states [P, 1, D]."""
-    rows, width = tokens.shape
-    count = -(-width // size)
-    tokens = jnp.pad(tokens, ((0, 0), (0, count * size - width)))
-    shape = network.shape
-    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size))
-    blank = blank.astype(network.compute_dtype)
-    last = jnp.zeros((rows, 1, shape.hidden_size), network.compute_dtype)
-
-    def read(i, carry):
-        caches, last = carry
-        start = i * size
-        positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
-        seen = jnp.arange(count * size) <= positions[:, None, :, None]
-
-        def attend_to(cache_k, cache_v):
-            def attend(q, k, v):
-                kept = tuple(
-                    lax.dynamic_update_slice_in_dim(cache, piece.astype(cache.dtype), start, 1)
-                    for cache, piece in ((cache_k, k), (cache_v, v))
-                )
-                return jax.nn.dot_product_attention(q, kept[0], kept[1], mask=seen), kept
-
-            return attend
-
-        x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
-        rotary = network.rotary(positions)
-        kept = []
-        for layer, cache in zip(params["layers"], caches, strict=True):
-            x, cache = network.block(layer, x, rotary, attend_to(*cache))
-            kept.append(cache)
-        # Where the row ends in this piece; elsewhere any entry, not taken.
-        place = jnp.clip(lengths - 1 - start, 0, size - 1)[:, None, None]
-        ends = (lengths - 1) // size == i
-        return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
-
-    caches = [(blank, blank) for _ in params["layers"]]
-    return lax.fori_loop(0, count, read, (caches, last))
 
 
 def insert(
@@ -191,27 +109,35 @@ def insert(
 ) -> tuple[DecodeState, Outputs]:
     """Copies prefixes into slots and samples the first token of each.
 
-    Samples of one prompt name the same prefix row: it was read once.
+    Samples of one prompt name the same prompt of the prefix: it was read once.
 
     Returns:
       The state; and one step's outputs, a column for each admitted sample.
     """
     a = admission
-    lengths, logits = prefix.lengths[a.rows], prefix.logits[a.rows]
+    lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
     tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
     top_tokens, top_log_probs = sampling.top_log_probs(logits, a.sampler, num_top)
     remaining = jnp.where(_is_stop(tokens, a.stops), 0, a.limits - 1)
-    width = prefix.keys[0].shape[2]
+    width, starts = prefix.width, prefix.starts[a.prompts]
+
+    def cut(rows, axis):
+        # What follows a prompt is of no consequence: it is written over before it is seen.
+        return jax.vmap(lambda at: lax.dynamic_slice_in_dim(rows, at, width, axis))(starts)
 
     def put(target, value):
         return target.at[a.slots].set(value, mode="drop")
 
     def copy(caches, prefixes):
         return tuple(
-            cache.at[a.slots, :, :width].set(kept[a.rows].astype(cache.dtype), mode="drop")
+            cache.at[a.slots, :, :width].set(cut(kept, 1).astype(cache.dtype), mode="drop")
             for cache, kept in zip(caches, prefixes, strict=True)
         )
 
+    history = state.history
+    if history.shape[1]:
+        history = history.at[a.slots, :width].set(cut(prefix.tokens, 0), mode="drop")
+        history = history.at[a.slots, lengths].set(tokens, mode="drop")
     state = DecodeState(
         keys=copy(state.keys, prefix.keys),
         values=copy(state.values, prefix.values),
@@ -219,6 +145,7 @@ def insert(
         positions=put(state.positions, lengths),
         remaining=put(state.remaining, remaining),
         stops=put(state.stops, a.stops),
+        history=history,
         sampler=jax.tree.map(put, state.sampler, a.sampler),
     )
     outputs = Outputs(
@@ -252,81 +179,122 @@ def decode_step(
     window: int,
     filtered: bool,
     num_top: int,
+    draft_tokens: int = 0,
+    ngram_tokens: int = 0,
 ) -> tuple[DecodeState, tuple[Array, ...]]:
     """Feeds every active slot its last token and samples the next.
 
-    Inactive slots compute along but write nothing and keep their place.
+    With speculation it feeds guesses behind that token, samples after each of them, and keeps what
+    follows right ones. The cache then holds wrong guesses past the last token kept: they are
+    written over before any query sees them. Inactive slots compute along but write nothing and
+    keep their place.
 
     Args:
       state: Its caches may have more slots than the rest of it: those behind are left alone.
-      window: Cache positions that attention reads; static, past every active position.
+      window: Cache positions that attention reads; static, past every position fed that counts.
       filtered: See `sampling.sample`.
       num_top: Likeliest tokens to report; static.
+      draft_tokens, ngram_tokens: See `speculation.propose`; static. 0: no speculation.
 
     Returns:
-      The state; tokens (-1: the slot was not active), log-probs, likeliest tokens and theirs.
+      The state; tokens (-1: none), log-probs [Q, S], likeliest tokens and theirs [Q, S, k]; Q is 1
+      and the guesses.
     """
     active = state.remaining > 0
-    slots, capacity = state.tokens.shape[0], state.keys[0].shape[2]
-    write_at = jnp.where(active, state.positions, capacity)  # past the end: dropped
-    seen = jnp.arange(window) <= state.positions[:, None]  # [S, W]
-    heads = jnp.arange(network.shape.num_kv_heads)
-    # All three indices are given: a slice between them makes XLA relayout the whole cache.
-    index = (jnp.arange(slots)[:, None], heads[None], write_at[:, None])
+    fed = state.tokens[:, None]  # [S, Q]
+    drafts = fed[:, :0]
+    if draft_tokens:
+        drafts = speculation.propose(
+            state.history[:, :window],
+            state.positions,
+            draft_tokens=draft_tokens,
+            ngram_tokens=ngram_tokens,
+        )
+        fed = jnp.concatenate([fed, jnp.maximum(drafts, 0)], axis=1)
+    slots, width = fed.shape
+    places = state.positions[:, None] + jnp.arange(width)
+    logits, keys, values = _forward(network, params, state, fed, places, active, window)
 
-    def attend_to(cache_k, cache_v):
-        def attend(q, k, v):
-            new_k = cache_k.at[index].set(
-                k[:, 0].astype(cache_k.dtype), mode="drop", unique_indices=True
-            )
-            new_v = cache_v.at[index].set(
-                v[:, 0].astype(cache_v.dtype), mode="drop", unique_indices=True
-            )
-            read_k, read_v = new_k[:slots, :, :window], new_v[:slots, :, :window]
-            mixed = _attention_of_one(q[:, 0], read_k, read_v, seen)
-            return mixed[:, None], (new_k, new_v)
-
-        return attend
-
-    x = network.embed(params, state.tokens[:, None])
-    rotary = network.rotary(state.positions[:, None])
-    kept = []
-    for layer, k, v in zip(params["layers"], state.keys, state.values, strict=True):
-        x, caches = network.block(layer, x, rotary, attend_to(k, v))
-        kept.append(caches)
-    logits = network.logits(params, network.norm(params, x))[:, 0]
-
-    following = state.positions + 1
-    drawn, log_probs = sampling.sample(logits, following, state.sampler, filtered=filtered)
-    tops = sampling.top_log_probs(logits, state.sampler, num_top)
-    tokens = jnp.where(active, drawn, state.tokens)
-    left = jnp.where(_is_stop(tokens, state.stops), 0, state.remaining - 1)
-    keys, values = zip(*kept, strict=True)
+    following = places + 1
+    flat = logits.reshape(slots * width, -1)
+    sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), state.sampler)
+    sampled = (
+        *sampling.sample(flat, following.reshape(-1), sampler, filtered=filtered),
+        *sampling.top_log_probs(flat, sampler, num_top),
+    )
+    drawn, log_probs, *tops = (a.reshape(slots, width, *a.shape[1:]) for a in sampled)
+    if draft_tokens:
+        given = speculation.kept(drawn, drafts, state.stops, state.remaining)
+        count = given.sum(axis=1)
+        last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        end = state.history.shape[1]  # past it: dropped
+        write_at = jnp.where(given, following, end + jnp.arange(width))
+        history = state.history.at[jnp.arange(slots)[:, None], write_at].set(
+            drawn, mode="drop", unique_indices=True
+        )
+    else:
+        given, count, last, history = active[:, None], active, drawn[:, 0], state.history
+    tokens = jnp.where(active, last, state.tokens)
+    left = jnp.where(_is_stop(tokens, state.stops), 0, state.remaining - count)
     state = dataclasses.replace(
         state,
         keys=keys,
         values=values,
         tokens=tokens,
-        positions=jnp.where(active, following, state.positions),
+        positions=state.positions + count,
         remaining=jnp.where(active, left, 0),
+        history=history,
     )
-    return state, (jnp.where(active, drawn, -1), jnp.where(active, log_probs, 0.0), *tops)
+    found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
+    return state, tuple(jnp.swapaxes(a, 0, 1) for a in found)
 
 
-def _attention_of_one(
-    q: Float[Array, "S N H"],
+def _forward(network, params, state, fed, places, active, window):
+    """Returns logits [S, Q, V] after each token fed, and the caches with those tokens in them."""
+    slots, width = fed.shape
+    capacity = state.keys[0].shape[2]
+    write_at = jnp.where(active[:, None], places, capacity + jnp.arange(width))  # past: dropped
+    seen = jnp.arange(window) <= places[:, :, None]  # [S, Q, W]
+    heads = jnp.arange(network.shape.num_kv_heads)
+    # All three indices are given: a slice between them makes XLA relayout the whole cache.
+    index = (jnp.arange(slots)[:, None, None], heads, write_at[:, :, None])
+
+    def attend_to(cache_k, cache_v):
+        def attend(q, k, v):
+            new_k, new_v = (
+                cache.at[index].set(a.astype(cache.dtype), mode="drop", unique_indices=True)
+                for cache, a in ((cache_k, k), (cache_v, v))
+            )
+            read_k, read_v = new_k[:slots, :, :window], new_v[:slots, :, :window]
+            return _attention_of_few(q, read_k, read_v, seen), (new_k, new_v)
+
+        return attend
+
+    x = network.embed(params, fed)
+    rotary = network.rotary(places)
+    kept = []
+    for layer, k, v in zip(params["layers"], state.keys, state.values, strict=True):
+        x, caches = network.block(layer, x, rotary, attend_to(k, v))
+        kept.append(caches)
+    keys, values = zip(*kept, strict=True)
+    return network.logits(params, network.norm(params, x)), keys, values
+
+
+def _attention_of_few(
+    q: Float[Array, "S Q N H"],
     k: Float[Array, "S K W H"],
     v: Float[Array, "S K W H"],
-    seen: Bool[Array, "S W"],
-) -> Float[Array, "S N H"]:
-    """Returns attention of one query a slot, with the same roundings as `full_attention`."""
-    slots, heads, size = q.shape
-    grouped = q.reshape(slots, k.shape[1], -1, size)
-    scores = jnp.einsum("skgh,skwh->skgw", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores / jnp.sqrt(size).astype(jnp.float32), -1e30)
+    seen: Bool[Array, "S Q W"],
+) -> Float[Array, "S Q N H"]:
+    """Returns attention of a few queries a slot, with the same roundings as `full_attention`."""
+    slots, width, heads, size = q.shape
+    grouped = q.reshape(slots, width, k.shape[1], -1, size)
+    scores = jnp.einsum("sqkgh,skwh->skqgw", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores / jnp.sqrt(size).astype(jnp.float32)
+    scores = jnp.where(seen[:, None, :, None], scores, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("skgw,skwh->skgh", probabilities, v)
-    return mixed.reshape(slots, heads, size).astype(q.dtype)
+    mixed = jnp.einsum("skqgw,skwh->sqkgh", probabilities, v)
+    return mixed.reshape(slots, width, heads, size).astype(q.dtype)
 
 
 def generate(
@@ -341,6 +309,8 @@ def generate(
     gather: bool,
     filtered: bool,
     num_top: int,
+    draft_tokens: int = 0,
+    ngram_tokens: int = 0,
 ) -> tuple[DecodeState, Outputs]:
     """Decodes until `num_steps` are done or `free_target` slots are free.
 
@@ -351,6 +321,7 @@ def generate(
       gather: Whether the part of the cache in use is copied out before the steps and back after
         them; static. On a CPU a step that reads part of a larger array copies that part each
         time; on accelerators it does not, and the second copy would cost memory.
+      draft_tokens, ngram_tokens: See `decode_step`.
     """
     used_slots, used_window = (num_slots, window) if gather else state.keys[0].shape[::2]
 
@@ -363,7 +334,14 @@ def generate(
     front = jax.tree.map(lambda a: a[:num_slots], small)
     live = dataclasses.replace(front, keys=keys, values=values)
     step_of = functools.partial(
-        decode_step, network, params, window=window, filtered=filtered, num_top=num_top
+        decode_step,
+        network,
+        params,
+        window=window,
+        filtered=filtered,
+        num_top=num_top,
+        draft_tokens=draft_tokens,
+        ngram_tokens=ngram_tokens,
     )
 
     def unfinished(carry):
@@ -376,11 +354,12 @@ def generate(
         kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
         return step + 1, live, kept
 
+    places = (num_steps, 1 + draft_tokens, num_slots)
     blank = (
-        jnp.full((num_steps, num_slots), -1, jnp.int32),
-        jnp.zeros((num_steps, num_slots), jnp.float32),
-        jnp.zeros((num_steps, num_slots, num_top), jnp.int32),
-        jnp.zeros((num_steps, num_slots, num_top), jnp.float32),
+        jnp.full(places, -1, jnp.int32),
+        jnp.zeros(places, jnp.float32),
+        jnp.zeros((*places, num_top), jnp.int32),
+        jnp.zeros((*places, num_top), jnp.float32),
     )
     _, live, kept = lax.while_loop(unfinished, body, (0, live, blank))
     keys, values = jax.tree.map(
@@ -388,6 +367,9 @@ def generate(
         caches,
         (live.keys, live.values),
     )
+    size = num_steps * (1 + draft_tokens)
+    tokens, log_probs, *tops = (a.reshape(size, *a.shape[2:]) for a in kept)
     front = dataclasses.replace(live, keys=(), values=())
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, front)
-    return dataclasses.replace(small, keys=keys, values=values), Outputs(*kept, live.remaining + 0)
+    outputs = Outputs(tokens, log_probs, tops[0], tops[1], live.remaining + 0)
+    return dataclasses.replace(small, keys=keys, values=values), outputs

@@ -22,9 +22,9 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What the device sampled, read by the host. N steps, S slots, the k likeliest tokens."""
+    """What the device sampled, read by the host: `programs.Outputs` in numpy."""
 
-    tokens: np.ndarray  # [N, S] int32; -1: the slot was not active
+    tokens: np.ndarray  # [N, S] int32; -1: none
     log_probs: np.ndarray  # [N, S]
     top_tokens: np.ndarray  # [N, S, k]
     top_log_probs: np.ndarray  # [N, S, k]
@@ -42,18 +42,18 @@ class _Sample:
 
     def extend(self, sampled: Sampled, column: int) -> int:
         """Takes in one column; returns how many tokens it held."""
-        count = int((sampled.tokens[:, column] >= 0).sum())  # active steps come first
+        given = sampled.tokens[:, column] >= 0
         c = self.completion
-        c.tokens.extend(sampled.tokens[:count, column].tolist())
-        c.log_probs.extend(sampled.log_probs[:count, column].tolist())
+        c.tokens.extend(sampled.tokens[given, column].tolist())
+        c.log_probs.extend(sampled.log_probs[given, column].tolist())
         if k := self.params.num_top_log_probs:
             tops = zip(
-                sampled.top_tokens[:count, column, :k].tolist(),
-                sampled.top_log_probs[:count, column, :k].tolist(),
+                sampled.top_tokens[given, column, :k].tolist(),
+                sampled.top_log_probs[given, column, :k].tolist(),
                 strict=True,
             )
             c.top_log_probs.extend(tuple(zip(*top, strict=True)) for top in tops)
-        return count
+        return int(given.sum())
 
     def cut(self, length: int) -> None:
         c = self.completion

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import programs
-from jaxrl_llm.rollout.programs import Admission, DecodeState, Prefix
+from jaxrl_llm.rollout import prefill, programs
+from jaxrl_llm.rollout.prefill import Prefix, Prompts
+from jaxrl_llm.rollout.programs import Admission, DecodeState
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.serving.jetstream_library import (
@@ -106,7 +107,7 @@ class JetStreamEngine(engine_api.Engine):
             )
         filtered = sampling.is_filtered
         self._empty = jax.jit(empty, out_shardings=shardings)
-        self._prefill = jax.jit(functools.partial(programs.prefill, network))
+        self._prefill = jax.jit(functools.partial(_read, network))
         self._insert = jax.jit(
             functools.partial(_insert, filtered=filtered),
             donate_argnums=0,
@@ -171,7 +172,7 @@ class JetStreamEngine(engine_api.Engine):
             "min_p": one(self._sampling.min_p, np.float32),
         }
         admission: dict[str, Any] = {
-            "rows": one(0, np.int32),
+            "prompts": one(0, np.int32),
             "slots": one(slot, np.int32),
             # JetStream ends a reply at the request's limit; the engine at the cache's end only.
             "limits": one(self._served.max_tokens, np.int32),
@@ -237,6 +238,16 @@ class JetStreamEngine(engine_api.Engine):
         return None
 
 
+def _read(
+    network: Network, params: Params, tokens: Int[Array, "1 T"], lengths: Int[Array, " 1"]
+) -> Prefix:
+    positions = jnp.arange(tokens.shape[1])[None]
+    inside = (positions < lengths).astype(jnp.int32)
+    return prefill.prefill(
+        network, params, Prompts(tokens, positions, inside, jnp.zeros_like(lengths), lengths)
+    )
+
+
 def _insert(slots: Slots, prefix: Prefix, admission: Admission, *, filtered: bool) -> Slots:
     # At most what the cache holds after the prompt.
     room = slots.state.keys[0].shape[2] - prefix.lengths[:1]
@@ -255,7 +266,7 @@ def _generate(
     state, (tokens, *_) = programs.decode_step(
         network, params, slots.state, window=window, filtered=filtered, num_top=0
     )
-    return Slots(state, tokens >= 0, num_given), data
+    return Slots(state, tokens[0] >= 0, num_given), data
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):

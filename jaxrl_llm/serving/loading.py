@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config, MeshConfig, ModelConfig
+from jaxrl_llm.config_rollout import SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner import saved
@@ -99,13 +100,20 @@ def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
     )
 
 
-def engine(source: Source, model: Served, num_slots: int = 0, chunk_steps: int = 8) -> Engine:
+def engine(
+    source: Source,
+    model: Served,
+    num_slots: int = 0,
+    chunk_steps: int = 8,
+    draft_tokens: int = 0,
+) -> Engine:
     """Returns an engine of its own for serving.
 
     Args:
       num_slots: Samples decoded at one time; 0: 16 on CPU, 64 elsewhere.
       chunk_steps: Most tokens of a sample between two looks of the host: fewer make streams
         smoother, more cost less.
+      draft_tokens: Guesses from the text so far in a decode step; see `SpeculationConfig`.
     """
     roles = source.roles
     return Engine(
@@ -114,6 +122,7 @@ def engine(source: Source, model: Served, num_slots: int = 0, chunk_steps: int =
         num_slots=num_slots or (16 if jax.default_backend() == "cpu" else 64),
         max_tokens=model.max_tokens,
         chunk_steps=chunk_steps,
+        speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
     )
 

@@ -158,7 +158,7 @@ def _train(
             interruption.hold()
             allowed = alerts.allow_update(rewards, of_estimates)
             with clock("update") as watch:
-                batch = experience.assemble(rollouts, predictions, estimates)
+                batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
                 updates = []
                 for plan, key in experience.minibatches(roles, rollouts, shuffle_key, allowed):
                     state, of_update = learn(

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.data.packing import balanced_partition, bucket, pack, workload
+from jaxrl_llm.data.packing import (
+    Beginnings,
+    Piece,
+    balanced_partition,
+    beginnings,
+    bucket,
+    pack,
+    pieces,
+    workload,
+)
 
 few = settings(max_examples=60, deadline=None)
 costs_and_parts = st.tuples(
@@ -105,6 +114,30 @@ def test_pack_errors():
         pack([3, 11], 10)
     with pytest.raises(ValueError, match="sequence 0 has 0 tokens"):
         pack([0], 10)
+
+
+def test_beginnings_end_where_sequences_differ_or_are_asked_about():
+    tokens = np.array([[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 8, 2], [5, 6, 0, 0], [9, 3, 0, 0]])
+    lengths = np.array([4, 4, 4, 2, 2])
+    own = np.arange(4) >= np.array([3, 3, 3, 4, 1])[:, None]  # of the fourth nothing is
+    found = beginnings(tokens, lengths, own, np.array([0, 0, 1, 1, 2]))
+    np.testing.assert_array_equal(found.lengths, [3, 3, 1, 1, 1])
+    # Of three that begin alike, by two tokens.
+    found = beginnings(tokens[:3], lengths[:3], own[:3], np.zeros(3, int))
+    np.testing.assert_array_equal(found.lengths, [2, 2, 2])
+
+
+def test_pieces_by_hand():
+    common = Beginnings(np.array([0, 0, 0, 1, 1, 2]), np.array([3, 3, 3, 0, 0, 2]))
+    found = pieces(np.array([4, 5, 6, 2, 2, 4]), common, 8)
+    # 3 + 3 + 2 fill a row; the third begins another, with nobody to share with.
+    assert found == [
+        Piece((1, 2), 3, 8),
+        Piece((0,), 0, 4),
+        Piece((3,), 0, 2),
+        Piece((4,), 0, 2),
+        Piece((5,), 0, 4),
+    ]
 
 
 def test_bucket():

@@ -51,6 +51,7 @@ def train(folder, flags):
     )
 
 
+@pytest.mark.slow
 def test_the_file_of_the_document_trains(folder):
     assert len(FLAGS) == 3
     result = train(folder, FLAGS)

@@ -182,7 +182,10 @@ def test_gdpo_normalizes_each_reward(from_files):
         ), name
 
 
-@pytest.mark.parametrize("level, mode", [("token", "truncate"), ("sequence", "mask")])
+@pytest.mark.parametrize(
+    "level, mode",
+    [("token", "truncate"), pytest.param("sequence", "mask", marks=pytest.mark.slow)],
+)
 def test_correction_and_rejection_act_in_the_loop(level, mode, train):
     """An engine in bfloat16 samples from another policy than the one in float32."""
     changes = two_steps(

@@ -38,7 +38,8 @@ def check_same_run(workdir, reference) -> None:
         assert (workdir / dump).read_bytes() == (reference / dump).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["grpo_tiny", pytest.param("ppo_tiny", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
 def test_killed_in_the_middle_of_step_7(name, tmp_path, cache, request):
     reference = request.getfixturevalue(name.replace("_tiny", "_run"))
     (tmp_path / "reward.py").write_text(REWARD)

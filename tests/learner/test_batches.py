@@ -71,6 +71,122 @@ def test_unpacking_undoes_packing(step):
     np.testing.assert_array_equal(found, np.where(kept, tokens, 0))
 
 
+@st.composite
+def grouped_steps(draw):
+    """Steps in which neighbours begin alike, by as much as their lengths allow."""
+    lengths, chosen = draw(steps())
+    groups = np.array(sorted(draw(st.lists(st.integers(0, 5), min_size=B, max_size=B))))
+    common = np.zeros(B, int)
+    for group in np.unique(groups):
+        rows = groups == group
+        common[rows] = draw(st.integers(0, lengths[rows].min() - 1))
+    return lengths, chosen, packing.Beginnings(groups, common)
+
+
+def plan_of_groups(lengths, chosen, common, budget=80):
+    asked = np.arange(W) >= np.maximum(common.lengths, 1)[:, None]
+    layout = Layout(budget, SHARDS, attention_parity=10_000)
+    return layout.plan(lengths, chosen, width=W, scored=asked, common=common), asked
+
+
+@settings(max_examples=100, deadline=None)
+@given(grouped_steps())
+def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
+    lengths, chosen, common = step
+    plan, asked = plan_of_groups(*step)
+    m, count = plan.microbatches, int(plan.count)
+    rows, width = m.segment_ids.shape[1:]
+    assert rows % SHARDS == 0 and rows // SHARDS * width <= 80
+    assert (m.segment_ids != 0).sum() <= lengths[chosen].sum()
+    assert sorted(m.sequences[m.sequences < B]) == chosen.tolist()
+    scored = []
+    for g, place in zip(*np.nonzero(m.sequences < B), strict=True):
+        sequence, row = m.sequences[g, place], m.rows[g, place]
+        ids, positions = m.segment_ids[g, row], m.positions[g, row]
+        own = np.flatnonzero(ids == sequence + 1)
+        shared = m.shared[g, place]
+        np.testing.assert_array_equal(positions[own], np.arange(shared, lengths[sequence]))
+        np.testing.assert_array_equal(own, m.starts[g, place] + positions[own])
+        before = np.arange(own[0] - 1, own[-1])
+        if shared:
+            assert shared == common.lengths[sequence]
+            prefix = m.prefix_ids[g, row, own[0]]
+            assert prefix < 0 and (m.prefix_ids[g, row, own] == prefix).all()
+            assert common.groups[-prefix - 1] == common.groups[sequence]
+            beginning = np.flatnonzero(ids == prefix)
+            np.testing.assert_array_equal(beginning, m.beginnings[g, place] + np.arange(shared))
+            np.testing.assert_array_equal(positions[beginning], np.arange(shared))
+            assert beginning[-1] < own[0]
+            before[0] = beginning[-1]
+        for at, follows in zip(m.scored[g, row], m.before[g, row], strict=True):
+            if at in own:
+                scored.append((sequence, positions[at]))
+                assert follows == before[at - own[0]]
+    wanted = [(s, t) for s in chosen for t in np.flatnonzero(asked[s, : lengths[s]])]
+    assert sorted(scored) == wanted
+    assert (m.segment_ids[count:] == 0).all() and (m.sequences[count:] == B).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(grouped_steps())
+def test_unpacking_undoes_packing_of_shared_beginnings(step):
+    lengths, chosen, common = step
+    drawn = np.random.default_rng(0).integers(1, 1000, (B, W)).astype(np.int32)
+    alike = np.arange(W) < common.lengths[:, None]
+    tokens = np.where(alike, drawn[common.groups], drawn)
+    plan, _ = plan_of_groups(*step)
+    found = there_and_back(plan, tokens, lengths)
+    kept = np.isin(np.arange(B), chosen)[:, None] & (np.arange(W) < lengths[:, None])
+    np.testing.assert_array_equal(found, np.where(kept, tokens, 0))
+
+
+def test_sharing_by_hand():
+    """Rows of 12 hold [prompt of 4, 3 answers of 2]; alone, two sequences of 6."""
+    lengths, groups = np.full(6, 6), np.repeat([0, 1], 3)
+    asked = np.arange(8) >= 4
+    common = packing.Beginnings(groups, np.full(6, 4))
+    settings = {"width": 8, "scored": np.broadcast_to(asked, (6, 8)), "common": common}
+    plan = Layout(24, 1, attention_parity=100).plan(lengths, np.arange(6), **settings)
+    m = jax.tree.map(lambda a: a[0], plan.microbatches)
+    np.testing.assert_array_equal(m.segment_ids[0], [-1, -1, -1, -1, 1, 1, 2, 2, 3, 3, 0, 0][:12])
+    np.testing.assert_array_equal(m.prefix_ids[0], [-1] * 10 + [0, 0])
+    np.testing.assert_array_equal(m.positions[0], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 0, 0])
+    np.testing.assert_array_equal(m.scored[0, :6], [4, 5, 6, 7, 8, 9])
+    np.testing.assert_array_equal(m.before[0, :6], [3, 4, 3, 6, 3, 8])
+    np.testing.assert_array_equal(m.starts[:3], [0, 2, 4])
+    assert (plan.microbatches.segment_ids != 0).sum() == 20
+
+
+def test_sharing_where_it_pays_and_the_same_in_a_resumed_run():
+    lengths, groups = np.full(16, 8), np.repeat(np.arange(4), 4)
+    asked = np.broadcast_to(np.arange(8) >= 4, (16, 8))
+    common = packing.Beginnings(groups, np.full(16, 4))
+    settings = {"width": 8, "scored": asked, "common": common}
+
+    def width(layout, **changed):
+        plan = layout.plan(lengths, np.arange(16), **settings | changed)
+        return plan.microbatches.prefix_ids.shape[-1]
+
+    layout = Layout(64, 1, attention_parity=100)
+    # A prompt of 4 and four answers of 4.
+    assert width(layout) == 20
+    # Attention as dear as that of wider rows, no samples beside each other, a row that devices
+    # share, everything scored: as without.
+    assert width(Layout(64, 1, attention_parity=1)) == 0
+    strangers = packing.Beginnings(np.arange(16), np.full(16, 4))
+    assert width(Layout(64, 1, attention_parity=100), common=strangers) == 0
+    assert width(Layout(64, 1, 2, attention_parity=100)) == 0
+    assert width(layout, scored=batches.EVERY_TOKEN) == 0
+    # A budget that holds no wider rows: what fits.
+    assert width(Layout(10, 1, attention_parity=100)) in (0, 8)
+    resumed = Layout(64, 1, attention_parity=1)
+    resumed.set_state(layout.get_state())
+    assert width(resumed) == 20
+    # Four shards with a group each do as well; sixteen would wait for three quarters of them.
+    assert width(Layout(64, 4, attention_parity=100)) == 20
+    assert width(Layout(64, 16, attention_parity=100)) == 0
+
+
 def test_take_and_put_are_inverse():
     lengths = np.random.default_rng(1).integers(1, W, B)
     plan = plan_of(lengths, np.array([0, 2, 3, 4, 7, 8, 9, 11]))

@@ -57,9 +57,12 @@ def rollouts():
     columns = np.arange(T)
     inside = columns < lengths[:, None]
     mask = inside & (columns >= random.integers(1, 6, B)[:, None])
-    tokens = np.where(inside, random.integers(0, 104, (B, T)), 0).astype(np.int32)
-    log_probs = np.where(mask, -random.random((B, T)), 0.0).astype(np.float32)
     groups = np.repeat(np.arange(B // 2), 2).astype(np.int32)
+    # Samples of a prompt begin alike.
+    drawn = random.integers(0, 104, (B, T))
+    drawn[1::2, :5] = drawn[::2, :5]
+    tokens = np.where(inside, drawn, 0).astype(np.int32)
+    log_probs = np.where(mask, -random.random((B, T)), 0.0).astype(np.float32)
     return Rollouts(tokens, mask, log_probs, lengths, groups, mask[:, -1], (), ())
 
 

@@ -70,7 +70,7 @@ def two_updates(choice: str):
     rollouts = rollouts_of()
     predictions = predict(state, rollouts)
     estimates, state, _ = estimate(state, rollouts, rewards_of(), predictions)
-    batch = experience.assemble(rollouts, predictions, estimates)
+    batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
     found = []
     for plan, key in experience.minibatches(roles, rollouts, jax.random.key(3)):
         state, metrics = learn(state, batch, plan, key)

@@ -12,6 +12,7 @@ import tiny
 
 from jaxrl_llm.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
 from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.data import packing
 from jaxrl_llm.learner import optimizer, roles, update
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -116,9 +117,10 @@ def plan_of(mesh, budget, width=T):
 def learned(run, *, budget=1024, width=T, **settings):
     """Returns the gradients of policy and critic in one update, and its metrics."""
     state = initial(run)
-    after, metrics = update.updater(run, state)(
+    learn = update.updater(run, state)
+    after, metrics = learn(
         state,
-        batch_of(run.policy, width),
+        learn.spread(batch_of(run.policy, width)),
         plan_of(run.mesh, budget, width),
         jax.random.key(3),
         **settings,
@@ -190,9 +192,8 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
         old = rows.rollout_log_probs if epochs == 2 else np.full((B, T), np.nan, np.float32)
         rows = dataclasses.replace(rows, old_log_probs=old)
         state = initial(run)
-        after, metrics = update.updater(run, state)(
-            state, rows, plan_of(ONE, 4 * T), jax.random.key(3)
-        )
+        learn = update.updater(run, state)
+        after, metrics = learn(state, learn.spread(rows), plan_of(ONE, 4 * T), jax.random.key(3))
         found.append((jax.tree.map(np.asarray, after.policy.opt_state), metrics))
     (want, _), (got, metrics) = found
     # The log-probs given come from another program: rounding of numbers near 10 is in the ratio.
@@ -228,6 +229,74 @@ def test_the_cut_does_not_matter(reference, monkeypatch):
     plan = plan_of(ONE, T)
     assert (plan.microbatches.rows.shape[0], int(plan.count)) == (8, 5)  # three do nothing
     assert_same(learned(run, budget=T), reference(FULL, monkeypatch))
+
+
+CLIP_COV = AlgorithmConfig(policy_loss="clip_cov", clip_cov_share=0.1, clip_cov_low=0.0)
+
+
+# Prompts of 9, 5, 1 and 3 tokens with 4, 3, 2 and 1 samples, of which CHOSEN takes some.
+GROUPS = np.repeat(np.arange(4), [4, 3, 2, 1])
+PROMPTS = np.array([9, 5, 1, 3])[GROUPS]
+
+
+def grouped_batch(network):
+    """`batch_of`, the samples of a prompt beginning alike; some tokens of a response not chosen."""
+    batch = batch_of(network)
+    columns, random = np.arange(T), np.random.default_rng(2)
+    of_prompt = columns < PROMPTS[:, None]
+    firsts = np.searchsorted(GROUPS, GROUPS)
+    # Of the last sequence of the first group nothing but one token follows the prompt.
+    long = np.maximum(lengths(), PROMPTS + 2)
+    long[3] = PROMPTS[3] + 1
+    drawn = random.integers(0, network.shape.vocab_size, (B, T))
+    tokens = np.where(of_prompt, drawn[firsts], drawn) * (columns < long[:, None])
+    mask = (columns < long[:, None]) & ~of_prompt & (random.random((B, T)) < 0.8)
+    mask[np.arange(B), PROMPTS] = True
+    now = np.asarray(
+        tiny.teacher_forced(
+            tokens.astype(np.int32), np.full(B, 0.8, np.float32), network, tiny.params(network)
+        )
+    )
+    return dataclasses.replace(
+        batch,
+        tokens=tokens.astype(np.int32),
+        lengths=long.astype(np.int32),
+        response_mask=mask,
+        loss_mask=mask & (random.random((B, T)) < 0.9),
+        rollout_log_probs=now,
+        old_log_probs=now + random.normal(0, 0.2, (B, T)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, budget, algorithm",
+    [
+        ({}, 2 * T, FULL),
+        pytest.param({}, 1024, FULL, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, 3 * T, FULL, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2}, 2 * T, CLIP_COV, marks=pytest.mark.slow),
+    ],
+    ids=["microbatches", "whole", "mesh", "selection"],
+)
+def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypatch):
+    """Policy's and critic's gradients of rows in which samples share their prompt's tokens."""
+    run = roles_on(tiny.make_mesh(**sizes), algorithm, monkeypatch)
+    batch = grouped_batch(run.policy)
+    alike = packing.beginnings(batch.tokens, batch.lengths, batch.response_mask, GROUPS)
+    np.testing.assert_array_equal(alike.lengths, PROMPTS)
+    shards = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+    found, tokens = [], []
+    for parity in (0, 1_000):
+        layout = Layout(budget, shards, attention_parity=parity)
+        plan = layout.plan(batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike)
+        state = initial(run)
+        after, metrics = update.updater(run, state)(state, batch, plan, jax.random.key(3))
+        gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
+        numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
+        found.append((gradients, numbers))
+        tokens.append(int((plan.microbatches.segment_ids != 0).sum()))
+    assert tokens[1] < tokens[0] == batch.lengths[CHOSEN].sum()
+    assert_same(found[1], found[0])
 
 
 def test_padding_does_not_matter(reference, monkeypatch):
@@ -272,7 +341,7 @@ def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch)
     state = initial(run)
     step = update.updater(run, state)
     before = jax.tree.map(np.array, state.policy)
-    state, metrics = step(state, batch, plan, key)
+    state, metrics = step(state, step.spread(batch), plan, key)
     assert 0.5 < metrics["actor/ppo_kl"] < 5.0
     assert metrics["actor/skipped_updates"] == skipped
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), state.policy, before)
@@ -293,7 +362,7 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         values[row, column] = np.nan
         return dataclasses.replace(batch, **{name: values})
 
-    state, metrics = step(state, spoiled("advantages", row), plan, key)
+    state, metrics = step(state, step.spread(spoiled("advantages", row)), plan, key)
     assert metrics["actor/skipped_updates"] == 1
     assert metrics["critic/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
@@ -303,20 +372,20 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         assert not np.array_equal(role.params["embed"], getattr(before, name).params["embed"])
 
     moved = jax.tree.map(np.array, state)
-    state, metrics = step(state, spoiled("returns", row), plan, key)
+    state, metrics = step(state, step.spread(spoiled("returns", row)), plan, key)
     assert metrics["critic/skipped_updates"] == 1
     assert metrics["actor/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.critic, moved.critic)
     assert (state.policy.num_updates, state.cost_critic.num_updates) == (1, 2)
 
     # Rows that are not of this minibatch are not looked at, whatever they hold.
-    clean, _ = step(initial(run), batch, plan, key)
-    beside, metrics = step(initial(run), spoiled("advantages", 1), plan, key)
+    clean, _ = step(initial(run), step.spread(batch), plan, key)
+    beside, metrics = step(initial(run), step.spread(spoiled("advantages", 1)), plan, key)
     assert 1 not in CHOSEN
     jax.tree.map(np.testing.assert_array_equal, beside.policy.params, clean.policy.params)
 
     # While critics warm up the policy rests.
-    state, metrics = step(initial(run), batch, plan, key, train_policy=False)
+    state, metrics = step(initial(run), step.spread(batch), plan, key, train_policy=False)
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
     jax.tree.map(np.testing.assert_array_equal, state.critic, clean.critic)
     assert not any(name.startswith("actor/") for name in metrics)

@@ -157,13 +157,15 @@ def test_mean_over_updates_counts_only_those_that_have_a_number():
 
 
 def test_engine_speed_by_hand():
-    found = statistics.of_engine(8, 0.5, 6, 2.0, 0.75)
+    found = statistics.of_engine(8, 0.5, 6, 2.0, 0.75, 1.5, 0.25)
     assert found == {
         "rollout/prefill_tokens_per_s": 16.0,
         "rollout/decode_tokens_per_s": 3.0,
         "rollout/slot_occupancy": 0.75,
+        "rollout/tokens_per_forward": 1.5,
+        "rollout/draft_acceptance": 0.25,
     }
-    assert set(statistics.of_engine(0, 0.0, 0, 0.0, 1.0).values()) == {0.0, 1.0}
+    assert set(statistics.of_engine(0, 0.0, 0, 0.0, 1.0, 1.0, 0.0).values()) == {0.0, 1.0}
 
 
 def test_speed_by_hand():

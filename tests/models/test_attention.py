@@ -1,6 +1,7 @@
 """One function, several kernels: all compute the softmax by definition."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,35 @@ def test_gradients_of_blocks_are_the_whole(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
     for ours, theirs in zip(gradients(*arguments), whole, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("block", [512, 32, 40], ids=["whole", "blocks", "uneven"])
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+def test_answers_of_a_prompt_see_it_and_not_each_other(block, soft_cap, monkeypatch):
+    """[prompt, answer, answer] in one row is the two sequences in rows of their own."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    q, k, v, _ = inputs(96)
+    cuts = (0, 30, 55, 90)  # prompt, two answers; then padding
+    places = np.arange(96)
+    segments = np.select([places < c for c in cuts[1:]], [-1, 1, 2], 0)
+    prefixes = np.where(segments != 0, -1, 0)
+    ids, prefix_ids = (np.broadcast_to(x, (B, 96)).astype(np.int32) for x in (segments, prefixes))
+    found = jax.jit(functools.partial(attention.full_attention, soft_cap=soft_cap))(
+        q, k, v, ids, prefix_ids=prefix_ids
+    )
+    for start, end in itertools.pairwise(cuts[1:]):
+        chosen = np.r_[: cuts[1], start:end]
+        alone = (x[:, chosen] for x in (q, k, v))
+        wanted = by_definition(*alone, np.ones((B, len(chosen)), int), soft_cap=soft_cap)
+        np.testing.assert_allclose(found[:, chosen], wanted, atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", [{"implementation": "splash"}, {"window": 9}], ids=str)
+def test_what_cannot_see_prefixes_says_so(kind):
+    q, k, v, segments = inputs(32)
+    with pytest.raises(ValueError, match="full_attention: prefix_ids with"):
+        attention.full_attention(q, k, v, segments, **kind, prefix_ids=segments)
+    assert not attention.shares_prefixes("splash")
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=str)

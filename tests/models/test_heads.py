@@ -84,13 +84,14 @@ def test_chosen_positions_equal_all_positions(batch, entropy):
     mask = (jax.random.uniform(jax.random.key(9), (B, T)) < 0.4) & ~first
     mask &= batch["segment_ids"] > 0
     places = jnp.sort(jnp.where(mask, jnp.arange(T), T), axis=1)[:, : int(mask.sum(1).max()) + 1]
+    before = jnp.maximum(places - 1, 0)
 
     def masked(*arguments, **settings):
         found = heads.token_statistics(*arguments, **settings)
         return tuple(jnp.where(mask, x, 0.0) for x in found)
 
     def chosen(hidden, weight, tokens, _, **settings):
-        return heads.chosen_statistics(hidden, weight, tokens, places, **settings)
+        return heads.chosen_statistics(hidden, weight, tokens, places, before, **settings)
 
     settings = {"temperature": 0.7, "chunk": 5, "entropy": entropy}
     for got, want in zip(

@@ -7,26 +7,25 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from engine_work import (
+    LIMIT,
+    ONE,
+    assert_same,
+    engine_of,
+    expected,
+    request,
+    rollout_params,
+    run_to_end,
+    weights,
+    workload,
+)
 
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.rollout import capacity, programs
+from jaxrl_llm.config_rollout import SpeculationConfig
+from jaxrl_llm.rollout import capacity, prefill, prefixes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
-
-LIMIT = 64
-ONE = tiny.make_mesh()
-
-
-@functools.cache
-def engine_of(mesh=ONE, num_slots=8, chunk_steps=16, network=tiny.NETWORK):
-    return Engine(
-        network,
-        mesh,
-        num_slots=num_slots,
-        max_tokens=LIMIT,
-        chunk_steps=chunk_steps,
-    )
 
 
 @pytest.fixture
@@ -35,60 +34,17 @@ def one_window(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.prefixes.SMALLEST_WIDTH", LIMIT)
 
 
-def request(random, length, params, seed):
-    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), len(params)))
-    return Request(tuple(random.integers(4, 96, length).tolist()), np.asarray(keys), tuple(params))
-
-
-@functools.cache
-def workload():
-    """Prompts of 1 to 40 tokens, groups of 1 to 5, every sample with parameters of its own."""
-    random = np.random.default_rng(0)
-    plain = SamplingParams(20)
-    groups = [
-        (3, [plain] * 5),
-        (40, [SamplingParams(1), SamplingParams(24, temperature=0.7)]),
-        (1, [SamplingParams(40, stop_tokens=tuple(range(8))), SamplingParams(12, 0.0)]),
-        (33, [SamplingParams(25, top_k=5), SamplingParams(25, top_p=0.6), plain]),
-        (17, [SamplingParams(30, 1.5, 30, 0.9, 0.01, stop_tokens=(11, 12, 13))]),
-        (31, [SamplingParams(2), SamplingParams(33), SamplingParams(7), SamplingParams(30)]),
-        (8, [SamplingParams(1)] * 3),
-    ]
-    return [request(random, n, params, seed) for seed, (n, params) in enumerate(groups)]
-
-
-@functools.cache
-def weights():
-    return tiny.params()
-
-
-@functools.cache
-def rollout_params(mesh=ONE):
-    return tiny.rollout_params(weights(), mesh)
-
-
-@functools.cache
-def expected():
-    return engine_of().generate(rollout_params(), workload())
-
-
-def assert_same(got, want):
-    for ours, theirs in zip(got, want, strict=True):
-        assert [c.tokens for c in ours] == [c.tokens for c in theirs]
-        assert [c.stopped for c in ours] == [c.stopped for c in theirs]
-        for a, b in zip(ours, theirs, strict=True):
-            # The same sums in other orders, float32.
-            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=2e-5)
-
-
 def count_prompts_read(engine, monkeypatch):
-    """Makes the engine note every row that it prefills, fillers left out."""
+    """Makes the engine note every prompt that it prefills, empty places left out."""
     read, prefill = [], engine.compiled.prefill
 
-    def counted(params, tokens, lengths):
-        rows = (tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True))
-        read.extend(row for row in rows if row != (0,))
-        return prefill(params, tokens, lengths)
+    def counted(params, prompts):
+        tokens = prompts.tokens.reshape(-1)
+        spans = {}
+        for at, length in zip(prompts.starts, prompts.lengths, strict=True):
+            spans.setdefault(at, length)  # empty places come last and name token 0 again
+        read.extend(tuple(tokens[at : at + length].tolist()) for at, length in spans.items())
+        return prefill(params, prompts)
 
     monkeypatch.setattr(engine.compiled, "prefill", counted)
     return read
@@ -178,18 +134,6 @@ def test_filters_of_a_neighbour_leave_a_sample_alone(one_window):
         c for r, c in zip(workload(), expected(), strict=True) if any(r is other for other in plain)
     ]
     assert_same(engine.generate(params, plain), want)
-
-
-def run_to_end(engine, params, completions):
-    """Takes turns until nothing is left; adds to {(request, sample): [tokens, reason]}."""
-    while engine.num_waiting or engine.num_active:
-        for p in engine.step(params):
-            kept = completions.setdefault((p.request, p.sample), [[], ""])
-            assert not kept[1], "progress of a finished sample"
-            assert len(p.tokens) == len(p.log_probs) > 0
-            kept[0].extend(p.tokens)
-            kept[1] = p.finish_reason
-    return completions
 
 
 def test_requests_may_come_while_others_run(one_window):
@@ -367,10 +311,18 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
 
 
 @pytest.mark.slow
-def test_twenty_steps_compile_nothing_after_the_warm_up():
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
     mover = tiny.resharder(ONE)
     rollout = mover.empty()
-    engine = Engine(tiny.NETWORK, ONE, num_slots=16, max_tokens=LIMIT, chunk_steps=4)
+    engine = Engine(
+        tiny.NETWORK,
+        ONE,
+        num_slots=16,
+        max_tokens=LIMIT,
+        chunk_steps=4,
+        speculation=SpeculationConfig(draft_tokens=draft_tokens),
+    )
     engine.warm_up(rollout, num_prompts=6, prompt_tokens=40)
     count = engine.num_compilations()
     random, finished = np.random.default_rng(4), 0
@@ -397,23 +349,22 @@ def test_twenty_steps_compile_nothing_after_the_warm_up():
         ]
         finished += sum(len(row) for row in engine.generate(rollout, requests))
     assert finished == 20 * 24
+    assert (engine.statistics.tokens_per_forward > 1) == (draft_tokens > 0)
     assert len(used) >= 4, "the steps were all alike: nothing was shown"
     assert engine.num_compilations() == count
 
 
 @pytest.mark.parametrize("piece", [16, 24])
 def test_long_prompts_are_read_in_pieces(piece, one_window, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.programs.PIECE_TOKENS", piece)
+    monkeypatch.setattr("jaxrl_llm.rollout.prefill.PIECE_TOKENS", piece)
     engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT)
     assert_same(engine.generate(rollout_params(), workload()), expected())
 
 
 def test_reading_in_pieces_needs_less_memory():
     def temporary(piece):
-        read = functools.partial(programs.prefill, tiny.NETWORK, piece_tokens=piece)
-        tokens = jax.ShapeDtypeStruct((1, 4096), np.int32)
-        lengths = jax.ShapeDtypeStruct((1,), np.int32)
-        lowered = jax.jit(read).lower(rollout_params(), tokens, lengths)
+        read = functools.partial(prefill.prefill, tiny.NETWORK, piece_tokens=piece)
+        lowered = jax.jit(read).lower(rollout_params(), prefixes.widest(1, 4096, 4096))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # Nearly all of it is scores of 4 heads, twice: [512, 4096] in one piece, as attention takes
@@ -422,8 +373,8 @@ def test_reading_in_pieces_needs_less_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [512, 2048])
-def test_a_tpu_keeps_the_cache_in_place(window, monkeypatch):
+@pytest.mark.parametrize(("window", "draft_tokens"), [(512, 0), (2048, 0), (512, 4)])
+def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, monkeypatch):
     pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
     from jax.experimental import topologies
 
@@ -439,7 +390,8 @@ def test_a_tpu_keeps_the_cache_in_place(window, monkeypatch):
         head_size=128,
         mlp_size=2048,
     )
-    engine = Engine(network, mesh, num_slots=64, max_tokens=2048)
+    guesses = SpeculationConfig(draft_tokens=draft_tokens)
+    engine = Engine(network, mesh, num_slots=64, max_tokens=2048, speculation=guesses)
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
     compiled = engine.compiled.lower_generate(mover.abstract(), window=window).compile()
     memory = compiled.memory_analysis()
@@ -470,6 +422,8 @@ def test_slots_stay_full_while_samples_wait(one_window):
         statistics.decode_tokens,
         statistics.decode_s,
         statistics.occupancy,
+        1.0,
+        0.0,
     )
 
 

@@ -81,6 +81,7 @@ def as_rollouts(sequences) -> Rollouts:
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_tells_right_from_wrong(roles, tmp_path):
     """On its own pairs nearly always; it scores as the scorer of RL does."""
     policy = roles_lib.initial_policy(roles)

@@ -1,0 +1,71 @@
+"""Guesses at the next tokens from the sequence itself, checked by one pass over all of them.
+
+Prompt lookup: where the sequence's last tokens stood before, what followed them then is the guess.
+Pure functions of arrays; `programs.decode_step` feeds the guesses and samples at every place.
+
+A guess counts when it is the token that the sampler draws at its place, with the random number of
+that place. So every token is the sampler's own draw after the tokens before it: samples are those
+of an engine that guesses nothing, token for token where rounding allows, and exact in distribution.
+This is speculative sampling (2211.17192, algorithm 1) with drafts that are certain: a draft x is
+kept with probability p(x), and a draw that is not x has the distribution of what remains of p.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def propose(
+    history: Int[Array, "S T"],
+    positions: Int[Array, " S"],
+    *,
+    draft_tokens: int,
+    ngram_tokens: int,
+) -> Int[Array, "S k"]:
+    """Returns what may follow each sequence; -1 everywhere if its last token is new to it.
+
+    The longest ending of up to `ngram_tokens` tokens that occurs earlier, and of several such
+    places the latest. Where the guess would run past the end, the sequence is taken to repeat
+    itself from that place on.
+
+    Args:
+      history: Tokens by position; what stands behind the last one is not looked at.
+      positions: Of the last token of each sequence.
+      draft_tokens: How many to guess; static.
+      ngram_tokens: Static, at least 1.
+    """
+    size = history.shape[1]
+    places = jnp.arange(size)
+    same = places < positions[:, None]
+    matched = jnp.zeros(history.shape, jnp.int32)  # tokens up to each place that match the ending
+    for back in range(ngram_tokens):
+        ending = jnp.take_along_axis(history, jnp.maximum(positions - back, 0)[:, None], axis=1)
+        earlier = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
+        same &= earlier == ending
+        matched += same
+    best = jnp.argmax(matched * size + places * (matched > 0), axis=1)[:, None]
+    found = jnp.take_along_axis(matched, best, axis=1) > 0
+    period = jnp.maximum(positions[:, None] - best, 1)
+    follow = best + 1 + jnp.arange(draft_tokens) % period
+    return jnp.where(found, jnp.take_along_axis(history, follow, axis=1), -1)
+
+
+def kept(
+    drawn: Int[Array, "S Q"],
+    drafts: Int[Array, "S k"],
+    stops: Int[Array, "S M"],
+    remaining: Int[Array, " S"],
+) -> Bool[Array, "S Q"]:
+    """Returns which draws belong to the samples: the first, and those after right guesses.
+
+    Args:
+      drawn: Token i was drawn after the last token and drafts 0 to i - 1; Q is k + 1.
+      drafts: -1 is none.
+      stops: A token among them is the last of its sample; -1 is none.
+      remaining: Tokens that may still be sampled; none is kept beyond.
+    """
+    before = drawn[:, :-1]
+    goes_on = (before == drafts) & (before[:, :, None] != stops[:, None]).all(-1)
+    first = jnp.ones((drawn.shape[0], 1), bool)
+    after_right = jnp.cumprod(goes_on, axis=1).astype(bool)
+    within = jnp.arange(drawn.shape[1]) < remaining[:, None]
+    return jnp.concatenate([first, after_right], axis=1) & within
