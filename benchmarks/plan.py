@@ -100,6 +100,12 @@ COMBINATIONS = [
     ),
     Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
     Combination(
+        "v5e:4x4",
+        LARGE,
+        {"mesh.fsdp": 4, "mesh.tensor": 4, "mesh.rollout": "train", **HALF},
+        ("decode", "reshard", "reshard_layer"),
+    ),
+    Combination(
         "v5p:4x4x4", HUGE, {"mesh.fsdp": 16, "mesh.tensor": 4, **LONG}, ("train", "decode", "score")
     ),
     *(

@@ -7,8 +7,9 @@ one-label classifier of the same size. Rows are prompts in verl's schema; no gro
         --config.model.path=models/Qwen2.5-32B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
-32 x v5p (fsdp 16 x tensor 2): 75.6 of 95.7 GiB a device, fits, 20.1 GiB free.
+Where the models live is left to the planner (`placement.choice`). Weights are kept in float32,
+computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
+32 x v5p (fsdp 4 x tensor 8): 52.0 of 95.7 GiB a device, fits, 43.7 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict
@@ -19,8 +20,7 @@ def get_config():
     config.model.path = "models/Qwen2.5-32B-Instruct"
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "full"
-    config.mesh.fsdp = 16
-    config.mesh.tensor = 2
+    config.placement.choice = "auto"
     config.critic.path = "models/Qwen2.5-32B-reward"
     config.critic.optimizer.learning_rate = 1e-5
 
