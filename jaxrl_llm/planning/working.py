@@ -36,7 +36,6 @@ class Compiler:
       tables: Of one piece's weights while it is gathered.
       hoisted: Of them, once more, where a single piece leaves its loop.
       layers: Of one layer's gathered weights in the backward pass.
-      casts_ahead: Whether weights are cast before the loop over layers, not within it.
       host: Whether the host's memory is another than the device's.
       packing: What arrays need over their bytes when they are laid out one beside the other.
     """
@@ -48,7 +47,6 @@ class Compiler:
     tables: float
     hoisted: float
     layers: float
-    casts_ahead: bool
     host: bool
     packing: float
 
@@ -57,8 +55,8 @@ _PIECE_TOKENS = 2048  # of one prompt, read at one time (`rollout/programs.py`)
 
 # GPUs are planned as TPUs: the same compiler before its last stages.
 COMPILERS: Mapping[str, Compiler] = {
-    "tpu": Compiler(0.5, 0.0, 2.0, (1.0, 1.0), 1.0, 0.0, 1.0, True, True, 1.0),
-    "cpu": Compiler(1.0, 1.0, 2.9, (3.0, 2.0), 2.0, 1.0, 3.0, False, False, 1.15),
+    "tpu": Compiler(0.5, 0.0, 2.0, (1.0, 1.0), 1.0, 0.0, 1.0, True, 1.0),
+    "cpu": Compiler(1.0, 1.0, 2.9, (3.0, 2.0), 2.0, 1.0, 3.0, False, 1.15),
 }
 
 
@@ -139,13 +137,12 @@ def train(setting: Setting, roles: Sequence[str]) -> Parts:
     # Policy and critics learn one after the other; the larger of the two counts.
     heads_of = {"policy": "lm", "critic": "scalar"}
     learned = max(num_learned(setting, heads_of[role]) for role in roles)
-    # Float32 sums over microbatches, and the gradient of one of them in the weights' dtype.
-    summed = learned * (4.0 + ITEM_BYTES[config.model.param_dtype])
+    # Float32 sums over microbatches, and the gradient of one of them, as narrow as the arithmetic.
+    summed = learned * (4.0 + ITEM_BYTES[config.model.compute_dtype])
     both = len(roles) > 1
     waiting = 4.0 * num_learned(setting, "scalar") * compiler.waiting if both else 0.0
     saved, offloaded = _saved(setting, work)
-    cast = _cast_ahead(setting, counted(setting, "lm").layers)
-    beside = Parts(activations=saved, temporary=waiting + cast + work.slices * (1 + both))
+    beside = Parts(activations=saved, temporary=waiting + work.slices * (1 + both))
     # Beside logits and their piece: the logits' gradient, or the piece's.
     arriving = work.arriving(compiler)
     more = max((compiler.chunks[1] - 1) * work.chunk, arriving)
@@ -185,21 +182,13 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
     return (0.0, everything) if moved else (everything, 0.0)
 
 
-def _cast_ahead(setting: Setting, num_params: int) -> float:
-    """Returns bytes of a second copy of weights, in the dtype that is computed with."""
-    model = setting.config.model
-    if not COMPILERS[setting.backend].casts_ahead or model.param_dtype == model.compute_dtype:
-        return 0.0
-    return num_params * ITEM_BYTES[model.compute_dtype]
-
-
 def score(setting: Setting, head: str) -> Parts:
     """Returns what a forward pass over a step's sequences needs: of a policy or a critic."""
     config = setting.config
     compiler = COMPILERS[setting.backend]
     work = _Work.of(setting, config.sequences_per_step)
     held = counted(setting, head)
-    between = Parts(temporary=_cast_ahead(setting, held.layers) + work.slices)
+    between = Parts(temporary=work.slices)
     at_start = between + Parts(temporary=work.slices)
     in_layers = between + Parts(
         activations=work.carry + 2 * work.scores + 2 * work.mlp, temporary=work.layer

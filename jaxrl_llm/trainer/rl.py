@@ -26,6 +26,7 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
+from jaxrl_llm.folder_lock import FolderLock
 from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
@@ -58,15 +59,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     Raises:
       ConfigError: If the mesh does not fit the devices, a function of the user's cannot work, or
         `workdir` belongs to another run.
+      OccupiedError: If another process is training in `workdir`.
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
       Interrupted: If it was asked to end before the last step.
     """
-    with Interruption(config.checkpoint.grace_s) as interruption:
-        return _train(config, pathlib.Path(workdir), interruption)
+    with Interruption(config.checkpoint.grace_s) as interruption, FolderLock() as lock:
+        return _train(config, pathlib.Path(workdir), interruption, lock)
 
 
 def _train(
-    config: Config, workdir: pathlib.Path, interruption: Interruption
+    config: Config, workdir: pathlib.Path, interruption: Interruption, lock: FolderLock
 ) -> roles_lib.LearnerState:
     for warning in config.warnings():
         logging.warning("%s", warning)
@@ -85,6 +87,8 @@ def _train(
     writer_lib.check(config.metrics)
     alerts_lib.check(config.alerts)
     replicas.check_start(config, (training_set, held_out))
+    if hosts.is_first():
+        lock.take(workdir)
     claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
