@@ -8,7 +8,7 @@ are prompts with ground truths in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:4x4x4:
-64 x v5p (fsdp 16 x tensor 4): 64.0 of 95.7 GiB a device, fits, 31.7 GiB free.
+64 x v5p (fsdp 16 x tensor 4): 60.0 of 95.7 GiB a device, fits, 35.8 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict

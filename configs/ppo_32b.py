@@ -9,7 +9,7 @@ one-label classifier of the same size. Rows are prompts in verl's schema; no gro
 
 Where the models live is left to the planner (`placement.choice`). Weights are kept in float32,
 computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
-32 x v5p (fsdp 4 x tensor 8): 52.0 of 95.7 GiB a device, fits, 43.7 GiB free.
+32 x v5p (fsdp 4 x tensor 8): 48.3 of 95.7 GiB a device, fits, 47.4 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict

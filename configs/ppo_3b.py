@@ -8,7 +8,7 @@ one-label classifier of the same size. Rows are prompts in verl's schema; no gro
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x2x2:
-8 x v5p (fsdp 8): 22.8 of 95.7 GiB a device, fits, 72.9 GiB free.
+8 x v5p (fsdp 8): 21.4 of 95.7 GiB a device, fits, 74.3 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict

@@ -15,6 +15,7 @@ from jaxrl_llm.planning.setting import (
     counted,
     given,
     num_learned,
+    rollout_counts,
     rollout_ends,
     rollout_item,
     rollout_weights,
@@ -268,7 +269,10 @@ def reshard(setting: Setting) -> Parts:
     held = counted(setting, "lm")
     item = ITEM_BYTES[setting.config.model.param_dtype]
     ends, _ = rollout_ends(setting)
-    return Parts(weights=(held.embed + held.rest) * item + ends, temporary=ends)
+    gathered = rollout_counts(setting).embed > held.embed
+    # In the layout of training each table is copied by itself.
+    temporary = ends if gathered else ends / 2
+    return Parts(weights=(held.embed + held.rest) * item + ends, temporary=temporary)
 
 
 def reshard_layer(setting: Setting) -> Parts:
@@ -276,4 +280,6 @@ def reshard_layer(setting: Setting) -> Parts:
     held = counted(setting, "lm")
     item = ITEM_BYTES[setting.config.model.param_dtype]
     _, layer = rollout_ends(setting)
-    return Parts(weights=held.layers * item + layer, temporary=layer / 2)
+    gathered = rollout_counts(setting).layers > held.layers
+    temporary = layer / 2 if gathered else 0.0
+    return Parts(weights=held.layers * item + layer, temporary=temporary)
