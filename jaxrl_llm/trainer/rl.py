@@ -142,15 +142,14 @@ def _train(
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
-            with clock("gen"):
-                rollouts, rewards = collection.collect(
-                    roles, rollout_params, prompts, scorer.score, rollout_key
-                )  # [B, T], [B]
-                of_engine = statistics.of_engine(*roles.engine.speed())
+            rollouts, rewards = collection.collect(
+                roles, rollout_params, prompts, scorer.score, rollout_key, clock
+            )  # [B, T], [B]
+            of_engine = statistics.of_engine(*roles.engine.speed())
+            planned = experience.minibatches(roles, rollouts, shuffle_key)
 
             # What the models say about those tokens.
-            with clock("predict") as watch:
-                predictions = watch(predict(state, rollouts))  # each field [B, T]
+            predictions = predict(state, rollouts, clock)  # each field [B, T]
 
             # Turn rewards into advantages. No model runs here.
             with clock("adv"):
@@ -164,7 +163,7 @@ def _train(
             with clock("update") as watch:
                 batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
                 updates = []
-                for plan, key in experience.minibatches(roles, rollouts, shuffle_key, allowed):
+                for plan, key in planned if allowed else ():
                     state, of_update = learn(
                         state,
                         batch,
