@@ -146,7 +146,7 @@ def _train(
                 roles, rollout_params, prompts, scorer.score, rollout_key, clock
             )  # [B, T], [B]
             of_engine = statistics.of_engine(*roles.engine.speed())
-            planned = experience.minibatches(roles, rollouts, shuffle_key)
+            laid_out = experience.minibatches(roles, rollouts, shuffle_key)
 
             # What the models say about those tokens.
             predictions = predict(state, rollouts, clock)  # each field [B, T]
@@ -163,7 +163,7 @@ def _train(
             with clock("update") as watch:
                 batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
                 updates = []
-                for plan, key in planned if allowed else ():
+                for plan, key in laid_out if allowed else ():
                     state, of_update = learn(
                         state,
                         batch,
