@@ -98,7 +98,7 @@ def placements() -> Iterator[str]:
     for model, counts in CASES.items():
         for count in counts:
             made = plan(config, model, count, scored=True)
-            ranking = placement.rank(made.setting, DEVICES["a100"])
+            ranking = placement.rank(made.setting, DEVICES["a100"], count)
             best = ranking[0]
             name = best.name.replace(" | ", " / ") if best.fits else "none fits"
             cells = [model, count, name, f"{best.step_s:.0f}" if best.fits else "-"]
@@ -112,7 +112,7 @@ def ranked() -> Iterator[str]:
     for model, count in (("Llama-3.1-8B", 16), ("Llama-3.1-70B", 128)):
         made = plan(run("ppo"), model, count, scored=True)
         start = time.perf_counter()
-        placement.rank(made.setting, DEVICES["v5p"])
+        placement.rank(made.setting, DEVICES["v5p"], count)
         yield f"15 placements of {model} on {count}: {time.perf_counter() - start:.2f} s"
 
 

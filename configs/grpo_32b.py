@@ -8,7 +8,7 @@ are prompts with ground truths in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x2x4:
-16 x v5p (fsdp 8 x tensor 2): 76.4 of 95.7 GiB a device, fits, 19.3 GiB free.
+16 x v5p (fsdp 8 x tensor 2): 75.4 of 95.7 GiB a device, fits, 20.3 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict

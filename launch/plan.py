@@ -57,7 +57,7 @@ def main():
     if plan.device.flops:
         print("\n" + report.times(plan, PRICE.value))
     if PLACEMENT.value:
-        print("\n" + placement.table(placement.rank(plan.setting, plan.device)))
+        print("\n" + placement.table(placement.rank(plan.setting, plan.device, plan.num_devices)))
 
 
 if __name__ == "__main__":

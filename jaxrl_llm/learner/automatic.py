@@ -55,8 +55,7 @@ def placed(setting: Setting, device: Device, num_devices: int, num_hosts: int = 
     config = setting.config
     if config.placement.choice != "auto":
         return config
-    everywhere = dict.fromkeys(AXES, 1) | {"fsdp": num_devices}
-    ranking = placement.rank(dataclasses.replace(setting, mesh=everywhere), device, num_hosts)
+    ranking = placement.rank(setting, device, num_devices, num_hosts)
     for place in _possible(ranking, setting):
         logging.info("placement: %s; %s", place.name, place.why())
         return dataclasses.replace(config, placement=place.config())

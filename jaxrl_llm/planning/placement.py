@@ -112,12 +112,13 @@ def groupings(roles: tuple[str, ...] = ROLES) -> Iterator[Grouping]:
                 yield ((first, *others), *grouping)
 
 
-def rank(setting: Setting, device: Device, num_hosts: int = 1) -> list[Placement]:
-    """Returns all placements of a run's models on the setting's devices, fastest first.
+def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> list[Placement]:
+    """Returns all placements of a run's models on some devices, fastest first.
 
     Args:
-      setting: A run; its mesh only says how many devices there are.
+      setting: A run; its mesh is not looked at.
       device: Their kind. Where its speed is not known, the fewest pools are first.
+      num_devices: How many.
       num_hosts: That have as many of the devices each; every pool takes as many of each.
 
     Returns:
@@ -134,7 +135,7 @@ def rank(setting: Setting, device: Device, num_hosts: int = 1) -> list[Placement
     found = []
     for grouping in groupings(roles):
         best = Placement(grouping, (), float("inf"))
-        for counts in _divisions(setting.num_devices, len(grouping)):
+        for counts in _divisions(num_devices, len(grouping)):
             if any(count % num_hosts for count in counts):
                 continue
             made = [pool(group, n) for group, n in zip(grouping, counts, strict=True)]

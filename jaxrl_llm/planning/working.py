@@ -56,7 +56,7 @@ _PIECE_TOKENS = 2048  # of one prompt, read at one time (`rollout/programs.py`)
 
 # GPUs are planned as TPUs: the same compiler before its last stages.
 COMPILERS: Mapping[str, Compiler] = {
-    "tpu": Compiler(0.5, 0.0, 2.0, (1.0, 1.0), 1.0, 0.0, 1.0, True, 1.0),
+    "tpu": Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, True, 1.0),
     "cpu": Compiler(1.0, 1.0, 2.9, (3.0, 2.0), 2.0, 1.0, 3.0, False, 1.15),
 }
 
@@ -138,8 +138,11 @@ def train(setting: Setting, roles: Sequence[str]) -> Parts:
     # Policy and critics learn one after the other; the larger of the two counts.
     heads_of = {"policy": "lm", "critic": "scalar"}
     learned = max(num_learned(setting, heads_of[role]) for role in roles)
-    # Float32 sums over microbatches, and the gradient of one of them, as narrow as the arithmetic.
-    summed = learned * (4.0 + ITEM_BYTES[config.model.compute_dtype])
+    # Float32 sums over microbatches, where there are several, and the gradient of one of them, as
+    # narrow as the arithmetic.
+    narrow = learned * ITEM_BYTES[config.model.compute_dtype]
+    several = setting.num_microbatches(config.minibatch_size) > 1
+    summed = narrow + 4.0 * learned * several
     both = len(roles) > 1
     waiting = 4.0 * num_learned(setting, "scalar") * compiler.waiting if both else 0.0
     saved, offloaded = _saved(setting, work)
@@ -158,7 +161,9 @@ def train(setting: Setting, roles: Sequence[str]) -> Parts:
         activations=4 * work.scores + 4 * work.mlp + 2 * (work.queries + 2 * work.keys),
         temporary=compiler.layers * work.layer,
     )
-    at_end = Parts(gradients=compiler.optimizing * 4.0 * learned, temporary=waiting)
+    at_end = Parts(
+        gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
+    )
     busiest = max((at_head, in_layers, at_end), key=lambda parts: parts.total)
     busiest = busiest.scaled(compiler.packing)
     return arguments + busiest + Parts(activations=batch_bytes(setting), host=offloaded)

@@ -40,7 +40,7 @@ def test_fifteen_groupings_each_role_in_one_group():
 def test_all_placements_are_ranked_and_what_fits_fits(name, count):
     made = plan(name, count=count)
     start = time.process_time()
-    ranking = placement.rank(made.setting, made.device)
+    ranking = placement.rank(made.setting, made.device, made.num_devices)
     assert time.process_time() - start < 30
     assert len(ranking) == 15
     times = [one.step_s for one in ranking]
@@ -54,18 +54,20 @@ def test_all_placements_are_ranked_and_what_fits_fits(name, count):
 def test_models_that_a_run_does_not_have_are_not_placed():
     made = plan(algorithm={"recipe": "grpo", "samples_per_prompt": 4, "kl_in": "none"})
     setting = dataclasses.replace(made.setting, scorers=())
-    assert [place.grouping for place in placement.rank(setting, made.device)] == [(("policy",),)]
+    assert [place.grouping for place in placement.rank(setting, made.device, made.num_devices)] == [
+        (("policy",),)
+    ]
 
 
 def test_pools_take_as_many_devices_of_every_host():
     made = plan(count=16)
-    for place in placement.rank(made.setting, made.device, num_hosts=4):
+    for place in placement.rank(made.setting, made.device, 16, num_hosts=4):
         assert all(pool.num_devices % 4 == 0 for pool in place.pools)
 
 
 def test_too_little_memory_leaves_no_placement():
     made = plan("Llama-3.1-70B", device="v5e", count=8)
-    ranking = placement.rank(made.setting, made.device)
+    ranking = placement.rank(made.setting, made.device, made.num_devices)
     assert not any(one.fits for one in ranking)
     assert "does not fit" in ranking[0].why()
 

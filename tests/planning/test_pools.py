@@ -78,7 +78,7 @@ def test_a_placement_is_told_to_a_run_by_hand():
     setting = plan().setting
     apart = next(
         place
-        for place in placement.rank(setting, DEVICES["v5p"])
+        for place in placement.rank(setting, DEVICES["v5p"], 16)
         if place.fits and len(place.grouping) == 3
     )
     config = dataclasses.replace(setting.config, placement=apart.config())
