@@ -139,9 +139,10 @@ class Work:
         import jax.numpy as jnp
 
         from jaxrl_llm.learner import experience
+        from jaxrl_llm.metrics.clock import Clock
         from jaxrl_llm.types import Estimates
 
-        predictions = self._predict(self._state, self._rollouts)
+        predictions = self._predict(self._state, self._rollouts, Clock())
         mask = jnp.asarray(self._rollouts.response_mask)
         zeros = jnp.zeros(mask.shape)
         estimates = Estimates(
@@ -154,7 +155,7 @@ class Work:
         )
         batch = experience.assemble(self._rollouts, predictions, estimates)
         ((plan, key),) = experience.minibatches(self._roles, self._rollouts, jax.random.key(0))
-        self._state, metrics = self._learn(self._state, batch, plan, key)
+        self._state, metrics = self._learn(self._state, self._learn.spread(batch), plan, key)
         return metrics
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.learner import batches, optimizer
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
-from jaxrl_llm.models import heads, lora
+from jaxrl_llm.models import casting, heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
@@ -64,6 +64,7 @@ def take_update(
     transformation: optax.GradientTransformation,
     plan: Plan,
     loss: Loss,
+    compute_dtype: str,
     prefix: str,
     max_kl: float = math.inf,
 ) -> tuple[Trainable, Metrics]:
@@ -71,15 +72,20 @@ def take_update(
 
     A loss or gradient that is not finite changes nothing, nor does one whose `actor/ppo_kl` is
     above `max_kl`. That is decided within the program, and counted in `PREFIX/skipped_updates`.
+    Gradients have the dtype that their backward pass computes in until the optimizer reads them;
+    sums over microbatches are float32.
     """
-    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def of_variables(variables: Params, microbatch: Microbatch):
+        return loss(casting.bound(role.params, variables), microbatch)
+
+    gradient = jax.value_and_grad(of_variables, has_aux=True)
+    variables = casting.variables(role.params, compute_dtype)
     first = jax.tree.map(lambda a: a[0], plan.microbatches)
-    like = jax.eval_shape(gradient, role.params, first)
+    like = jax.eval_shape(gradient, variables, first)
     # Sums over microbatches are float32 whatever the dtype of the parameters.
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = batches.add_up(
-        plan, functools.partial(gradient, role.params), like
-    )
+    (value, metrics), gradients = batches.add_up(plan, functools.partial(gradient, variables), like)
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
         transformation, gradients, role.opt_state, role.params, allowed
@@ -171,14 +177,28 @@ class Updater:
         """The program of the policy's mesh."""
         return self.programs[self.homes[0]]
 
+    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
+        """Returns all sequences of a step where learners live.
+
+        Before any update of the step: a copy to other devices is cut out by the policy's, and
+        there it would wait for the updates before it, and learners elsewhere with it.
+        """
+        return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
+
     def __call__(
-        self, state: LearnerState, batch: Minibatch, plan: Plan, key, *, train_policy: bool = True
+        self,
+        state: LearnerState,
+        batch: Mapping[Mesh, Minibatch],
+        plan: Plan,
+        key,
+        *,
+        train_policy: bool = True,
     ) -> tuple[LearnerState, Metrics]:
         """Returns the state after the update, which consumes the old one, and its metrics.
 
         Args:
           state: As before the update.
-          batch: All sequences of the step.
+          batch: As `spread` returns it.
           plan: Which of them make this minibatch.
           key: Of what the policy loss draws.
           train_policy: With False only the critics learn.
@@ -189,11 +209,12 @@ class Updater:
         for mesh, program in self.programs.items():
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
-            here = pools.move(batch, mesh_lib.replicated(mesh))
             if self.optimizer_rests:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
-                updated, found = program(mine, base, here, plan, key, train_policy=train_policy)
+                updated, found = program(
+                    mine, base, batch[mesh], plan, key, train_policy=train_policy
+                )
             if self.optimizer_rests:
                 updated = _with_optimizers(resting.resting, updated)
             learners = tuple(
@@ -231,6 +252,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
     """
     config = roles.config
     algorithm = config.algorithm
+    compute_dtype = config.model.compute_dtype
     temperature = config.rollout.temperature or 1.0
     statistics = functools.partial(
         token_statistics,
@@ -273,7 +295,9 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
             return value, {**metrics, "log_probs": seen}
 
-        role, found = take_update(role, roles.policy_optimizer, plan, loss, "actor", max_kl)
+        role, found = take_update(
+            role, roles.policy_optimizer, plan, loss, compute_dtype, "actor", max_kl
+        )
         # An entropy that was not computed is no entropy of zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
         metrics = {name: value for name, value in found.items() if name not in unseen}
@@ -314,7 +338,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
                 prefix,
             )
 
-        return take_update(role, roles.critic_optimizer, plan, loss, prefix)
+        return take_update(role, roles.critic_optimizer, plan, loss, compute_dtype, prefix)
 
     def update(learners, base: Params, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
         policy, critic, cost_critic = learners

@@ -59,19 +59,38 @@ class _Pieces:
         count = next((n for n in range(wanted, local + 1) if local % n == 0), local)
         return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
-    def split(self, weight: Float[Array, "V D"]) -> Float[Array, "C O I r D"]:
-        shape = (*self.sizes, self.count, self.rows, weight.shape[1])
-        pieces = jnp.moveaxis(weight.reshape(shape), 2, 0)
-        return self._placed(pieces, None, self.outer, self.inner)
+    def split(self, weight: Float[Array, "V D"]) -> Float[Array, "O I R D"]:
+        """Returns the weight by the devices that hold it, R rows each. No array moves."""
+        weight = weight.reshape(*self.sizes, -1, weight.shape[1])
+        return self._placed(weight, self.outer, self.inner)
 
-    def join(self, pieces: Float[Array, "C O I r D"]) -> Float[Array, "V D"]:
-        return jnp.moveaxis(pieces, 0, 2).reshape(-1, pieces.shape[-1])
+    def join(self, weight: Float[Array, "O I R D"]) -> Float[Array, "V D"]:
+        return weight.reshape(-1, weight.shape[-1])
 
-    def tokens(self) -> Int[np.ndarray, "C O S"]:
-        """Returns which tokens each piece speaks of."""
+    def piece(
+        self, weight: Float[Array, "O I R D"], number: Int[Array, ""]
+    ) -> Float[Array, "O I r D"]:
+        """Returns a piece, in the parts that devices keep."""
+        piece = jax.lax.dynamic_slice_in_dim(weight, number * self.rows, self.rows, 2)
+        # Told so, or the whole weight would be gathered to take the piece from.
+        return self._placed(piece, self.outer, self.inner)
+
+    def put(
+        self,
+        weight: Float[Array, "O I R D"],
+        piece: Float[Array, "O I r D"],
+        number: Int[Array, ""],
+    ) -> Float[Array, "O I R D"]:
+        """Returns the weight with one piece replaced."""
+        weight = jax.lax.dynamic_update_slice_in_dim(weight, piece, number * self.rows, 2)
+        return self._placed(weight, self.outer, self.inner)
+
+    def numbered(self) -> tuple[Int[np.ndarray, " C"], Int[np.ndarray, "C O S"]]:
+        """Returns the pieces' numbers, and which tokens each speaks of."""
         vocab = math.prod(self.sizes) * self.count * self.rows
         grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
-        return np.moveaxis(grid, 2, 0).reshape(self.count, self.sizes[0], -1)
+        tokens = np.moveaxis(grid, 2, 0).reshape(self.count, self.sizes[0], -1)
+        return np.arange(self.count, dtype=np.int32), tokens
 
     def gathered(self, piece: Float[Array, "O I r D"]) -> Float[Array, "O S D"]:
         """Returns one piece on every device, split over the outer axes alone."""
@@ -107,10 +126,12 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
     zeros = constrain(zeros, "batch", "length", "vocab")
 
-    def body(carry, piece):
+    rows = pieces.split(weight.astype(hidden.dtype))
+
+    def body(carry, numbered):
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
-        rows, tokens = piece
-        logits = _logits(hidden, pieces.gathered(rows), temperature)
+        number, tokens = numbered
+        logits = _logits(hidden, pieces.gathered(pieces.piece(rows, number)), temperature)
         is_target = targets[..., None, None] == tokens
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         top = jnp.max(logits, -1)
@@ -126,9 +147,8 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
         return _merged(*both), None
 
     lowest = jnp.full_like(zeros, -1e30)  # not infinite: its difference to itself is 0
-    rows = pieces.split(weight.astype(hidden.dtype))
     start = (lowest, zeros, zeros, zeros, zeros)
-    sums, _ = jax.lax.scan(body, start, (rows, pieces.tokens()))
+    sums, _ = jax.lax.scan(body, start, pieces.numbered())
     top, chosen, total, weighted, squares = _merged(*sums)
     # Top and log-sum stay apart: their sum would cost large logits their last digits.
     log_sum = jnp.log(total)
@@ -170,9 +190,12 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
     top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None] for x in (top, log_sum))
     entropies = entropies[..., None, None]
 
-    def body(hidden_bar, piece):
-        rows, tokens = piece
-        rows = pieces.gathered(rows)
+    weight_rows = pieces.split(weight.astype(hidden.dtype))
+
+    def body(bars, numbered):
+        hidden_bar, weight_bar = bars
+        number, tokens = numbered
+        rows = pieces.gathered(pieces.piece(weight_rows, number))
         log_p = _logits(h, rows, temperature) - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
@@ -182,14 +205,16 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
         bar = constrain((bar / temperature).astype(h.dtype), "batch", "length", "vocab", None)
         # Each outer shard keeps its own sum: one reduction at the end, none per piece.
         hidden_bar += jnp.einsum("btos,osd->obtd", bar, rows, preferred_element_type=jnp.float32)
-        weight_bar = jnp.einsum("btos,btd->osd", bar, h, preferred_element_type=jnp.float32)
-        weight_bar = pieces.scattered(weight_bar).astype(weight.dtype)
-        return constrain(hidden_bar, "vocab", "batch", "length", None), weight_bar
+        rows_bar = jnp.einsum("btos,btd->osd", bar, h, preferred_element_type=jnp.float32)
+        rows_bar = pieces.scattered(rows_bar).astype(weight.dtype)
+        hidden_bar = constrain(hidden_bar, "vocab", "batch", "length", None)
+        return (hidden_bar, pieces.put(weight_bar, rows_bar, number)), None
 
     zeros = jnp.zeros((pieces.sizes[0], *hidden.shape), jnp.float32)
     zeros = constrain(zeros, "vocab", "batch", "length", None)
-    rows = pieces.split(weight.astype(hidden.dtype))
-    hidden_bar, weight_bar = jax.lax.scan(body, zeros, (rows, pieces.tokens()))
+    # In the weight's own order of rows: pieces stacked would be put together by a copy.
+    start = zeros, pieces.split(jnp.zeros_like(weight))
+    (hidden_bar, weight_bar), _ = jax.lax.scan(body, start, pieces.numbered())
     return (
         constrain(hidden_bar.sum(0), "batch", "length", None).astype(hidden.dtype),
         pieces.join(weight_bar),

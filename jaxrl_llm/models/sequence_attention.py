@@ -176,7 +176,9 @@ def _revolve(shards: int, ids, work, result, travels, stays):
     `work(result, travels, pair, sees)` is called for each pair of own and visiting block that
     have anything to see. `travels` goes around the ring once, `stays` alike but its last way.
     """
-    me = lax.axis_index(AXIS)
+    # Under a scan over layers JAX takes out, and keeps, all that is the same for every layer: which
+    # key every query sees, broadcast to heads. Bound to the keys it is not the same.
+    me, ids, stays = lax.optimization_barrier((lax.axis_index(AXIS), ids, stays))
     blocks, _, size = ids.shape
     all_ids = lax.all_gather(ids, AXIS)  # [S, P, B, C]: numbers, not worth sending in turns
     own = _places(me, shards, blocks, size)

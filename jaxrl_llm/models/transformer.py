@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config_model import LoraConfig
-from jaxrl_llm.models import attention, lora, sequence_attention
+from jaxrl_llm.models import attention, casting, lora, sequence_attention
 from jaxrl_llm.models.layers import NO_ADAPTERS, Attend, Block, RMSNorm, _param, rotary_table
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
@@ -67,6 +68,27 @@ class _Ends(nnx.Module):
             self.score = _param(zeros, rngs, (1, shape.hidden_size), ("one", "embed"), dtype)
         elif not shape.tie_embeddings:
             self.head = _param(normal, rngs, table, ("vocab", "embed"), dtype)
+
+
+@jax.custom_vjp
+def _row_major_gradient(table: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """Returns `table`; its gradient lies in memory as it does.
+
+    What an exchange between devices leaves is cheapest to read column by column, and with the
+    gradient the compiler would turn the table and both of its moments, there and back.
+    """
+    return table
+
+
+def _row_major_forward(table):
+    return table, None
+
+
+def _row_major_backward(_, bar):
+    return (with_layout_constraint(bar, Layout((0, 1))),)
+
+
+_row_major_gradient.defvjp(_row_major_forward, _row_major_backward)
 
 
 def _pure(module: nnx.Module) -> Params:
@@ -169,7 +191,7 @@ class Network:
         Split by features instead, it gives every device a slice of every token, and the slices
         are exchanged: no device holds the whole table or the whole of its gradient.
         """
-        table = params["embed"].astype(self.compute_dtype)
+        table = _row_major_gradient(params["embed"]).astype(self.compute_dtype)
         # Told its own split as well, so that the gradient comes back in it.
         table = constrain_as_weight(table, "vocab", None)
         slices = constrain_as_weight(table, None, "vocab")[tokens]
@@ -236,10 +258,13 @@ class Network:
 
         rotary = self.rotary(positions)
 
-        def body(x, layer):
+        def body(x, numbered):
+            stacked, index = numbered
+            layer = casting.computed(stacked, index, self.compute_dtype)
             return self.block(layer, x, rotary, attend)[0], None
 
         if self.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x, _ = jax.lax.scan(body, self._embed_rows(params, tokens), params["layers"])
+        numbered = params["layers"], jnp.arange(self.shape.num_layers)
+        x, _ = jax.lax.scan(body, self._embed_rows(params, tokens), numbered)
         return self.norm(params, x)

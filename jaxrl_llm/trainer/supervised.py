@@ -107,6 +107,7 @@ def _stage(
     transformation = optimizer.make(config.optimizer, config.num_steps)
     role = roles_lib.trainable(params, config.optimizer, config.num_steps, mesh)
     replicated = mesh_lib.replicated(mesh)
+    compute_dtype = roles.config.model.compute_dtype
 
     @functools.partial(
         jax.jit,
@@ -117,7 +118,9 @@ def _stage(
         def of_microbatch(params, microbatch):
             return loss(params, microbatch, tokens, lengths, mask)
 
-        return update.take_update(role, transformation, plan, of_microbatch, folder.name)
+        return update.take_update(
+            role, transformation, plan, of_microbatch, compute_dtype, folder.name
+        )
 
     # What belongs together, as the two answers of a pair, must meet in one microbatch.
     budget = roles.config.trainer.max_tokens_per_microbatch if len(rows[0]) == 1 else 1 << 40

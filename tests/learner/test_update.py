@@ -117,9 +117,10 @@ def plan_of(mesh, budget, width=T):
 def learned(run, *, budget=1024, width=T, **settings):
     """Returns the gradients of policy and critic in one update, and its metrics."""
     state = initial(run)
-    after, metrics = update.updater(run, state)(
+    learn = update.updater(run, state)
+    after, metrics = learn(
         state,
-        batch_of(run.policy, width),
+        learn.spread(batch_of(run.policy, width)),
         plan_of(run.mesh, budget, width),
         jax.random.key(3),
         **settings,
@@ -191,9 +192,8 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
         old = rows.rollout_log_probs if epochs == 2 else np.full((B, T), np.nan, np.float32)
         rows = dataclasses.replace(rows, old_log_probs=old)
         state = initial(run)
-        after, metrics = update.updater(run, state)(
-            state, rows, plan_of(ONE, 4 * T), jax.random.key(3)
-        )
+        learn = update.updater(run, state)
+        after, metrics = learn(state, learn.spread(rows), plan_of(ONE, 4 * T), jax.random.key(3))
         found.append((jax.tree.map(np.asarray, after.policy.opt_state), metrics))
     (want, _), (got, metrics) = found
     # The log-probs given come from another program: rounding of numbers near 10 is in the ratio.
@@ -341,7 +341,7 @@ def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch)
     state = initial(run)
     step = update.updater(run, state)
     before = jax.tree.map(np.array, state.policy)
-    state, metrics = step(state, batch, plan, key)
+    state, metrics = step(state, step.spread(batch), plan, key)
     assert 0.5 < metrics["actor/ppo_kl"] < 5.0
     assert metrics["actor/skipped_updates"] == skipped
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), state.policy, before)
@@ -362,7 +362,7 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         values[row, column] = np.nan
         return dataclasses.replace(batch, **{name: values})
 
-    state, metrics = step(state, spoiled("advantages", row), plan, key)
+    state, metrics = step(state, step.spread(spoiled("advantages", row)), plan, key)
     assert metrics["actor/skipped_updates"] == 1
     assert metrics["critic/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
@@ -372,20 +372,20 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         assert not np.array_equal(role.params["embed"], getattr(before, name).params["embed"])
 
     moved = jax.tree.map(np.array, state)
-    state, metrics = step(state, spoiled("returns", row), plan, key)
+    state, metrics = step(state, step.spread(spoiled("returns", row)), plan, key)
     assert metrics["critic/skipped_updates"] == 1
     assert metrics["actor/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.critic, moved.critic)
     assert (state.policy.num_updates, state.cost_critic.num_updates) == (1, 2)
 
     # Rows that are not of this minibatch are not looked at, whatever they hold.
-    clean, _ = step(initial(run), batch, plan, key)
-    beside, metrics = step(initial(run), spoiled("advantages", 1), plan, key)
+    clean, _ = step(initial(run), step.spread(batch), plan, key)
+    beside, metrics = step(initial(run), step.spread(spoiled("advantages", 1)), plan, key)
     assert 1 not in CHOSEN
     jax.tree.map(np.testing.assert_array_equal, beside.policy.params, clean.policy.params)
 
     # While critics warm up the policy rests.
-    state, metrics = step(initial(run), batch, plan, key, train_policy=False)
+    state, metrics = step(initial(run), step.spread(batch), plan, key, train_policy=False)
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
     jax.tree.map(np.testing.assert_array_equal, state.critic, clean.critic)
     assert not any(name.startswith("actor/") for name in metrics)

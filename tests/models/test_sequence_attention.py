@@ -72,7 +72,7 @@ def test_equals_attention_of_whole_rows(sizes, form, heads, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
 
 
-def temporary_bytes(form, length, shards):
+def temporary_bytes(form, length, shards, layers=0):
     """Returns what one device needs beside its arguments and results, forward and backward."""
     mesh = tiny.make_mesh(sequence=shards)
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs(8, 8, length, 1)]
@@ -86,8 +86,15 @@ def temporary_bytes(form, length, shards):
         attend = sequence_attention.attention
         return attend(q, k, v, ids, form, attention.full_attention).sum()
 
+    def loss_of_layers(q, k, v):
+        def layer(total, _):
+            return total + loss(q + total, k + total, v + total), None
+
+        return jax.lax.scan(jax.checkpoint(layer), 0.0, None, length=layers)[0]
+
+    function = loss_of_layers if layers else loss
     with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arguments).compile()
+        compiled = jax.jit(jax.grad(function, (0, 1, 2))).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -98,6 +105,13 @@ def test_memory_of_the_ring_follows_the_local_tokens_alone(monkeypatch):
     assert large < 1.15 * small
     # The scores of whole rows would be 8 x 8192 x 8192 numbers; over all devices an eighth each.
     assert large < 8 * 8192 * 8192 * 4 / 8 / 10
+
+
+def test_layers_do_not_keep_which_keys_a_query_of_the_ring_sees(monkeypatch):
+    """Nothing a loop over layers has in common is computed ahead for all pairs of blocks."""
+    monkeypatch.setattr(sequence_attention, "_BLOCK", 128)
+    one, looped = temporary_bytes("ring", 4096, 4), temporary_bytes("ring", 4096, 4, layers=2)
+    assert looped < 3 * one  # forty times as much when it is
 
 
 def test_memory_of_the_exchange_falls_with_the_shards():
