@@ -71,7 +71,9 @@ def measure(arguments) -> None:
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]
     seconds = [b - a for a, b in itertools.pairwise(starts)]
-    phase = lambda name: statistics.median(s[f"timing_s/{name}"] for s in steps)  # noqa: E731
+    phase = lambda *names: statistics.median(  # noqa: E731
+        sum(s.get(f"timing_s/{name}", 0.0) for name in names) for s in steps
+    )
     side_by_side.emit(
         {
             "what": arguments.algorithm,
@@ -80,8 +82,8 @@ def measure(arguments) -> None:
             "iter_min": min(seconds[arguments.warmup :]),
             "iter_max": max(seconds[arguments.warmup :]),
             "n": len(seconds) - arguments.warmup,
-            "generate_s": phase("gen"),
-            "predict_s": phase("predict"),
+            "generate_s": phase("gen", "reward"),
+            "predict_s": phase("old_log_prob", "ref", "values"),
             "estimate_s": phase("adv"),
             "update_s": phase("update"),
             "reshard_s": phase("reshard"),

@@ -139,9 +139,10 @@ class Work:
         import jax.numpy as jnp
 
         from jaxrl_llm.learner import experience
+        from jaxrl_llm.metrics.clock import Clock
         from jaxrl_llm.types import Estimates
 
-        predictions = self._predict(self._state, self._rollouts)
+        predictions = self._predict(self._state, self._rollouts, Clock())
         mask = jnp.asarray(self._rollouts.response_mask)
         zeros = jnp.zeros(mask.shape)
         estimates = Estimates(

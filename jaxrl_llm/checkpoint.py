@@ -4,13 +4,12 @@ A step is a folder with two parts, committed together: the arrays of the learner
 a JSON part (data position, counters). `Saver` keeps the last few steps of a run; `save_tree`
 and `load_tree` write the single product of a stage (warm start, reward model).
 
-Every committed step is sealed with the SHA-256 of its files, so that damage on disk is
-found when it is restored and the step before it is used. What the state holds and when
+Every step is sealed with the SHA-256 of its files before it is committed, so that damage on disk
+is found when it is restored and the step before it is used. What the state holds and when
 it is saved is decided by the caller. All processes of a run make the same calls; the
 folder must be one that all of them see.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import math
@@ -67,8 +66,7 @@ class Saver:
         self._read_only = read_only
         self._best: Json = {}  # step and value; empty before there is one
         self._best_saved: Json = {}  # the same, of the last save that did not fail
-        self._sealing: concurrent.futures.Future[None] | None = None
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, "seal")
+        self._saving = 0  # step of the save in flight, 0: none
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -77,6 +75,7 @@ class Saver:
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
             enable_async_checkpointing=True,
+            temporary_path_class=seal.SealedPath,
         )
         try:
             return ocp.CheckpointManager(self._directory, options=options)
@@ -137,22 +136,26 @@ class Saver:
         content = _content(state, extra, self._best)
         self.wait()
         try:
-            if jax.process_count() == 1:
-                self._probe()
+            if failure := _agreed(self._probe() if _is_first() else ""):
+                raise OSError(failure)
             self._manager.save(step, args=content)
         except Exception as error:
             self._failed(step, error)
         else:
-            self._sealing = self._executor.submit(self._commit, step)
+            self._saving = step
 
-    def _probe(self) -> None:
-        """Raises OSError if nothing can be written: a save that fails at once leaves threads of
-        the library behind, which hold up the end of the process for minutes."""
+    def _probe(self) -> str:
+        """Returns why nothing can be written, "" if it can: a save that fails at once leaves
+        threads of the library behind, which hold up the end of the process for minutes."""
         probe = self._directory / "probe.tmp"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as error:
+            return str(error)
         finally:
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+        return ""
 
     def ensure(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step unless it is saved or is 0; returns when it is on disk. As `save`."""
@@ -162,27 +165,20 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the save in flight is on disk and sealed.
+        """Returns when the save in flight is on disk.
 
         Raises:
           CheckpointError: If it failed; as for `save`.
         """
-        sealing, self._sealing = self._sealing, None
-        if sealing is None:
+        saving, self._saving = self._saving, 0
+        if not saving:
             return
         try:
-            sealing.result()
-        except _SaveFailed as failure:
-            self._failed(failure.step, failure.cause)
-
-    def _commit(self, step: int) -> None:
-        try:
             self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                seal.write(self._directory / str(step))
         except Exception as error:
-            raise _SaveFailed(step, error) from error
-        self._best_saved = self._best
+            self._failed(saving, error)
+        else:
+            self._best_saved = self._best
 
     def _failed(self, step: int, cause: Exception) -> None:
         self._best = self._best_saved
@@ -233,7 +229,9 @@ class Saver:
             if self._read_only:
                 continue
             if _is_first():
-                folder.rename(self._directory / f"damaged.{step}")
+                aside = self._directory / f"damaged.{step}"
+                aside.rmtree(missing_ok=True)
+                folder.rename(aside)
             _barrier(f"damaged {folder}")
             self._manager.reload()
         raise CheckpointError(
@@ -246,7 +244,6 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
             self._manager.close()
 
 
@@ -259,13 +256,6 @@ class _Kept(checkpoint_managers.PreservationPolicy):
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [self._saver.keeps(step, steps) for step in steps]
-
-
-class _SaveFailed(Exception):
-    def __init__(self, step: int, cause: Exception):
-        super().__init__(step, cause)
-        self.step = step
-        self.cause = cause
 
 
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
@@ -285,13 +275,12 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
     content = _content(tree, dict(extra), {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(), temporary_path_class=seal.SealedPath
+        ) as checkpointer:
             checkpointer.save(folder, args=content)
-        if _is_first():
-            seal.write(folder)
     except Exception as error:
         raise _write_error(folder, error) from error
-    _barrier(f"sealed {folder}")
 
 
 def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:

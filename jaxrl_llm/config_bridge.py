@@ -51,6 +51,9 @@ RESUMABLE = (
     "rewards.environment",
 )
 
+# What a run writes beside its config; never into a folder that had it before.
+OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
+
 
 def default_config_dict() -> ml_config.ConfigDict:
     """Returns every key of `Config`, for a config file to change.
@@ -341,9 +344,16 @@ def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool =
 
     Raises:
       ConfigError: If the folder belongs to a run with other settings than may change between
-        resumes (`RESUMABLE`); names them.
+        resumes (`RESUMABLE`), or holds outputs that no run described; names them.
     """
     path = pathlib.Path(workdir) / "config.json"
+    if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
+        raise ConfigError(
+            [
+                f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
+                " go on; use another --workdir"
+            ]
+        )
     if path.exists() and (changed := differences(config, load_config(workdir))):
         raise ConfigError(
             [

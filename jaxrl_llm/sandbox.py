@@ -23,14 +23,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWNS = (
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWNS, _CLONE_NEWPID = (
     0x10000000,
     0x40000000,
     0x08000000,
     0x00020000,
+    0x20000000,
 )
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 38, 24, 41
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 1, 38, 24, 41
 _NOBODY = 65534
 _NUM_FILES = 64
 _END_S = 2.0  # for what a program has started to be gone
@@ -73,8 +74,9 @@ class Outcome:
 class Protections:
     """Which means are in force on this machine beside the limits, which always are."""
 
-    # "namespace": there is no network, and no /proc to read the run's environment in;
-    # "python": its socket module refuses, and /proc is as the user may read it.
+    # "namespace": there is no network, no /proc to read the run's environment in, and no process
+    # but its own, which end with it; "python": its socket module refuses, /proc is as the user may
+    # read it, and a process that leaves its group lives on within the limits.
     network: str
     user: str  # "nobody": it can read what all may read; "own": what the run may read
 
@@ -121,7 +123,12 @@ def protections() -> Protections:
 
     user = "nobody" if os.geteuid() == 0 and works(_become_nobody) else "own"
     with tempfile.TemporaryDirectory() as empty:
-        network = "namespace" if works(functools.partial(_leave_system, empty)) else "python"
+
+        def leave() -> None:
+            _leave_system(empty)
+            _fork_and_keep(math.inf)
+
+        network = "namespace" if works(leave) else "python"
     return Protections(network, user)
 
 
@@ -152,10 +159,13 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork a
 def _leave_system(empty: str) -> None:
     """Goes where there is no network and /proc is empty; a user by a user namespace.
 
+    The next child is the first process of its own system: when it ends, the kernel ends all that
+    it has started, and it sees no other process to send signals to.
+
     Args:
       empty: An empty folder, to be seen in the place of /proc.
     """
-    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS
+    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID
     if os.geteuid() != 0:
         flags |= _CLONE_NEWUSER
     for failed in (
@@ -165,6 +175,39 @@ def _leave_system(empty: str) -> None:
     ):
         if failed:
             raise OSError(ctypes.get_errno(), "namespaces")
+
+
+def _fork_and_keep(cpu_s: float) -> None:
+    """Returns in a child; this process stays outside, ends it when told, and ends as it did.
+
+    Args:
+      cpu_s: Processor time after which the kernel kills the child: a first process of a system
+        does not get the signal that says so, and this process says it in its place.
+    """
+    notices = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, notices)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the caller may be killed
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    child = _libc.fork()  # that of `os` would run, and print, what libraries have to say to it
+    if child < 0:
+        raise OSError(ctypes.get_errno(), "fork")
+    if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
+        os.setsid()  # a leader stays in its group, so that the group's end is its own
+        return
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    signal.sigwait(notices)
+    os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= cpu_s:
+        code = -signal.SIGXCPU
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _become_nobody() -> None:
@@ -179,12 +222,14 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
     def prepare() -> None:
         if found.network == "namespace":
             _leave_system(str(folder / "proc"))
+            _fork_and_keep(limits.cpu_s)
         restrict(limits)
         if found.user == "nobody":
             _become_nobody()
         for capability in range(_NUM_CAPABILITIES):  # root would have them again after exec
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's is forgotten
 
     process = subprocess.Popen(
         command,
@@ -206,6 +251,10 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
     try:
         failure = _converse(process, stdin, limits, kept)
     finally:
+        if found.network == "namespace":
+            process.terminate()  # it ends the program's system and waits for that
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         _end_group(process)
         for pipe in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ FLOORS = (
         ("types",),
         (
             "errors",
+            "folder_lock",
             "recipes",
             "config_model",
             "config_records",

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxrl_llm import seal
 from jaxrl_llm.checkpoint import CheckpointError, Saver, load_tree, save_tree
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.seal import SEAL
@@ -201,8 +203,9 @@ def flip(path: pathlib.Path) -> None:
         (lambda step: flip(step / "meta" / "metadata"), "meta/metadata differs"),
         (lambda step: largest_file(step).unlink(), "cannot be read"),
         (lambda step: cut(step / SEAL), "sha256.json is not JSON"),
+        (lambda step: (step / SEAL).unlink(), "sha256.json is missing"),
     ],
-    ids=["cut", "bit", "json_bit", "removed", "seal"],
+    ids=["cut", "bit", "json_bit", "removed", "seal", "unsealed"],
 )
 def test_a_damaged_newest_step_falls_back_to_the_one_before(tmp_path, caplog, damage, named):
     states = {step: random_state(step, sharded(*FSDP)) for step in (1, 2)}
@@ -234,16 +237,52 @@ def test_only_damaged_steps_is_an_error_not_a_fresh_start(tmp_path):
         saver.restore(abstract(state))
 
 
-def test_a_complete_step_without_checksums_is_used_with_a_warning(tmp_path, caplog):
-    """The process was killed after the commit and before the seal."""
+def test_a_step_that_is_damaged_twice_is_stepped_over_twice(tmp_path):
     state = {"w": jnp.arange(8.0)}
-    saver = Saver(tmp_path, CheckpointConfig())
+    for _ in range(2):
+        saver = Saver(tmp_path, CheckpointConfig())
+        for step in range(saver.latest_step() + 1, 3):
+            saver.save(step, state, {})
+        saver.wait()
+        flip(largest_file(tmp_path / "2"))
+        assert saver.restore(abstract(state))[2] == 1
+        saver.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "damaged.2"]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypatch, sealed):
+    folder, state, write = tmp_path / "run", {"w": jnp.arange(8.0)}, seal.write
+    killed: list[pathlib.Path] = []
+
+    def write_and_copy(path):
+        if sealed:
+            write(path)
+        killed.append(tmp_path / f"killed_{len(killed)}")
+        shutil.copytree(folder, killed[-1])
+        if not sealed:
+            write(path)
+
+    saver = Saver(folder / "steps", CheckpointConfig())
     saver.save(1, state, {})
     saver.wait()
-    (tmp_path / "1" / SEAL).unlink()
-    with caplog.at_level(logging.WARNING):
-        assert saver.restore(abstract(state))[2] == 1
-    assert "before its checksums were written" in caplog.text
+    monkeypatch.setattr(seal, "write", write_and_copy)
+    saver.save(2, state, {})
+    saver.close()
+    save_tree(folder / "tree", state, {})
+    monkeypatch.undo()
+
+    in_step, in_tree = killed
+    assert (in_step / "steps" / "2.orbax-checkpoint-tmp.sealed" / SEAL).exists() == sealed
+    saver = Saver(in_step / "steps", CheckpointConfig())
+    assert saver.restore(abstract(state))[2] == 1
+    saver.save(2, state, {})
+    saver.close()
+    assert sorted(path.name for path in (in_step / "steps").iterdir()) == ["1", "2"]
+    assert not (in_tree / "tree").exists()
+    save_tree(in_tree / "tree", state, {})
+    assert_same_bits(load_tree(in_tree / "tree", abstract(state))[0], state)
+    assert sorted(path.name for path in in_tree.iterdir()) == ["steps", "tree"]
 
 
 def test_another_state_is_named_array_by_array(tmp_path):

@@ -314,6 +314,13 @@ def test_a_workdir_belongs_to_one_run(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
+def test_what_no_run_described_is_not_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("of something else\n")
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no config\.json.*--workdir"):
+        config_bridge.claim_workdir(from_config_dict(minimal()), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read .*is this a run's folder"):
         config_bridge.load_config(tmp_path)

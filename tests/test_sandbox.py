@@ -3,6 +3,8 @@
 import os
 import pathlib
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from jaxrl_llm import sandbox
 from jaxrl_llm.sandbox import Limits, run_python
 
+ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = Limits(wall_s=8.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000)
 
 
@@ -49,17 +52,70 @@ def test_output_is_bounded():
     assert ended.output == "x" * 1000 and ended.succeeded
 
 
+def is_running(word: bytes) -> bool:
+    """Returns whether the command line of a process holds `word`."""
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:  # a process that has ended and was not reaped has an empty line
+            if word in path.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
 def test_what_it_started_does_not_outlive_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '77.25']).pid)"
     begin = time.monotonic()
     assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 5
-    running = []  # a process that has ended and was not reaped has an empty line
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            running.append(path.read_bytes())
-        except OSError:
-            continue
-    assert not [line for line in running if b"77.25" in line]
+    assert not is_running(b"77.25")
+
+
+needs_namespaces = pytest.mark.skipif(
+    sandbox.protections().network != "namespace", reason="namespaces are not permitted here"
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("then", ["pass", "time.sleep(60)", "import ctypes; ctypes.string_at(0)"])
+def test_what_leaves_its_group_does_not_outlive_it(then):
+    program = (
+        "import os, subprocess, time\n"
+        "for _ in range(2):\n"
+        "    subprocess.Popen(['sleep', '78.25'], start_new_session=True)\n"
+        f"{then}\n"
+    )
+    ended = run_python(program, "", Limits(wall_s=1.0))
+    assert ended.errors == "" and ended.succeeded == (then == "pass")
+    assert not is_running(b"78.25")
+
+
+@needs_namespaces
+def test_it_sees_no_process_but_its_own():
+    """It could end the run and other programs of its user otherwise."""
+    with subprocess.Popen(["sleep", "79.25"]) as other:
+        program = f"import os; os.getpid() == 1 and os.kill({other.pid}, 9)"
+        assert "ProcessLookupError" in run_python(program, "", LIMITS).errors
+        assert other.poll() is None
+        other.kill()
+
+
+@needs_namespaces
+def test_it_ends_with_its_caller():
+    caller = (
+        "from jaxrl_llm.sandbox import *\n"
+        "run_python('import time; print(80.25); time.sleep(60)', '', Limits(wall_s=60))"
+    )
+    with subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT) as process:
+        wait_for(lambda: is_running(b"main.py"))
+        process.kill()
+    wait_for(lambda: not is_running(b"main.py"))
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_it_cannot_read_the_run_s_environment(monkeypatch):

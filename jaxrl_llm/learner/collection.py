@@ -13,6 +13,7 @@ from jaxrl_llm.data.datasets import PromptIterator
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import replicas
 from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import agent
 from jaxrl_llm.types import Rewards, Rollouts
@@ -30,8 +31,9 @@ def collect(
     prompts: PromptIterator,
     score: ScoreFn,
     key: jax.Array,
+    clock: Clock,
 ) -> tuple[Rollouts, Rewards]:
-    """Returns the sequences of a step and their rewards.
+    """Returns the sequences of a step and their rewards; times `gen` and `reward`.
 
     Where the algorithm asks for it: one greedy sample a prompt in the same wave, which becomes
     its baseline (ReMax, arXiv:2310.10505); groups whose rewards are all equal dropped and
@@ -55,10 +57,12 @@ def collect(
         taken = prompts.take(wanted - found)
         wave_key = jax.random.fold_in(key, wave)
         replicas.check_prompts(taken, wave_key)
-        rollouts = agent.rollout(
-            roles.engine, rollout_params, roles.tokenizer, taken, samples, wave_key
-        )
-        rewards = score(rollouts)
+        with clock("gen"):
+            rollouts = agent.rollout(
+                roles.engine, rollout_params, roles.tokenizer, taken, samples, wave_key
+            )
+        with clock("reward"):
+            rewards = score(rollouts)
         replicas.check_sampled(rollouts, rewards)
         if algorithm.advantage == "remax":
             rollouts, rewards = _split_baseline(rollouts, rewards, len(samples))

@@ -21,6 +21,7 @@ from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Microbatch, Plan
 from jaxrl_llm.learner.roles import LearnerState, Roles
 from jaxrl_llm.learner.update import is_on_policy, sequence_scores, token_statistics, token_values
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
@@ -65,40 +66,41 @@ def scoring_programs(roles: Roles):
     return of_policy, of_critic
 
 
-def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts], Predictions]:
-    """Returns `predict(state, rollouts) -> Predictions`, each model asked in one pass.
+def predictor(roles: Roles) -> Callable[[LearnerState, Rollouts, Clock], Predictions]:
+    """Returns `predict(state, rollouts, clock) -> Predictions`, each model asked in one pass.
 
     The policy is not asked where the update itself will say (`update.is_on_policy`): the engine's
     log-probs then stand in its place, and nothing reads them. Models on different devices answer
-    at the same time: all are asked before any answer is brought to the policy's devices.
+    at the same time: all are asked before any answer is brought to the policy's devices. The
+    clock times them apart: `old_log_prob`, `ref`, `values`.
     """
     algorithm = roles.config.algorithm
     on_policy = is_on_policy(roles.config)
     of_policy, of_critic = scoring_programs(roles)
 
-    def predict(state: LearnerState, rollouts: Rollouts) -> Predictions:
+    def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
         plan = _whole_step(roles, rollouts)
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
         zeros = jnp.zeros(tokens.shape, jnp.float32)
         policy = lora.joined(roles.base_params, state.policy.params)
-        with jax.set_mesh(roles.mesh):
-            old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
-            if not on_policy:
-                found, entropies, squares = of_policy(
-                    policy, tokens, lengths, plan, entropy="value"
+        old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
+        if not on_policy:
+            with jax.set_mesh(roles.mesh), clock("old_log_prob") as watch:
+                found, entropies, squares = watch(
+                    of_policy(policy, tokens, lengths, plan, entropy="value")
                 )
-                old = found if algorithm.old_log_probs == "recompute" else old
+            old = found if algorithm.old_log_probs == "recompute" else old
         reference = old
         if roles.reference_params:
-            with jax.set_mesh(roles.meshes["reference"]):
+            with jax.set_mesh(roles.meshes["reference"]), clock("ref") as watch:
                 frozen = resting.working(roles.reference_params)
-                reference, _, _ = of_policy(frozen, tokens, lengths, plan, entropy="none")
-        with jax.set_mesh(roles.meshes["critic"]):
-            critics = [
-                of_critic(role.params, tokens, lengths, plan) if role.params else zeros
-                for role in (state.critic, state.cost_critic)
-            ]
+                reference, _, _ = watch(of_policy(frozen, tokens, lengths, plan, entropy="none"))
+        critics = [zeros, zeros]
+        for i, role in enumerate((state.critic, state.cost_critic)):
+            if role.params:
+                with jax.set_mesh(roles.meshes["critic"]), clock("values") as watch:
+                    critics[i] = watch(of_critic(role.params, tokens, lengths, plan))
         answers = Predictions(
             old_log_probs=old,
             ref_log_probs=reference,
@@ -284,19 +286,22 @@ def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates)
 
 
 def minibatches(
-    roles: Roles, rollouts: Rollouts, key: jax.Array, allowed: bool = True
+    roles: Roles, rollouts: Rollouts, key: jax.Array
 ) -> Iterator[tuple[Plan, jax.Array]]:
-    """Yields plan and key of each update: every epoch, all sequences in a new order.
+    """Returns plan and key of each update: every epoch, all sequences in a new order.
 
-    None if the step is not `allowed` to change the weights.
+    The orders are drawn by this call, on a device: called before models are asked, none of the
+    plans, each made when its update is due, waits for them.
     """
-    if not allowed:
-        return
     config = roles.config
     count = len(rollouts.lengths)
-    for epoch in range(config.trainer.epochs):
-        epoch_key = jax.random.fold_in(key, epoch)
-        order = np.asarray(jax.random.permutation(epoch_key, count))
-        for start in range(0, count, config.minibatch_size):
-            chosen = np.sort(order[start : start + config.minibatch_size])
-            yield _plan(roles, rollouts, chosen), jax.random.fold_in(epoch_key, start)
+    keys = [jax.random.fold_in(key, epoch) for epoch in range(config.trainer.epochs)]
+    orders = [jax.random.permutation(key, count) for key in keys]
+
+    def plans() -> Iterator[tuple[Plan, jax.Array]]:
+        for key, order in zip(keys, orders, strict=True):
+            for start in range(0, count, config.minibatch_size):
+                chosen = np.sort(np.asarray(order)[start : start + config.minibatch_size])
+                yield _plan(roles, rollouts, chosen), jax.random.fold_in(key, start)
+
+    return plans()

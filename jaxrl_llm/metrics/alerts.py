@@ -160,8 +160,11 @@ class Alerts:
           on_host: Means over the updates, tokens and seconds of the phases.
         """
         readings = _readings({**jax.device_get(dict(of_estimates)), **on_host}, rewards)
-        usage = shutil.disk_usage(self._workdir)
-        readings["disk"] = usage.free / usage.total
+        try:
+            usage = shutil.disk_usage(self._workdir)
+            readings["disk"] = usage.free / usage.total
+        except OSError as error:  # who writes there next says more
+            logging.warning("alerts: free space of %s is not known: %s", self._workdir, error)
         speed = _speed(on_host)
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)

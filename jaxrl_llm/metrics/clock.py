@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -20,12 +21,13 @@ class Clock:
 
     Times are the host's. A phase that only hands work to the devices watches its results:
 
-        with clock("predict") as watch:
-            predictions = watch(predict(state, rollouts))
+        with clock("ref") as watch:
+            log_probs = watch(of_reference(tokens))
 
-    Its time then ends when they are ready and begins when the watched phase before it was done,
-    if that was later than the `with`. Another thread does the waiting: neither the loop nor the
-    devices stand still for it.
+    Its time then ends when they are ready and begins when the phase watched before it on the same
+    devices was done, if that was later than the `with`. Other threads do the waiting: neither the
+    loop nor the devices stand still for it. Phases on different devices may overlap; what is
+    reported of all may then be more than the step.
 
     >>> times = iter([0.0, 1.0, 3.5, 5.0])
     >>> clock = Clock(now=lambda: next(times))
@@ -44,9 +46,11 @@ class Clock:
         self._now = now
         self._start = now()
         self._phases: dict[str, float] = {}
-        self._waiter = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        # A thread for each set of devices: what is ready on one does not wait to be seen.
+        self._waiters: dict[frozenset[Any], concurrent.futures.Executor] = {}
         self._waits: list[concurrent.futures.Future[None]] = []
-        self._last_ready = self._start
+        self._lock = threading.Lock()
+        self._last_ready: dict[Any, float] = {}  # by device
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[Callable[[Tree], Tree]]:
@@ -68,18 +72,25 @@ class Clock:
                 yield watch
         finally:
             if watched:
-                self._waits.append(self._waiter.submit(self._wait, phase, begin, watched))
+                devices = _devices(watched)
+                if devices not in self._waiters:
+                    self._waiters[devices] = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+                wait = self._waiters[devices].submit(self._wait, phase, begin, watched, devices)
+                self._waits.append(wait)
             else:
-                self._add(phase, self._now() - begin)
+                with self._lock:
+                    self._add(phase, self._now() - begin)
 
     def _add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
-    def _wait(self, phase: str, begin: float, watched: list[Any]) -> None:
+    def _wait(self, phase: str, begin: float, watched: list[Any], devices: frozenset[Any]) -> None:
         jax.block_until_ready(watched)
-        ready = self._now()
-        self._add(phase, ready - max(begin, self._last_ready))
-        self._last_ready = ready
+        with self._lock:
+            ready = self._now()
+            last = max(self._last_ready.get(device, begin) for device in devices)
+            self._add(phase, ready - max(begin, last))
+            self._last_ready |= dict.fromkeys(devices, ready)
 
     def seconds(self) -> dict[str, float]:
         """Returns `timing_s/PHASE` for every phase and `timing_s/step` since the start.
@@ -88,9 +99,16 @@ class Clock:
         """
         for wait in self._waits:
             wait.result()
-        self._waiter.shutdown()
+        for waiter in self._waiters.values():
+            waiter.shutdown()
         phases = {f"timing_s/{phase}": seconds for phase, seconds in self._phases.items()}
         return {**phases, "timing_s/step": self._now() - self._start}
+
+
+def _devices(tree: Any) -> frozenset[Any]:
+    """Returns the devices that arrays are on; those of no array count as one."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return frozenset(device for a in arrays for device in a.devices()) or frozenset([None])
 
 
 class Profiler:

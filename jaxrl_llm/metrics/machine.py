@@ -10,9 +10,10 @@ import jax
 GIB = 2**30
 
 # Dense products of 16-bit numbers, operations a second of one JAX device, as the makers say.
-# A longer name is looked for first: "TPU v5 lite" is not "TPU v5".
+# A longer name is looked for first: "TPU v5 lite" is not "TPU v5". A chip of TPU7x does 2307e12 and
+# is two devices (docs.cloud.google.com/tpu/docs/tpu7x); on v5p one device is both cores.
 PEAK_FLOPS: Mapping[str, float] = {
-    "TPU v7": 2307e12,
+    "TPU7": 1153.5e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
     "TPU v5 lite": 197e12,
@@ -31,7 +32,10 @@ PEAK_FLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_kind: str) -> float:
-    """Returns the most operations a second of a device, or NaN if the device is not known."""
+    """Returns the most operations a second of a device, or NaN if the device is not known.
+
+    Of one device as JAX counts them, which may be half a chip.
+    """
     known = sorted(PEAK_FLOPS, key=len, reverse=True)
     return next(
         (PEAK_FLOPS[name] for name in known if name.lower() in device_kind.lower()), float("nan")

@@ -186,12 +186,14 @@ class Scorer:
         """Returns the outcome of every call; each host makes those of its own rows."""
         own = {i: call for i, call in enumerate(calls) if call.row in own_rows}
 
-        def run() -> dict[int, Outcome]:
-            return dict(zip(own, self._pool.run(list(own.values())), strict=True)) if own else {}
+        def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
+            outcomes = self._pool.run(list(own.values())) if own else []
+            return [
+                (i, outcome.score, outcome.details, outcome.failure)
+                for i, outcome in zip(own, outcomes, strict=True)
+            ]
 
-        found: dict[int, Outcome] = {}
-        for outcomes in hosts.together(run):
-            found |= outcomes
+        found = {i: Outcome(*rest) for part in hosts.together(run) for i, *rest in part}
         return [found[i] for i in range(len(calls))]
 
 

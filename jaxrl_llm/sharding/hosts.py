@@ -5,14 +5,14 @@ says every few seconds that it is alive, through the service at which they met; 
 or that says why it stopped ends the others with a message, and the next start resumes.
 """
 
+import json
 import os
-import pickle
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.cluster import ALL_DEVICES, ClusterError, Start
 
-T = TypeVar("T")
+Json = Any  # numbers, texts, booleans, None; lists of them, dicts of them by text
 
 PERIOD_S = 3.0  # between two signs of life
 SILENCE_S = 30.0  # without one: the process is dead, or its host, or the network
@@ -111,21 +111,26 @@ def wait_for_verdict() -> None:
         time.sleep(SILENCE_S + 2 * PERIOD_S)
 
 
-def share(value: T) -> list[T]:
-    """Returns every process's value, in the order of the processes. Values can be pickled."""
+def share(value: Json) -> list[Any]:
+    """Returns every process's value, in the order of the processes.
+
+    Args:
+      value: What JSON can hold; it arrives as JSON gives it back, a tuple as a list.
+    """
+    data = json.dumps(value).encode()
     if jax.process_count() == 1:
-        return [value]
-    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        return [json.loads(data)]
+    mine = np.frombuffer(data, np.uint8)
     sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
     room = max(_SMALLEST_SHARE, 1 << (int(sizes.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
     padded[: mine.size] = mine
     everyone = multihost_utils.process_allgather(padded)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
 
 
-def together(action: Callable[[], T]) -> list[T]:
-    """Returns what `action` gave each process; if one of them cannot go on, none does.
+def together(action: Callable[[], Json]) -> list[Any]:
+    """Returns what `action` gave each process, as `share`; if one cannot go on, none does.
 
     Raises:
       UserError: That of this process's action, or a `HostError` with the text of another's.
@@ -133,9 +138,9 @@ def together(action: Callable[[], T]) -> list[T]:
     try:
         value = action()
     except UserError as error:
-        share((None, str(error)))
+        share([None, str(error)])
         raise
-    results = share((value, ""))
+    results = share([value, ""])
     for process, (_, text) in enumerate(results):
         if text:
             raise HostError(f"process {process}: {text}")

@@ -26,7 +26,8 @@ from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import collection, experience, replicas, throughput, update
+from jaxrl_llm.folder_lock import FolderLock
+from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
@@ -58,15 +59,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> roles_lib.LearnerS
     Raises:
       ConfigError: If the mesh does not fit the devices, a function of the user's cannot work, or
         `workdir` belongs to another run.
+      OccupiedError: If another process is training in `workdir`.
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
       Interrupted: If it was asked to end before the last step.
     """
-    with Interruption(config.checkpoint.grace_s) as interruption:
-        return _train(config, pathlib.Path(workdir), interruption)
+    with Interruption(config.checkpoint.grace_s) as interruption, FolderLock() as lock:
+        return _train(config, pathlib.Path(workdir), interruption, lock)
 
 
 def _train(
-    config: Config, workdir: pathlib.Path, interruption: Interruption
+    config: Config, workdir: pathlib.Path, interruption: Interruption, lock: FolderLock
 ) -> roles_lib.LearnerState:
     for warning in config.warnings():
         logging.warning("%s", warning)
@@ -78,12 +80,15 @@ def _train(
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
+    budget = planned.check(config, jax.devices())
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
     writer_lib.check(config.metrics)
     alerts_lib.check(config.alerts)
     replicas.check_start(config, (training_set, held_out))
+    if hosts.is_first():
+        lock.take(workdir)
     claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
 
@@ -137,15 +142,14 @@ def _train(
             rollout_key, shuffle_key = jax.random.split(jax.random.fold_in(root, step))
 
             # Sample and score. One wave of prompts; more when the algorithm drops groups.
-            with clock("gen"):
-                rollouts, rewards = collection.collect(
-                    roles, rollout_params, prompts, scorer.score, rollout_key
-                )  # [B, T], [B]
-                of_engine = statistics.of_engine(*roles.engine.speed())
+            rollouts, rewards = collection.collect(
+                roles, rollout_params, prompts, scorer.score, rollout_key, clock
+            )  # [B, T], [B]
+            of_engine = statistics.of_engine(*roles.engine.speed())
+            laid_out = experience.minibatches(roles, rollouts, shuffle_key)
 
             # What the models say about those tokens.
-            with clock("predict") as watch:
-                predictions = watch(predict(state, rollouts))  # each field [B, T]
+            predictions = predict(state, rollouts, clock)  # each field [B, T]
 
             # Turn rewards into advantages. No model runs here.
             with clock("adv"):
@@ -159,7 +163,7 @@ def _train(
             with clock("update") as watch:
                 batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
                 updates = []
-                for plan, key in experience.minibatches(roles, rollouts, shuffle_key, allowed):
+                for plan, key in laid_out if allowed else ():
                     state, of_update = learn(
                         state,
                         batch,
@@ -195,6 +199,7 @@ def _train(
                     of_engine,
                     roles.resharder.report().metrics(),
                     of_speed,
+                    budget.metrics(jax.local_devices()),
                     seconds,
                     of_alerts,
                 )

@@ -11,6 +11,7 @@ import time
 import processes
 import pytest
 import runs
+import traces
 
 pytestmark = pytest.mark.multihost
 
@@ -106,6 +107,50 @@ def test_roles_on_halves_of_every_host_equal_roles_together(reference, tmp_path,
     said = processes.run(arguments("ppo_tiny", tmp_path, **split), 2, 4, cache)
     assert len(said) == 2
     check_same_run(tmp_path / "run", reference("ppo_tiny"))
+
+
+def test_halves_of_every_host_work_at_the_same_time(tmp_path, cache):
+    """Critic and policy overlap in a trace, and the numbers are those of roles together.
+
+    Each process has one device in each half: XLA's CPU client runs programs of several of its
+    devices one after the other. Microbatches are small, so that programs take their time.
+    """
+    sizes = {
+        "trainer.prompts_per_step": 32,
+        "trainer.minibatch_size": 64,
+        "trainer.max_tokens_per_microbatch": 64,
+        "mesh.data": 1,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 1,
+    }
+    (tmp_path / "together").mkdir()
+    (tmp_path / "apart").mkdir()
+    processes.run(arguments("ppo_tiny", tmp_path / "together", **sizes), 1, 2, cache)
+    split = {"placement.choice": "split", "profiler.first_step": 3, "profiler.num_steps": 2}
+    processes.run(arguments("ppo_tiny", tmp_path / "apart", **sizes, **split), 2, 2, cache)
+    check_same_run(tmp_path / "apart/run", tmp_path / "together/run")
+    found = traces.busy(tmp_path / "apart/run")
+    assert len(found) == 2
+    for process in found:
+        half, other = sorted({run.device for run in process if run.program == "jit_update"})
+        programs = {
+            device: {
+                name: [run for run in process if (run.program, run.device) == (name, device)]
+                for name in ("jit_of_policy", "jit_of_critic", "jit_update")
+            }
+            for device in (half, other)
+        }
+        policy, critic = programs[half], programs[other]
+        # Two updates a step; old log-probs and the reference's.
+        assert len(policy["jit_update"]) == len(critic["jit_update"]) == 4
+        assert len(policy["jit_of_policy"]) == 4 and len(critic["jit_of_critic"]) == 2
+        assert not policy["jit_of_critic"] and not critic["jit_of_policy"]
+        learning = traces.together(critic["jit_update"], policy["jit_update"])
+        scoring = max(
+            traces.together([run], policy["jit_of_policy"]) for run in critic["jit_of_critic"]
+        )  # in a step whose programs were compiled before
+        print(f"the critic's half: {learning:.0%} of its updates, {scoring:.0%} of its scoring")
+        assert learning > 0.5 and scoring > 0.5
 
 
 def test_a_killed_process_ends_the_other_and_the_next_start_resumes(reference, tmp_path, cache):

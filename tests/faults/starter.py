@@ -8,6 +8,7 @@ A point is a call of the product, wrapped here, in the test's process: the produ
 """
 
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -59,12 +60,14 @@ POINTS = {
     "dumped": (writer.Writer, "write_rollouts", "after", 1),
     "save_before": (ocp.CheckpointManager, "save", "before", 1),
     "save_begun": (ocp.CheckpointManager, "save", "after", 1),
-    "save_writing": (ocp.CheckpointManager, "wait_until_finished", "before", 2),
-    "commit_before": (atomicity.AtomicRenameTemporaryPath, "finalize", "before", 3),
-    "commit_after": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
+    "save_writing": (atomicity.AtomicRenameTemporaryPath, "finalize", "before", 1),
+    "part_complete": (atomicity.AtomicRenameTemporaryPath, "finalize", "after", 1),
+    "commit_before": (seal.SealedPath, "finalize", "before", 3),
     "seal_before": (seal, "write", "before", 1),
     "seal_half": (seal, "write", "half", 1),
     "seal_after": (seal, "write", "after", 1),
+    "commit_after": (seal.SealedPath, "finalize", "after", 3),
+    "saved": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
 }
 
 
@@ -77,7 +80,7 @@ def halved(function, die):
         return file.write(data[len(data) // 2 :])
 
     def write(folder):
-        (folder / f"{seal.SEAL}.tmp").write_text('{"meta/')
+        (folder / seal.SEAL).write_text('{"meta/')
         die()
         return function(folder)
 
@@ -102,6 +105,15 @@ def arm(point: str, number: signal.Signals) -> None:
         return
 
     @functools.wraps(function)
+    async def awaited(*args, **kwargs):
+        if when == "before":
+            die()
+        result = await function(*args, **kwargs)
+        if when == "after":
+            die()
+        return result
+
+    @functools.wraps(function)
     def wrapped(*args, **kwargs):
         if when == "before":
             die()
@@ -110,7 +122,7 @@ def arm(point: str, number: signal.Signals) -> None:
             die()
         return result
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, awaited if inspect.iscoroutinefunction(function) else wrapped)
 
 
 def child(order) -> None:

@@ -18,8 +18,10 @@ import pytest
 import runs
 import starter
 
-STEPS = 64
+STEPS = 70
 SETTINGS = {
+    # An untaught model gets no sum right; all scores would be 0 and nothing would be learned.
+    "rewards.functions.answer.function": f"{pathlib.Path(__file__).with_name('letters.py')}:score",
     "model.hidden_size": 16,
     "model.num_heads": 1,
     "model.num_kv_heads": 1,
@@ -96,6 +98,7 @@ def check_same(workdir: pathlib.Path, reference: pathlib.Path, last: int) -> Non
     for name in mine:
         assert np.asarray(mine[name]).tobytes() == np.asarray(other[name]).tobytes(), name
     assert not [path for path in workdir.rglob("*") if "tmp" in path.name or "damaged" in path.name]
+    assert len({wanted[step]["critic/score/mean"] for step in range(1, last + 1)}) > last // 2
 
 
 def end_at(start: Starter, point: str, number: str) -> None:
@@ -123,13 +126,8 @@ def chain(name: str, tmp_path, cache, moments, last: int) -> None:
     check_same(tmp_path / "run", tmp_path / "reference", last)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("grpo_tiny", marks=pytest.mark.slow),
-        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
 def test_every_point(name, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]

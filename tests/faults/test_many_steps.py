@@ -32,7 +32,7 @@ def host_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_nothing_grows(tmp_path, monkeypatch):
     seen: dict[int, dict[str, int]] = {}
     compiled = 0

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.config import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
 from jaxrl_llm.learner import collection
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Rewards, Rollouts
 
@@ -143,7 +144,8 @@ class FakeRun:
         return rewards_of(scores)
 
     def collect(self):
-        return collection.collect(self.roles, {}, self, self.score, jax.random.key(0))
+        key = jax.random.key(0)
+        return collection.collect(self.roles, {}, self, self.score, key, Clock())
 
 
 def test_one_wave_without_dynamic_sampling(monkeypatch):

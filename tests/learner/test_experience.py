@@ -17,6 +17,7 @@ from jaxrl_llm.config import (
     TrainerConfig,
 )
 from jaxrl_llm.learner import experience, roles
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.types import Rollouts
 
 B, T = 12, 32
@@ -68,7 +69,10 @@ def rollouts():
 
 def test_predictions_are_of_one_pass(run, rollouts):
     built, state = run
-    predictions = experience.predictor(built)(state, rollouts)
+    clock = Clock()
+    predictions = experience.predictor(built)(state, rollouts, clock)
+    timed = {f"timing_s/{phase}" for phase in ("old_log_prob", "ref", "values", "step")}
+    assert set(clock.seconds()) == timed
     mask, ones = rollouts.response_mask, np.ones(B, np.float32)
 
     def assert_is(found, want):

@@ -15,6 +15,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.learner import experience, update
 from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.placement import PlacementConfig
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.sharding import pools
@@ -68,7 +69,7 @@ def two_updates(choice: str):
     predict, estimate = experience.predictor(roles), experience.estimator(roles)
     learn = update.updater(roles, state)
     rollouts = rollouts_of()
-    predictions = predict(state, rollouts)
+    predictions = predict(state, rollouts, Clock())
     estimates, state, _ = estimate(state, rollouts, rewards_of(), predictions)
     batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
     found = []

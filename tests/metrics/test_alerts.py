@@ -97,6 +97,12 @@ def test_throughput_is_compared_to_its_median_without_evaluations(tmp_path, monk
         assert observe(watch, monkeypatch, on_host=evaluated) == {"alerts/throughput": 0.0}
 
 
+def test_a_disk_that_does_not_answer_is_said_and_the_run_goes_on(tmp_path, caplog):
+    with Alerts(only("disk"), tmp_path / "gone", lambda _: None) as watch:
+        assert watch.check(1, SPREAD, {}, SPEED) == {"alerts/disk": 0.0}
+    assert "free space of" in caplog.text and "No such file" in caplog.text
+
+
 def test_steps_in_a_row_are_state(tmp_path, monkeypatch):
     config = only("constant_reward", steps=3)
     same = {"rewards": rewards(2, 2)}

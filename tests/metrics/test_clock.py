@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.config import ProfilerConfig
+from jaxrl_llm.metrics import clock as clock_lib
 from jaxrl_llm.metrics.clock import Clock, Profiler
 
 
@@ -25,8 +26,9 @@ def test_phases_add_up_and_survive_an_error():
 class Result:
     """An array of a slow device."""
 
-    def __init__(self):
+    def __init__(self, *devices):
         self.ready = threading.Event()
+        self.devices = devices
 
     def block_until_ready(self):
         self.ready.wait(10.0)
@@ -48,6 +50,23 @@ def test_a_watched_phase_ends_when_its_result_is_ready():
     assert found["timing_s/predict"] == pytest.approx(0.2, abs=0.1)
     # Handed over at once, but the device was busy with the phase before.
     assert found["timing_s/update"] == pytest.approx(0.4, abs=0.1)
+
+
+def test_phases_on_different_devices_overlap(monkeypatch):
+    monkeypatch.setattr(clock_lib, "_devices", lambda watched: frozenset(watched[0].devices))
+    clock, policy, critic, both = Clock(), Result("a"), Result("b"), Result("a", "b")
+    for phase, result in (("ref", policy), ("values", critic), ("update", both)):
+        with clock(phase) as watch:
+            watch(result)
+    time.sleep(0.2)
+    critic.ready.set()
+    time.sleep(0.2)
+    policy.ready.set()
+    time.sleep(0.2)
+    both.ready.set()
+    found = clock.seconds()
+    wanted = {"ref": 0.4, "values": 0.2, "update": 0.2, "step": 0.6}
+    assert found == {f"timing_s/{k}": pytest.approx(v, abs=0.1) for k, v in wanted.items()}
 
 
 def test_a_failed_result_is_reported():

@@ -21,6 +21,7 @@ def device(kind, stats=None):
         ("TPU v5 lite", 197),
         ("TPU v5", 459),
         ("TPU v6 lite", 918),
+        ("TPU7x", 2307 / 2),  # as libtpu calls it; two devices a chip
     ],
 )
 def test_known_devices(kind, tera):

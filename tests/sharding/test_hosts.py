@@ -104,7 +104,7 @@ def test_a_board_that_breaks_is_waited_for_and_then_process_0_is_named(scene):
 def test_one_process_shares_with_itself():
     assert hosts.is_first()
     assert hosts.share({"a": 1}) == [{"a": 1}]
-    assert hosts.together(lambda: 3) == [3]
+    assert hosts.together(lambda: (3, None)) == [[3, None]]
     assert list(hosts.own_part(5)) == [0, 1, 2, 3, 4]
     hosts.abandon("nobody is there to hear it")
     with pytest.raises(UserError, match="mine"):

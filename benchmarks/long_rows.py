@@ -1,0 +1,70 @@
+"""The policy update with rows split over a sequence axis, compiled ahead of time for TPUs.
+
+`python benchmarks/long_rows.py` (with `libtpu` installed; no TPU needed)
+
+Llama 3.1 8B, float32 weights and AdamW moments, bfloat16 compute, every layer recomputed in the
+backward pass; one sequence as long as the run allows for each row of devices. Bytes are per
+device, by the compiler's report.
+"""
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.planning import shapes
+
+
+def compiled(arguments: argparse.Namespace, form: str) -> str:
+    """Returns what the update needs where the shards of a row work together in this form."""
+    rows = arguments.fsdp
+    values = {
+        "model": {"compute_dtype": "bfloat16", "remat": "full"},
+        "algorithm": {"recipe": "grpo", "samples_per_prompt": rows},
+        "data": {"max_prompt_tokens": arguments.tokens // 2},
+        "rollout": {"max_response_tokens": arguments.tokens // 2},
+        "trainer": {
+            "prompts_per_step": 1,
+            "max_tokens_per_microbatch": arguments.tokens // arguments.sequence,
+        },
+        "rewards": {"functions": {"length": {"function": "length"}}},
+        "mesh": {
+            "fsdp": rows,
+            "sequence": arguments.sequence,
+            "sequence_attention": form,
+        },
+    }
+    devices = topologies.get_topology_desc(arguments.topology, platform="tpu").devices
+    begin = time.perf_counter()
+    shape = shapes.SHAPES["Llama-3.1-8B"]
+    roles = lowering.abstract_roles(from_config_dict(values), shape, devices)
+    lowered = lowering.lowered(roles)["train"]()
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    found, spent = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return f"{found / 1e9:.2f} | {spent / 1e9:.2f} | {time.perf_counter() - begin:.0f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", default="v5e:4x4")
+    parser.add_argument("--fsdp", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=32768, help="of a sequence")
+    parser.add_argument("--forms", nargs="+", default=["all_to_all", "ring"])
+    arguments = parser.parse_args()
+    print("| attention | arguments GB | temporary GB | compile s |\n|---|---|---|---|")
+    for form in arguments.forms:
+        print(f"| {form} | {compiled(arguments, form)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""One process at a time writes into the folder of a run; the system lets go when it ends.
+
+The lock is a file that the kernel holds (`flock`), so that a process that is killed leaves nothing
+to be tidied up. Where a file system knows no locks there is a warning, and no protection.
+"""
+
+import errno
+import fcntl
+import os
+import pathlib
+import socket
+from typing import IO, Any
+
+from absl import logging
+
+from jaxrl_llm.errors import UserError, naming
+
+NAME = "lock"
+_NOT_KNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+
+class OccupiedError(UserError, RuntimeError):
+    """Another process is writing into the folder; the message says which."""
+
+
+class FolderLock:
+    """A context manager that gives back, at its end, what was taken in it."""
+
+    def __init__(self):
+        """Holds nothing yet."""
+        self._held: list[tuple[pathlib.Path, IO[str]]] = []
+
+    def take(self, folder: pathlib.Path) -> None:
+        """Makes `folder`, if missing, this process's until the lock ends.
+
+        Raises:
+          OccupiedError: If another process, or another run in this one, holds it.
+          OSError: If the folder cannot be written; names it.
+        """
+        path = folder / NAME
+        with naming(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise OccupiedError(
+                f"{folder}: {holder} is writing into it (it holds {path}); wait until that has"
+                " ended, end it, or use another --workdir"
+            ) from None
+        except OSError as error:
+            file.close()
+            if error.errno not in _NOT_KNOWN:
+                raise
+            logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
+            return
+        self._held.append((path, file))
+        if not _is(file, path):  # its holder gave it back, and removed it, in between
+            return self.take(folder)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for path, file in self._held:
+            if _is(file, path):
+                path.unlink(missing_ok=True)
+            file.close()
+        self._held = []
+
+
+def _is(file: IO[str], path: pathlib.Path) -> bool:
+    """Returns whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False

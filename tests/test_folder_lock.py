@@ -1,0 +1,79 @@
+"""A folder has one writer at a time, and is free again when that has ended, however it ended."""
+
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.folder_lock import NAME, FolderLock, OccupiedError
+
+HOLDER = """
+import pathlib, sys, time
+from jaxrl_llm.folder_lock import FolderLock
+with FolderLock() as lock:
+    lock.take(pathlib.Path(sys.argv[1]))
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path):
+    folder = tmp_path / "a" / "run"
+    with FolderLock() as first:
+        first.take(folder)
+        me = f"process {os.getpid()} on "
+        with FolderLock() as second, pytest.raises(OccupiedError, match=rf"run: {me}.*--workdir"):
+            second.take(folder)
+        assert (folder / NAME).read_text().startswith(me)  # the refused one left it alone
+        with FolderLock() as elsewhere:
+            elsewhere.take(tmp_path / "b")
+    assert list(folder.iterdir()) == []
+    with FolderLock() as third:
+        third.take(folder)
+
+
+def test_a_process_that_is_killed_lets_go(tmp_path):
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    root = pathlib.Path(__file__).parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout.readline() == b"held\n"
+        with FolderLock() as lock, pytest.raises(OccupiedError, match=f"process {process.pid} on "):
+            lock.take(tmp_path)
+        process.kill()
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        assert (tmp_path / NAME).read_text().startswith(f"process {os.getpid()} on ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """The holder removed the file between this one's opening and its locking."""
+    flock, removed = fcntl.flock, []
+
+    def late(file, how):
+        if not removed:
+            removed.append(True)
+            (tmp_path / NAME).unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        with FolderLock() as other, pytest.raises(OccupiedError):
+            other.take(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
+    def unknown(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with caplog.at_level(logging.WARNING), FolderLock() as lock:
+        lock.take(tmp_path)
+    assert "no locks here" in caplog.text
