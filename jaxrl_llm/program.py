@@ -60,7 +60,7 @@ def run(main: Callable[[], None]) -> None:
             hosts.leave()
         except Interrupted as ended:  # all processes end together
             hosts.leave()
-            sys.exit(ended.exit_code)
+            _leave(ended.exit_code)
         except UserError as error:
             _end(str(error))
         except OSError as error:
@@ -84,6 +84,18 @@ def _end(message: str) -> NoReturn:
     logging.error("%s", message)
     hosts.abandon(message)
     sys.exit(EXIT_MENDABLE)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads; what had to be saved is on disk.
+
+    A signal may have cut a library short between the start of a thread and the note that it is to
+    be told of the end: Python would wait for that thread for ever.
+    """
+    logging.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -49,8 +49,9 @@ def _digest(path: epath.Path) -> str:
 
 
 def write(folder: epath.Path) -> None:
-    """Writes the digests of all files of a complete folder into it."""
-    digests = {os.path.relpath(path, folder): _digest(path) for path in _files(folder)}
+    """Writes the digests of all files of a complete folder into it, but for their own."""
+    files = (path for path in _files(folder) if path != folder / SEAL)
+    digests = {os.path.relpath(path, folder): _digest(path) for path in files}
     (folder / SEAL).write_text(json.dumps(digests, indent=1))
 
 

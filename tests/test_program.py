@@ -1,6 +1,9 @@
 """How a program ends: with a message for what the user can mend, with a trace for the rest."""
 
 import errno
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -46,6 +49,32 @@ def test_what_the_user_can_mend_is_a_message(run, caplog, error, message):
 def test_a_fault_of_the_program_keeps_its_trace(run, error):
     with pytest.raises(type(error)):
         run(raising(error))
+
+
+INTERRUPTED = """
+import sys, threading
+from jaxrl_llm import program
+from jaxrl_llm.errors import Interrupted
+
+def main():
+    threading.Thread(target=threading.Event().wait).start()
+    sys.stdout.write("said")
+    raise Interrupted("SIGTERM", 75)
+
+sys.argv = ["program"]
+program.run(main)
+"""
+
+
+def test_no_thread_holds_up_a_requested_end():
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        cwd=pathlib.Path(__file__).parents[1],
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (75, b"said"), ended.stderr.decode()
 
 
 def test_a_good_end_is_silent(run, caplog):

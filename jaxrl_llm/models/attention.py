@@ -25,7 +25,7 @@ Implementation = Literal["xla", "splash", "cudnn"]
 # `prefix_ids` of rows in which no two sequences share a beginning.
 NOTHING_SHARED = np.zeros((1, 0), np.int32)
 
-_QUERY_BLOCK = 512  # queries whose scores exist at one time
+QUERY_BLOCK = 512  # queries whose scores exist at one time
 _SPLASH_LANES = 128  # splash works on multiples of it
 _SPLASH_BLOCK = 512
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
@@ -141,10 +141,10 @@ def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):
     batch, length, num_heads, size = q.shape
     plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
-    if length <= _QUERY_BLOCK:
+    if length <= QUERY_BLOCK:
         mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
         return attend(q, k, v, mask=mask)
-    count = -(-length // _QUERY_BLOCK)
+    count = -(-length // QUERY_BLOCK)
     width = -(-length // count)
     more = count * width - length  # queries without a token, at the end
     ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
