@@ -290,7 +290,8 @@ def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypat
         layout = Layout(budget, shards, attention_parity=parity)
         plan = layout.plan(batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike)
         state = initial(run)
-        after, metrics = update.updater(run, state)(state, batch, plan, jax.random.key(3))
+        learn = update.updater(run, state)
+        after, metrics = learn(state, learn.spread(batch), plan, jax.random.key(3))
         gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
         numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
         found.append((gradients, numbers))
