@@ -312,7 +312,9 @@ def test_the_mesh_does_not_matter(sizes, reference, monkeypatch):
     assert_same(learned(run, budget=2 * T), reference(FULL, monkeypatch))
 
 
-@pytest.mark.parametrize("policy_loss", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize(
+    "policy_loss", ["clip_cov", pytest.param("kl_cov", marks=pytest.mark.slow)]
+)
 def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypatch):
     algorithm = AlgorithmConfig(
         policy_loss=policy_loss,
