@@ -150,7 +150,7 @@ def test_halves_of_every_host_work_at_the_same_time(tmp_path, cache):
             traces.together([run], policy["jit_of_policy"]) for run in critic["jit_of_critic"]
         )  # in a step whose programs were compiled before
         print(f"the critic's half: {learning:.0%} of its updates, {scoring:.0%} of its scoring")
-        # One after the other they have no moment in common; a busy machine takes from what they have.
+        # One after the other they share no moment; a busy machine takes from what they share.
         assert learning > 0.25 and scoring > 0.25
 
 
