@@ -43,9 +43,9 @@ class PoolConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Where each role lives."""
+    """Where each role lives; "auto": where the planner finds a step to be fastest."""
 
-    choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand"] = "colocate"
+    choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand", "auto"] = "colocate"
     # Of "by_hand": pools by name, and the pool of each role.
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)

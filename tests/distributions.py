@@ -3,6 +3,17 @@
 import numpy as np
 import scipy.stats
 
+# Settings of a sampler, each filter alone and all of them at once.
+FILTERS = (
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 7},
+    {"top_p": 0.7},
+    {"min_p": 0.05},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+)
+
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """What a token of one row may be, as transformers' warpers say it: k, then p, then min_p."""

@@ -143,10 +143,18 @@ def model_scorers(roles: Roles) -> dict[str, Callable[[Rollouts], np.ndarray]]:
 
 
 def _whole_step(roles: Roles, rollouts: Rollouts) -> Plan:
-    return _plan(roles, rollouts, np.arange(len(rollouts.lengths)))
+    return _plan(roles, rollouts, np.arange(len(rollouts.lengths)), _common(rollouts))
 
 
-def _plan(roles: Roles, rollouts: Rollouts, chosen: Int[np.ndarray, " b"]) -> Plan:
+def _common(rollouts: Rollouts) -> packing.Beginnings:
+    return packing.beginnings(
+        rollouts.tokens, rollouts.lengths, rollouts.response_mask, rollouts.group_ids
+    )
+
+
+def _plan(
+    roles: Roles, rollouts: Rollouts, chosen: Int[np.ndarray, " b"], common: packing.Beginnings
+) -> Plan:
     # Choosing tokens of a row would gather over a dim that the sequence axis splits.
     split = roles.mesh.shape["sequence"] > 1
     return roles.layout.plan(
@@ -154,9 +162,7 @@ def _plan(roles: Roles, rollouts: Rollouts, chosen: Int[np.ndarray, " b"]) -> Pl
         chosen,
         width=rollouts.tokens.shape[1],
         scored=batches.EVERY_TOKEN if split else rollouts.response_mask,
-        common=packing.beginnings(
-            rollouts.tokens, rollouts.lengths, rollouts.response_mask, rollouts.group_ids
-        ),
+        common=common,
     )
 
 
@@ -299,9 +305,10 @@ def minibatches(
     orders = [jax.random.permutation(key, count) for key in keys]
 
     def plans() -> Iterator[tuple[Plan, jax.Array]]:
+        common = _common(rollouts)  # reads every token: once a step, not once an update
         for key, order in zip(keys, orders, strict=True):
             for start in range(0, count, config.minibatch_size):
                 chosen = np.sort(np.asarray(order)[start : start + config.minibatch_size])
-                yield _plan(roles, rollouts, chosen), jax.random.fold_in(key, start)
+                yield _plan(roles, rollouts, chosen, common), jax.random.fold_in(key, start)
 
     return plans()

@@ -138,7 +138,9 @@ def abstract_plan(roles: Roles, num_chosen: int) -> batches.Plan:
     lengths = np.full(config.sequences_per_step, width)
     shards = mesh_lib.row_shards(roles.mesh)
     layout = batches.Layout(config.trainer.max_tokens_per_microbatch, *shards)
-    plan = layout.plan(lengths, np.arange(num_chosen), width=width)
+    of_responses = np.tile(np.arange(width) >= config.data.max_prompt_tokens, (len(lengths), 1))
+    scored = batches.EVERY_TOKEN if shards[1] > 1 else of_responses
+    plan = layout.plan(lengths, np.arange(num_chosen), width=width, scored=scored)
     return jax.tree.map(lambda a: _array(roles, np.shape(a), a.dtype), plan)
 
 

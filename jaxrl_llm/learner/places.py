@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner.batches import Layout
@@ -44,6 +44,17 @@ def row_layout(config: Config, places: Mapping[str, Mesh], network: Network) -> 
     Raises:
       ConfigError: If the pool that splits rows the least cannot hold its part of them.
     """
+    split = row_split(config, places)
+    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(network.kernel)
+    return Layout(*split, flops.attention_parity(network.shape) if share else 0)
+
+
+def row_split(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
+    """Returns tokens of a device in one microbatch, and over how many rows and lengths are split.
+
+    Raises:
+      ConfigError: If the pool that splits rows the least cannot hold its part of them.
+    """
     splits = {mesh_lib.row_shards(places[role]) for role in ROLES if role != "rollout"}
     rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
     # Of all devices, those of the pool that splits the least hold the most.
@@ -59,8 +70,7 @@ def row_layout(config: Config, places: Mapping[str, Mesh], network: Network) -> 
                 " equal size"
             ]
         )
-    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(network.kernel)
-    return Layout(budget, rows, length, flops.attention_parity(network.shape) if share else 0)
+    return budget, rows, length
 
 
 def on(mesh: Mesh, tree: Params) -> Params:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import safe_rlhf
 from jaxrl_llm.config import Config, OptimizerConfig
-from jaxrl_llm.learner import networks, optimizer, places
+from jaxrl_llm.learner import automatic, networks, optimizer, places
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import families, huggingface, lora
 from jaxrl_llm.models.shape import Shape
@@ -137,9 +137,10 @@ def build(config: Config) -> Roles:
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
-    meshes = places.meshes(config)
     tokenizer = networks.load_tokenizer(config.model)
     shape = networks.model_shape(config.model, tokenizer)
+    config = automatic.here(config, shape, jax.devices())
+    meshes = places.meshes(config)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.model.path:
         eos |= set(families.eos_token_ids(config.model.path))

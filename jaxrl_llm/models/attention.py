@@ -28,8 +28,8 @@ NOTHING_SHARED = np.zeros((1, 0), np.int32)
 ALL_BLOCKS = np.zeros((1, 0, 0), np.int32)
 KEY_BLOCK = 64  # keys that queries see together, or together do not
 
-_QUERY_BLOCK = 512  # queries whose scores exist at one time
-MOST_KEYS = _QUERY_BLOCK  # of the blocks that a query sees: its scores all exist at one time
+QUERY_BLOCK = 512  # queries whose scores exist at one time
+MOST_KEYS = QUERY_BLOCK  # of the blocks that a query sees: its scores all exist at one time
 _SPLASH_LANES = 128  # splash works on multiples of it
 _SPLASH_BLOCK = 512
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
@@ -178,10 +178,10 @@ def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):
     batch, length, num_heads, size = q.shape
     plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
-    if length <= _QUERY_BLOCK:
+    if length <= QUERY_BLOCK:
         mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
         return attend(q, k, v, mask=mask)
-    count = -(-length // _QUERY_BLOCK)
+    count = -(-length // QUERY_BLOCK)
     width = -(-length // count)
     more = count * width - length  # queries without a token, at the end
     ids = jnp.pad(segment_ids, ((0, 0), (0, more)))

@@ -23,6 +23,22 @@ _THINNEST = 128  # rows of a gathered piece, one for each token it speaks of
 Entropy = Literal["none", "value", "gradient"]
 
 
+def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int) -> int:
+    """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
+
+    Their number divides a device's rows of the vocabulary; it is the next that does. None is
+    thinner than a product with it is worth.
+
+    Args:
+      local_rows: Of the weight [V, D], on one device.
+      gathered_over: Devices that a piece is gathered from.
+      num_tokens: That a device computes logits of.
+      chunk: Tokens whose logits over the whole vocabulary may exist at one time.
+    """
+    wanted = max(1, min(-(-num_tokens // chunk), local_rows * gathered_over // _THINNEST))
+    return next((n for n in range(wanted, local_rows + 1) if local_rows % n == 0), local_rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
     """How the output projection is cut along the vocabulary, so that logits exist piece by piece.
@@ -41,11 +57,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "_Pieces":
-        """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
-
-        Their number divides a device's rows of the vocabulary; it is the next that does. None is
-        thinner than a product with it is worth.
-        """
+        """Returns the pieces of a weight with so many rows, see `num_pieces`."""
         mesh = dict(jax.sharding.get_abstract_mesh().shape)
         spec = partition_spec((vocab, 1), ("vocab", None), TRAIN, mesh, {})[0] if mesh else None
         axes = (spec,) if isinstance(spec, str) else spec or ()
@@ -54,9 +66,7 @@ class _Pieces:
         sizes = tuple(math.prod(mesh[axis] for axis in group) for group in (outer, inner))
         shards = math.prod(size for axis, size in mesh.items() if axis != "tensor")
         local = vocab // math.prod(sizes)
-        wanted = -(-math.prod(rows) // (shards * chunk))
-        wanted = max(1, min(wanted, local * sizes[1] // _THINNEST))
-        count = next((n for n in range(wanted, local + 1) if local % n == 0), local)
+        count = num_pieces(local, sizes[1], -(-math.prod(rows) // shards), chunk)
         return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
     def split(self, weight: Float[Array, "V D"]) -> Float[Array, "O I R D"]:

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.config import Config, ConfigError, ModelConfig
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.shape import RopeScaling, Shape
 
@@ -134,3 +134,12 @@ def shape_of(config: ModelConfig, vocab_size: int) -> Shape:
     if folder.is_dir():
         return huggingface.read_shape(folder)
     return known_shape(folder.name)
+
+
+def scorers(config: Config, policy: Shape) -> tuple[Shape, ...]:
+    """Returns the shapes of a run's reward and cost models; one without a folder is as `policy`."""
+    models = (*config.rewards.models.values(), *config.rewards.cost_models.values())
+    return tuple(
+        shape_of(dataclasses.replace(config.model, path=model.path), 0) if model.path else policy
+        for model in models
+    )

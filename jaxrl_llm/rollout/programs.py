@@ -257,12 +257,17 @@ def _forward(network, params, state, fed, places, active, window):
     seen = jnp.arange(window) <= places[:, :, None]  # [S, Q, W]
     heads = jnp.arange(network.shape.num_kv_heads)
     # All three indices are given: a slice between them makes XLA relayout the whole cache.
-    index = (jnp.arange(slots)[:, None, None], heads, write_at[:, :, None])
+    owners = jnp.repeat(jnp.arange(slots), width)
+    index = (owners[:, None], heads[None], write_at.reshape(-1)[:, None])
 
     def attend_to(cache_k, cache_v):
         def attend(q, k, v):
             new_k, new_v = (
-                cache.at[index].set(a.astype(cache.dtype), mode="drop", unique_indices=True)
+                cache.at[index].set(
+                    a.reshape(-1, *a.shape[2:]).astype(cache.dtype),
+                    mode="drop",
+                    unique_indices=True,
+                )
                 for cache, a in ((cache_k, k), (cache_v, v))
             )
             read_k, read_v = new_k[:slots, :, :window], new_v[:slots, :, :window]
@@ -287,14 +292,18 @@ def _attention_of_few(
     seen: Bool[Array, "S Q W"],
 ) -> Float[Array, "S Q N H"]:
     """Returns attention of a few queries a slot, with the same roundings as `full_attention`."""
-    slots, width, heads, size = q.shape
-    grouped = q.reshape(slots, width, k.shape[1], -1, size)
-    scores = jnp.einsum("sqkgh,skwh->skqgw", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores / jnp.sqrt(size).astype(jnp.float32)
-    scores = jnp.where(seen[:, None, :, None], scores, -1e30)
+    slots, width, num_heads, size = q.shape
+    heads = k.shape[1]
+    # The queries of all heads that share keys, and of all places, are the rows of one product.
+    grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
+    rows = grouped.reshape(slots, heads, -1, size)
+    scores = jnp.einsum("skrh,skwh->skrw", rows, k, preferred_element_type=jnp.float32)
+    may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
+    scores = jnp.where(may_see, scores / jnp.sqrt(size).astype(jnp.float32), -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("skqgw,skwh->sqkgh", probabilities, v)
-    return mixed.reshape(slots, width, heads, size).astype(q.dtype)
+    mixed = jnp.einsum("skrw,skwh->skrh", probabilities, v)
+    mixed = mixed.reshape(grouped.shape).swapaxes(1, 2)
+    return mixed.reshape(q.shape).astype(q.dtype)
 
 
 def generate(

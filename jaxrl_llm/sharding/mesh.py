@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, MeshConfig
 
@@ -190,7 +190,7 @@ def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mes
     return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), dict(mesh.shape), {}))
 
 
-def row_shards(mesh: Mesh) -> tuple[int, int]:
+def row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     """Returns over how many devices packed rows are split, and their length."""
     return mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
 

@@ -7,7 +7,7 @@ then copied device to device. `jax.device_put` alone would pass it through the h
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,10 +41,10 @@ def meshes(
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
-    sizes = _sizes(placement, pools, len(devices), len(hosts))
+    shares = sizes(placement, pools, len(devices), len(hosts))
     found, start = {}, 0
     for name, pool in pools.items():
-        share = sizes[name] // len(hosts)
+        share = shares[name] // len(hosts)
         own = [device for of_host in hosts.values() for device in of_host[start : start + share]]
         start += share
         axes = {axis: getattr(pool, axis) or getattr(config, axis) for axis in mesh_lib.AXES}
@@ -57,13 +57,17 @@ def meshes(
     return {role: found[pool] for role, pool in homes.items()}
 
 
-def _sizes(
-    placement: PlacementConfig, pools: dict[str, PoolConfig], num_devices: int, num_hosts: int
+def sizes(
+    placement: PlacementConfig, pools: Mapping[str, PoolConfig], num_devices: int, num_hosts: int
 ) -> dict[str, int]:
-    """Returns the number of devices of each pool."""
-    sizes = {name: pool.devices for name, pool in pools.items()}
-    fixed = sum(size for size in sizes.values() if size != -1)
-    wild = [name for name, size in sizes.items() if size == -1]
+    """Returns the number of devices of each pool.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    found = {name: pool.devices for name, pool in pools.items()}
+    fixed = sum(size for size in found.values() if size != -1)
+    wild = [name for name, size in found.items() if size == -1]
     rest, left = divmod(num_devices - fixed, max(len(wild), 1))
     if rest < bool(wild) or left or (not wild and rest):
         raise ConfigError(
@@ -73,16 +77,16 @@ def _sizes(
                 " placement.choice='by_hand' and devices for each pool that add up"
             ]
         )
-    sizes.update({name: rest for name in wild})
-    if uneven := [name for name, size in sizes.items() if size % num_hosts]:
+    found.update({name: rest for name in wild})
+    if uneven := [name for name, size in found.items() if size % num_hosts]:
         raise ConfigError(
             [
-                f"config.placement.pools.{name}: {sizes[name]} devices cannot be as many of each of"
+                f"config.placement.pools.{name}: {found[name]} devices cannot be as many of each of"
                 f" {num_hosts} hosts; use a multiple of {num_hosts}"
                 for name in uneven
             ]
         )
-    return sizes
+    return found
 
 
 def staging(source: Mesh, target: Mesh) -> Mesh:

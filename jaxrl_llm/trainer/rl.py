@@ -27,7 +27,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.config_bridge import claim_workdir
 from jaxrl_llm.data import datasets
 from jaxrl_llm.folder_lock import FolderLock
-from jaxrl_llm.learner import collection, experience, replicas, throughput, update
+from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
@@ -80,6 +80,7 @@ def _train(
     held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
+    budget = planned.check(config, jax.devices())
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
@@ -145,7 +146,7 @@ def _train(
                 roles, rollout_params, prompts, scorer.score, rollout_key, clock
             )  # [B, T], [B]
             of_engine = statistics.of_engine(*roles.engine.speed())
-            planned = experience.minibatches(roles, rollouts, shuffle_key)
+            laid_out = experience.minibatches(roles, rollouts, shuffle_key)
 
             # What the models say about those tokens.
             predictions = predict(state, rollouts, clock)  # each field [B, T]
@@ -162,7 +163,7 @@ def _train(
             with clock("update") as watch:
                 batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
                 updates = []
-                for plan, key in planned if allowed else ():
+                for plan, key in laid_out if allowed else ():
                     state, of_update = learn(
                         state,
                         batch,
@@ -198,6 +199,7 @@ def _train(
                     of_engine,
                     roles.resharder.report().metrics(),
                     of_speed,
+                    budget.metrics(jax.local_devices()),
                     seconds,
                     of_alerts,
                 )

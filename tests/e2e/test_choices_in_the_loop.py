@@ -163,6 +163,7 @@ def test_rewards_are_weighted_by_data_source(from_files):
     assert np.std(by_source["sums"]) > 0 < np.std(by_source["words"])
 
 
+@pytest.mark.slow
 def test_gdpo_normalizes_each_reward(from_files):
     """A reward a thousand times as large changes nothing; in GRPO it drowns the other one."""
     found = {

@@ -15,7 +15,7 @@ def test_a_config_is_valid_and_has_no_idle_setting(file):
     config = from_config_dict(runs.values(file.stem))
     assert list(config.warnings()) == []
     title = ast.get_docstring(ast.parse(file.read_text()))
-    assert any(machine in title for machine in ("CPU cores", "GPU", "devices"))
+    assert any(machine in title for machine in ("CPU cores", "GPU", "TPU"))
 
 
 def test_the_8b_run_has_all_four_models():

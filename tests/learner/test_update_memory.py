@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 import tiny
 
 from jaxrl_llm.config_bridge import from_config_dict
@@ -31,3 +32,44 @@ def temporary(vocab_chunk: int) -> int:
 def test_logits_are_never_there_at_one_time():
     # The same program but for the tokens whose logits exist at one time: 256, or all 4096.
     assert 4 * temporary(256) <= temporary(4096)
+
+
+@pytest.mark.slow
+def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient():
+    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    tokens, width, mlp = 1024, 512, 2048
+    config = from_config_dict(
+        {
+            "model": {"compute_dtype": "bfloat16", "remat": "full"},
+            "algorithm": {"recipe": "grpo", "samples_per_prompt": 8},
+            "data": {"max_prompt_tokens": tokens // 2},
+            "rollout": {"max_response_tokens": tokens // 2},
+            "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+            "trainer": {"prompts_per_step": 1, "max_tokens_per_microbatch": tokens},
+            "mesh": {"fsdp": 8},
+        }
+    )
+
+    def temporary(num_layers: int) -> int:
+        shape = dataclasses.replace(
+            tiny.SHAPE,
+            vocab_size=1024,
+            hidden_size=width,
+            num_layers=num_layers,
+            num_heads=4,
+            num_kv_heads=4,
+            head_size=128,
+            mlp_size=mlp,
+        )
+        roles = lowering.abstract_roles(config, shape, devices)
+        program = lowering.lowered(roles)["train"]().compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    few, many = 16, 64
+    weights = (4 * width * width + 3 * width * mlp) // len(devices)
+    # Two bytes of each: neither a float32 gradient nor a second copy of the weights.
+    expected = 2 * (tokens * width + weights)
+    assert temporary(many) - temporary(few) <= 1.1 * expected * (many - few)

@@ -43,7 +43,7 @@ KINDS = [{}, {"window": 20}, {"soft_cap": 1.5}, {"window": 9, "soft_cap": 0.7}]
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("block", [512, 32, 40], ids=["whole", "blocks", "uneven"])
 def test_blocks_are_the_whole(kind, block, monkeypatch):
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     q, k, v, segments = inputs(96)
     found = jax.jit(functools.partial(attention.full_attention, **kind))(q, k, v, segments)
     real = segments > 0
@@ -62,7 +62,7 @@ def gradients(q, k, v, segments, **kind):
 def test_gradients_of_blocks_are_the_whole(monkeypatch):
     arguments = inputs(96)
     whole = gradients(*arguments)
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", 32)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 32)
     for ours, theirs in zip(gradients(*arguments), whole, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
 
@@ -71,7 +71,7 @@ def test_gradients_of_blocks_are_the_whole(monkeypatch):
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])
 def test_answers_of_a_prompt_see_it_and_not_each_other(block, soft_cap, monkeypatch):
     """[prompt, answer, answer] in one row is the two sequences in rows of their own."""
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     q, k, v, _ = inputs(96)
     cuts = (0, 30, 55, 90)  # prompt, two answers; then padding
     places = np.arange(96)

@@ -111,7 +111,7 @@ def test_layers_do_not_keep_which_keys_a_query_of_the_ring_sees(monkeypatch):
     """Nothing a loop over layers has in common is computed ahead for all pairs of blocks."""
     monkeypatch.setattr(sequence_attention, "_BLOCK", 128)
     one, looped = temporary_bytes("ring", 4096, 4), temporary_bytes("ring", 4096, 4, layers=2)
-    assert looped < 3 * one  # forty times as much when it is
+    assert looped < 3 * one
 
 
 def test_memory_of_the_exchange_falls_with_the_shards():

@@ -101,7 +101,11 @@ def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monk
     assert read == [wanted.tokens for wanted in workload()]  # each once
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow), {"fsdp": 4, "tensor": 2}],
+    ids=str,
+)
 def test_mesh_does_not_matter(sizes, one_window):
     mesh = tiny.make_mesh(**sizes)
     engine = engine_of(mesh)

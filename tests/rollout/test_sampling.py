@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from distributions import assert_drawn_from, distribution
+from distributions import FILTERS, assert_drawn_from, distribution
 
 from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.sampling import SamplerState
@@ -39,19 +39,7 @@ def sample(logits, positions=0, filtered=True, **params):
     return tuple(np.asarray(x) for x in found)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 1.7},
-        {"top_k": 7},
-        {"top_p": 0.7},
-        {"min_p": 0.05},
-        {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", FILTERS, ids=str)
 @pytest.mark.parametrize("size", [5, 300])
 def test_frequencies_are_those_of_the_distribution(params, size):
     logits = 2.0 * np.random.default_rng(size).standard_normal(size).astype(np.float32)

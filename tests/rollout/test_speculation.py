@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from distributions import assert_drawn_from, distribution
+from distributions import FILTERS, assert_drawn_from, distribution
 from engine_work import (
     LIMIT,
     ONE,
@@ -150,19 +150,7 @@ def logits_after(sequence):
     ]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 1.7},
-        {"top_k": 7},
-        {"top_p": 0.7},
-        {"min_p": 0.05},
-        {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_frequencies_are_those_of_the_distribution(params):
     state, sequence, step = after_a_prompt()
     slots, at = len(state.tokens), len(sequence) - 1

@@ -119,6 +119,7 @@ def one_device(monkeypatch):
     monkeypatch.setattr(mesh_lib, "make_mesh", make)
 
 
+@pytest.mark.slow
 def test_an_alert_stops_the_run_after_a_save(tmp_path, one_device):
     changes = {
         "warm_start": {"num_steps": 0},

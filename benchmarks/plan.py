@@ -1,0 +1,227 @@
+"""Plans against the compiler: `python benchmarks/plan.py [--only=WORD,...] [--table]`.
+
+Compiles the programs of a run for TPU topologies (nothing attached; needs the extra `[tpu]`)
+and for fake CPU devices, keeps what the compiler reports in `benchmarks/plan_reports.json`,
+and prints it beside the analytic plan. A combination that is in the file is not compiled again.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+import jax
+from absl import app, flags
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.planning import fit, memory
+from jaxrl_llm.planning.devices import GIB, of_topology
+from jaxrl_llm.planning.shapes import SHAPES
+
+REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
+TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print what is kept.")
+ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
+
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Llama-3.2-3B", "Llama-3.1-8B"
+HUGE = "Llama-3.1-70B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """One run to be planned: where, what, and what differs from `base`."""
+
+    topology: str  # "cpu": eight fake devices
+    model: str
+    settings: dict
+    programs: tuple[str, ...] = ("train",)
+
+    @property
+    def name(self) -> str:
+        changed = " ".join(f"{k.partition('.')[2]}={v}" for k, v in self.settings.items())
+        return f"{self.topology} {self.model} {changed}"
+
+
+def base() -> dict:
+    """Returns PPO on sequences of 512 + 512 tokens, computed with in bfloat16."""
+    return {
+        "algorithm.recipe": "ppo",
+        "algorithm.samples_per_prompt": 1,
+        "model.compute_dtype": "bfloat16",
+        "model.remat": "full",
+        "data.max_prompt_tokens": 512,
+        "rollout.max_response_tokens": 512,
+        "rollout.num_slots": 64,
+        "trainer.prompts_per_step": 256,
+        "trainer.minibatch_size": 128,
+        "trainer.max_tokens_per_microbatch": 2048,
+        "rewards.functions.answer": {"function": "arithmetic"},
+    }
+
+
+def made(combination: Combination) -> Config:
+    """Returns the config of a combination."""
+    config = default_config_dict()
+    for key, value in {**base(), **combination.settings}.items():
+        *groups, last = key.split(".")
+        group = config
+        for name in groups:
+            group = group[name]
+        group[last] = value
+    return from_config_dict(config)
+
+
+HALF = {
+    "model.param_dtype": "bfloat16",
+    "trainer.optimizer.moment_dtype": "bfloat16",
+    "critic.optimizer.moment_dtype": "bfloat16",
+}
+GRPO = {
+    "algorithm.recipe": "grpo",
+    "algorithm.samples_per_prompt": 4,
+    "trainer.prompts_per_step": 64,
+}
+LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
+# Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
+WHOLE = {"model.compute_dtype": "float32"}
+ALL = ("prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer")
+MESHES = (
+    {"mesh.fsdp": 8},
+    {"mesh.fsdp": 4, "mesh.tensor": 2},
+    {"mesh.data": 8, "mesh.fsdp": 1},
+)
+COMBINATIONS = [
+    Combination(
+        "v5p:2x2x2", LARGE, {"mesh.fsdp": 8, "trainer.max_tokens_per_microbatch": 4096, **LONG}, ALL
+    ),
+    Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
+    Combination(
+        "v5e:4x4",
+        LARGE,
+        {"mesh.fsdp": 4, "mesh.tensor": 4, "mesh.rollout": "train", **HALF},
+        ("decode", "reshard", "reshard_layer"),
+    ),
+    Combination(
+        "v5p:4x4x4", HUGE, {"mesh.fsdp": 16, "mesh.tensor": 4, **LONG}, ("train", "decode", "score")
+    ),
+    *(
+        Combination("cpu", SMALL, {**mesh, "model.remat": remat, **WHOLE}, programs)
+        for mesh in MESHES
+        for remat, programs in (
+            ("full", ("train", "score", "score_critic", "decode")),
+            ("dots", ("train",)),
+            ("none", ("train",)),
+        )
+    ),
+    *(
+        Combination("cpu", SMALL, {"mesh.fsdp": 8, "model.remat": remat, **WHOLE})
+        for remat in ("attention", "projections", "offload_full", "offload_attention")
+    ),
+    Combination("cpu", SMALL, {"mesh.data": 2, "mesh.fsdp": 4, **WHOLE}),
+    Combination("cpu", SMALL, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("cpu", SMALL, {"mesh.fsdp": 8, "lora.rank": 32, **GRPO, **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score", "decode")),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2, **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.data": 2, "mesh.fsdp": 4, "model.remat": "dots", **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, "model.remat": "offload_full", **WHOLE}),
+    Combination("cpu", MIDDLE, {"mesh.fsdp": 8, **GRPO, **WHOLE}),
+    Combination("cpu", LARGE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score")),
+    Combination("cpu", LARGE, {"mesh.fsdp": 2, "mesh.tensor": 4, **WHOLE}),
+    Combination("cpu", LARGE, {"mesh.fsdp": 8, "model.remat": "offload_full", **GRPO, **WHOLE}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4}, ("train", "score", "decode")),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2, **GRPO}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
+    Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "offload_full"}),
+    Combination("v5e:2x2", SMALL, {"mesh.data": 2, "mesh.fsdp": 2}),
+    Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ("train", "decode")),
+    Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
+    Combination("v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "attention"}),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program of one combination: bytes planned and bytes reported."""
+
+    combination: str
+    program: str
+    planned: float
+    reported: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.reported - 1
+
+
+def setting(combination: Combination) -> memory.Setting:
+    """Returns what the analytic plan of a combination follows from."""
+    config = made(combination)
+    on_cpu = combination.topology == "cpu"
+    count = 8 if on_cpu else of_topology(combination.topology)[1]
+    backend = "cpu" if on_cpu else "tpu"
+    sizes = fit.mesh_sizes(config.mesh, count)
+    return memory.Setting(config, SHAPES[combination.model], (), sizes, backend)
+
+
+def compared(reports: dict) -> Iterator[Row]:
+    """Yields plan and report of every program that is in `reports` and was not refused."""
+    for combination in COMBINATIONS:
+        planned = memory.estimate(setting(combination))
+        for program, report in reports.get(combination.name, {}).items():
+            if isinstance(report, dict):
+                total = compiled.Report(**report).total
+                yield Row(combination.name, program, planned[program].total, total)
+
+
+def kept() -> dict:
+    """Returns the reports in the file, by combination and program."""
+    return json.loads(REPORTS.read_text()) if REPORTS.exists() else {}
+
+
+def keep(name: str, program: str, report: dict | str) -> None:
+    found = kept()  # read again: another process may have added to it
+    found.setdefault(name, {})[program] = report
+    REPORTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def main(_):
+    for combination in [] if TABLE.value else COMBINATIONS:
+        if ONLY.value and not any(word in combination.name for word in ONLY.value):
+            continue
+        config = made(combination)
+        known = kept().get(combination.name, {})
+        wanted = [name for name in combination.programs if name not in known]
+        if not wanted:
+            continue
+        on_cpu = combination.topology == "cpu"
+        devices = jax.devices() if on_cpu else compiled.topology_devices(combination.topology)
+        roles = lowering.abstract_roles(config, SHAPES[combination.model], devices)
+        programs = lowering.lowered(roles)
+        for name in wanted:
+            start = time.perf_counter()
+            try:
+                report = dataclasses.asdict(compiled.compile_report(programs[name]))
+            except compiled.Refused as error:
+                report = str(error)
+            keep(combination.name, name, report)
+            print(combination.name, name, report, f"{time.perf_counter() - start:.1f}s", flush=True)
+            jax.clear_caches()
+    print("| combination | program | planned GiB | compiler GiB | error |\n|---|---|---|---|---|")
+    for row in compared(kept()):
+        planned, reported = row.planned / GIB, row.reported / GIB
+        print(
+            f"| {row.combination} | {row.program} | {planned:.2f} | {reported:.2f}"
+            f" | {row.error:+.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES}"
+    # Compilations for absent devices cannot be read back from the cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    app.run(main)

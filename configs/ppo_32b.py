@@ -1,0 +1,47 @@
+"""PPO with four models of 32B parameters: TPU v5p:2x4x4.
+
+Policy and reference begin as Qwen2.5-32B-Instruct, critic and reward model as a
+one-label classifier of the same size. Rows are prompts in verl's schema; no ground truth is needed.
+
+    python launch/train.py --config=configs/ppo_32b.py --workdir=runs/ppo_32b \
+        --config.model.path=models/Qwen2.5-32B-Instruct \
+        --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
+
+Where the models live is left to the planner (`placement.choice`). Weights are kept in float32,
+computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
+32 x v5p (fsdp 4 x tensor 8): 48.3 of 95.7 GiB a device, fits, 47.4 GiB free.
+"""
+
+from jaxrl_llm.config_bridge import default_config_dict
+
+
+def get_config():
+    config = default_config_dict()
+    config.model.path = "models/Qwen2.5-32B-Instruct"
+    config.model.compute_dtype = "bfloat16"
+    config.model.remat = "full"
+    config.placement.choice = "auto"
+    config.critic.path = "models/Qwen2.5-32B-reward"
+    config.critic.optimizer.learning_rate = 1e-5
+
+    config.data.task = "files"
+    config.data.train_files = ("data/train.parquet",)
+    config.data.eval_files = ("data/eval.parquet",)
+    config.data.max_prompt_tokens = 1024
+    config.rollout.max_response_tokens = 1024
+    config.rollout.num_slots = 256
+    config.rewards.models.preference = {"path": "models/Qwen2.5-32B-reward"}
+
+    config.algorithm.recipe = "ppo"
+    config.algorithm.kl_coef = 0.01
+    config.algorithm.gae_lambda = 0.95
+    config.algorithm.critic_warmup_steps = 5
+    config.trainer.prompts_per_step = 1024
+    config.trainer.num_steps = 500
+    config.trainer.minibatch_size = 256
+    config.trainer.max_tokens_per_microbatch = 4096
+    config.trainer.optimizer.learning_rate = 1e-6
+    config.trainer.optimizer.warmup_steps = 20
+    config.evaluation.every = 50
+    config.checkpoint.every = 50
+    return config

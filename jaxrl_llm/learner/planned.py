@@ -1,0 +1,134 @@
+"""The plan of a run: for devices of this process, or for others that it may be given."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.learner import automatic
+from jaxrl_llm.planning import advice, devices, fit, shapes
+from jaxrl_llm.planning.devices import GIB, Device
+from jaxrl_llm.planning.fit import Plan
+from jaxrl_llm.planning.memory import Setting
+
+_MARGIN = 1.1  # how far estimates are from compilers' reports at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a run is to go.
+
+    Attributes:
+      device: The kind.
+      num_devices: How many.
+      devices: What programs may be compiled for: of this process, none, or a topology's name.
+      num_hosts: That have as many of them each.
+    """
+
+    device: Device
+    num_devices: int
+    devices: Sequence[Any] | str = ()
+    num_hosts: int = 1
+
+    @property
+    def backend(self) -> str:
+        return devices.backend(self.device)
+
+
+def here(present: Sequence[Any]) -> Place:
+    """Returns the devices of this process.
+
+    Raises:
+      ConfigError: If nothing is known of their kind.
+    """
+    device = devices.present(present)
+    if device is None:
+        raise ConfigError(
+            [
+                f"device: nothing is known of {present[0].device_kind!r};"
+                f" name one of {', '.join(devices.DEVICES)} with --device"
+            ]
+        )
+    num_hosts = len({each.process_index for each in present})
+    return Place(device, len(present), present, num_hosts)
+
+
+def elsewhere(topology: str, device: str, num_devices: int) -> Place:
+    """Returns the devices of a TPU topology, or so many of a kind if that is empty.
+
+    Raises:
+      ConfigError: If topology or kind is not known.
+    """
+    if not topology:
+        return Place(devices.named(device), num_devices)
+    kind, count = devices.of_topology(topology)
+    return Place(kind, count, topology)
+
+
+def plan(config: Config, place: Place) -> Plan:
+    """Returns the analytic plan of a run, on the pools that suit it best if it leaves them open.
+
+    Raises:
+      ConfigError: If the model is not known or the mesh does not fill the devices.
+    """
+    policy = shapes.shape_of(config.model, 0 if config.model.path else _vocab_size(config))
+    scorers = shapes.scorers(config, policy)
+    setting = Setting(config, policy, scorers, {}, place.backend)
+    config = automatic.placed(setting, place.device, place.num_devices, place.num_hosts)
+    return fit.make(config, policy, scorers, place.device, place.num_devices, place.backend)
+
+
+def _vocab_size(config: Config) -> int:
+    # Tokenizers take seconds to import, and a plan of a model with a folder or a name needs none.
+    from jaxrl_llm.learner import networks
+
+    return len(networks.load_tokenizer(config.model))
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a run was planned to need on its devices; nothing where they are not known."""
+
+    peak_bytes: float
+
+    def metrics(self, present: Sequence[Any]) -> dict[str, float]:
+        """Returns the plan in GiB, and how much of it the devices have used at most so far.
+
+        `perf/planned_memory_gb`, and `perf/measured_to_planned_memory` where the platform
+        tells its peak (CPU does not).
+        """
+        if not self.peak_bytes:
+            return {}
+        stats = [found for device in present if (found := device.memory_stats())]
+        peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+        found = {"perf/planned_memory_gb": self.peak_bytes / GIB}
+        if peaks:
+            found["perf/measured_to_planned_memory"] = max(peaks) / self.peak_bytes
+        return found
+
+
+def check(config: Config, present: Sequence[Any]) -> Budget:
+    """Returns what a run may need of the devices present.
+
+    The estimate is good to a tenth: up to that much too much is a warning, more is refused.
+
+    Raises:
+      ConfigError: If it cannot fit, with what is missing and the nearest run that fits.
+    """
+    if devices.present(present) is None:
+        logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
+        return Budget(0.0)
+    made = plan(config, here(present))
+    if not made.fits:
+        busiest = max(made.programs, key=lambda name: made.programs[name].total)
+        message = (
+            f"config: needs {made.peak / GIB:.1f} GiB on each {made.device.name} device while"
+            f" '{busiest}' runs, {-made.room / GIB:.1f} more than it has; nearest run that fits,"
+            f" {advice.nearest(made)}"
+        )
+        if made.peak > _MARGIN * made.device.memory_bytes:
+            raise ConfigError([message])
+        logging.warning("%s", message)
+    return Budget(made.peak)

@@ -1,0 +1,132 @@
+"""Does a run fit its devices, by how much, and what every pool of them holds."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.placement import ROLES
+from jaxrl_llm.planning import memory
+from jaxrl_llm.planning.devices import Device
+from jaxrl_llm.planning.memory import Parts, Setting
+from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding.mesh import AXES
+
+Roles = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run needs on its devices.
+
+    Attributes:
+      pools: The roles of each pool of devices, and the run on its mesh; most runs have one.
+      device: What it runs on.
+      programs: What is on a device while each program runs, all that lies beside it included.
+        Where there are pools, with the pool's roles after the program's name.
+    """
+
+    pools: Mapping[Roles, Setting]
+    device: Device
+    programs: Mapping[str, Parts]
+
+    @property
+    def setting(self) -> Setting:
+        """The run where its policy lives."""
+        return next(setting for roles, setting in self.pools.items() if "policy" in roles)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(setting.num_devices for setting in self.pools.values())
+
+    @property
+    def peak(self) -> float:
+        """Most bytes on a device during a step."""
+        return max(parts.total for parts in self.programs.values())
+
+    @property
+    def room(self) -> float:
+        """Bytes that are left at the busiest moment; negative: bytes that are missing."""
+        return self.device.memory_bytes - self.peak
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= 0
+
+
+def axes(mesh: Mapping[str, int]) -> str:
+    """Returns the axes of a mesh that split anything: "fsdp 8 x tensor 2"."""
+    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
+
+
+def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Returns the size of every mesh axis over so many devices.
+
+    Raises:
+      ConfigError: If the axes do not fill the devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
+    if math.prod(sizes.values()) != num_devices:
+        given = " x ".join(f"{axis} {getattr(config, axis)}" for axis in AXES)
+        raise ConfigError(
+            [f"config.mesh: {given} does not fill {num_devices} devices; set one axis to -1"]
+        )
+    return sizes
+
+
+def make(
+    config: Config,
+    policy: Shape,
+    scorers: tuple[Shape, ...],
+    device: Device,
+    num_devices: int,
+    backend: str = "tpu",
+) -> Plan:
+    """Returns the plan of a run on so many devices of a kind.
+
+    Args:
+      config: The run; `placement.choice` is not "auto".
+      policy: Shape of policy, reference and critics.
+      scorers: Shapes of reward and cost models.
+      device: The kind.
+      num_devices: How many.
+      backend: Whose compiler's habits are assumed: "tpu", for GPUs too, or "cpu".
+
+    Raises:
+      ConfigError: If the mesh does not fill the devices, or they cannot be shared out to pools.
+    """
+    found = {
+        roles: Setting(config, policy, scorers, mesh, backend)
+        for roles, mesh in _meshes(config, bool(scorers), num_devices).items()
+    }
+    programs = {
+        name if len(found) == 1 else f"{name} ({'+'.join(roles)})": parts
+        for roles, setting in found.items()
+        for name, parts in memory.step(setting, roles).items()
+    }
+    return Plan(found, device, programs)
+
+
+def _meshes(config: Config, scored: bool, num_devices: int) -> dict[Roles, dict[str, int]]:
+    """Returns the roles of each pool and its mesh."""
+    placement = config.placement
+    if placement.choice == "colocate":
+        return {ROLES: mesh_sizes(config.mesh, num_devices)}
+    algorithm = config.algorithm
+    needed = {
+        "critic": algorithm.needs_critic,
+        "reference": algorithm.needs_reference,
+        "reward": scored,
+    }
+    used = [role for role in ROLES if needed.get(role, True)]
+    division, homes = placement.divided(used)
+    sizes = pools.sizes(placement, division, num_devices, 1)
+    found = {}
+    for name, pool in division.items():
+        changes = {axis: getattr(pool, axis) or getattr(config.mesh, axis) for axis in AXES}
+        mesh = mesh_sizes(dataclasses.replace(config.mesh, **changes), sizes[name])
+        found[tuple(role for role in used if homes[role] == name)] = mesh
+    return found

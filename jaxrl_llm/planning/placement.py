@@ -1,0 +1,222 @@
+"""Where the models of a run should live: all groupings over pools of devices, ranked.
+
+A grouping is a partition of policy, critic, reference and reward model, as far as the run has
+them; rollout is the policy's. Each group gets a pool of devices and the fastest mesh over it that
+fits. Groups work at the same time where the step allows it: sampling goes first, then every model
+scores, then policy and critic learn. Within a pool models take turns.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+
+from jaxrl_llm.placement import ROLES as ALL_ROLES
+from jaxrl_llm.placement import PlacementConfig, PoolConfig
+from jaxrl_llm.planning import memory, roofline
+from jaxrl_llm.planning.devices import GIB, Device
+from jaxrl_llm.planning.fit import Plan, axes
+from jaxrl_llm.planning.memory import Setting
+
+ROLES = ("policy", "critic", "reference", "reward")
+Grouping = tuple[tuple[str, ...], ...]
+
+# What each role does in each stage of a step.
+_GENERATE = {"policy": ("reshard",), "rollout": ("prefill", "decode")}
+_SCORE = {
+    "policy": ("score",),
+    "critic": ("score_critic",),
+    "reference": ("score_reference",),
+    "reward": ("score_reward",),
+}
+_LEARN = {"policy": ("train",), "critic": ("train_critic",)}
+_STAGES = (_GENERATE, _SCORE, _LEARN)
+_TENSOR = (1, 2, 4, 8)
+_PARTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """A group of roles on devices of their own.
+
+    Attributes:
+      roles: Who lives there.
+      num_devices: How many devices.
+      mesh: Sizes of the axes.
+      bytes: Most on a device.
+      stages: Seconds of generating, scoring and learning.
+    """
+
+    roles: tuple[str, ...]
+    num_devices: int
+    mesh: Mapping[str, int]
+    bytes: float
+    stages: tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One grouping with its best pools; no pools: it does not fit at any size."""
+
+    grouping: Grouping
+    pools: tuple[Pool, ...]
+    step_s: float
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.pools)
+
+    @property
+    def name(self) -> str:
+        """Roles joined by "+" share a pool."""
+        return " | ".join("+".join(group) for group in self.grouping)
+
+    def why(self) -> str:
+        """Returns in one line what bounds the placement."""
+        if not self.fits:
+            return "does not fit: some pool is too small for its models at every division"
+        stages = zip(*(pool.stages for pool in self.pools), strict=True)
+        longest = [max(stage) for stage in stages]
+        devices = sum(pool.num_devices for pool in self.pools)
+        busy = sum(sum(pool.stages) * pool.num_devices for pool in self.pools)
+        idle = 1 - busy / (self.step_s * devices) if self.step_s else 0.0
+        fullest = max(pool.bytes for pool in self.pools) / GIB
+        seconds = ", ".join(
+            f"{name} {time:.1f} s"
+            for name, time in zip(("generate", "score", "learn"), longest, strict=True)
+        )
+        return f"{seconds}; devices idle {idle:.0%} of the step; fullest {fullest:.1f} GiB"
+
+    def config(self) -> PlacementConfig:
+        """Returns the placement as a run is told of it, by hand."""
+        pools: dict[str, PoolConfig] = {}
+        roles: dict[str, str] = {}
+        for pool in self.pools:
+            name = "_".join(pool.roles)
+            pools[name] = PoolConfig(devices=pool.num_devices, **pool.mesh)
+            roles |= dict.fromkeys(pool.roles, name)
+        home = roles["policy"]
+        everyone = {role: roles.get(role, home) for role in ALL_ROLES}
+        return PlacementConfig(choice="by_hand", pools=pools, roles=everyone)
+
+
+def groupings(roles: tuple[str, ...] = ROLES) -> Iterator[Grouping]:
+    """Yields every partition of the roles: 15 of four."""
+    if not roles:
+        yield ()
+        return
+    first, rest = roles[0], roles[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = tuple(role for role in rest if role not in others)
+            for grouping in groupings(left):
+                yield ((first, *others), *grouping)
+
+
+def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> list[Placement]:
+    """Returns all placements of a run's models on some devices, fastest first.
+
+    Args:
+      setting: A run; its mesh is not looked at.
+      device: Their kind. Where its speed is not known, the fewest pools are first.
+      num_devices: How many.
+      num_hosts: That have as many of the devices each; every pool takes as many of each.
+
+    Returns:
+      Those that fit by the time of a step, then those that do not.
+    """
+    pools: dict[tuple[tuple[str, ...], int], Pool | None] = {}
+
+    def pool(group: tuple[str, ...], count: int) -> Pool | None:
+        if (group, count) not in pools:
+            pools[group, count] = _best_pool(setting, device, group, count)
+        return pools[group, count]
+
+    roles = tuple(role for role in ROLES if setting.has(role))
+    found = []
+    for grouping in groupings(roles):
+        best = Placement(grouping, (), float("inf"))
+        for counts in _divisions(num_devices, len(grouping)):
+            if any(count % num_hosts for count in counts):
+                continue
+            made = [pool(group, n) for group, n in zip(grouping, counts, strict=True)]
+            chosen = tuple(one for one in made if one is not None)
+            if len(chosen) == len(made) and _step_s(chosen) < best.step_s:
+                best = Placement(grouping, chosen, _step_s(chosen))
+        found.append(best)
+    return sorted(found, key=lambda placement: (placement.step_s, len(placement.grouping)))
+
+
+def speed(plan: Plan) -> roofline.Speed:
+    """Returns how fast a run takes steps: pools at the same time, models of one in turns."""
+    pools = [_pool(setting, plan.device, roles) for roles, setting in plan.pools.items()]
+    costs = {
+        name: cost
+        for roles, setting in plan.pools.items()
+        for name, cost in _costs(setting, plan.device, roles).items()
+    }
+    return roofline.speed(plan.setting, plan.device, plan.num_devices, costs, _step_s(pools))
+
+
+def _step_s(pools: Collection[Pool]) -> float:
+    """Returns the seconds of a step: every stage takes as long as its slowest pool."""
+    return sum(max(stage) for stage in zip(*(pool.stages for pool in pools), strict=True))
+
+
+def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
+    """Yields the sizes of pools that fill the devices: eighths of them, and powers of two.
+
+    Dims of models divide by powers of two, so that a pool of 64 of 96 devices holds more than 72.
+    """
+    unit = max(1, num_devices // _PARTS)
+    sizes = {*range(unit, num_devices, unit), *(1 << i for i in range(num_devices.bit_length()))}
+    sizes = {size for size in sizes if size <= num_devices}
+    for first in itertools.product(sorted(sizes), repeat=num_pools - 1):
+        last = num_devices - sum(first)
+        if last in sizes or (num_pools == 1 and last == num_devices):
+            yield (*first, last)
+
+
+def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: int) -> Pool | None:
+    """Returns the fastest mesh over `count` devices on which a group fits, None without one."""
+    roles = (*group, "rollout") if "policy" in group else group
+    best = None
+    for tensor in _TENSOR:
+        if count % tensor:
+            continue
+        # Dims of models divide by powers of two; what is odd in a pool's size goes to data.
+        fsdp = (count // tensor) & -(count // tensor)
+        mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
+        made = _pool(dataclasses.replace(setting, mesh=mesh), device, roles)
+        if made.bytes > device.memory_bytes:
+            continue
+        if best is None or sum(made.stages) < sum(best.stages):
+            best = made
+    return best
+
+
+def _pool(setting: Setting, device: Device, roles: tuple[str, ...]) -> Pool:
+    """Returns what roles need, and how long they take, on the setting's mesh."""
+    costs = _costs(setting, device, roles)
+    generate, score, learn = (
+        sum(costs[name].seconds for role in roles for name in stage.get(role, ()) if name in costs)
+        for stage in _STAGES
+    )
+    needed = memory.peak(setting, roles)
+    return Pool(roles, setting.num_devices, setting.mesh, needed, (generate, score, learn))
+
+
+def _costs(setting: Setting, device: Device, roles: tuple[str, ...]) -> dict[str, roofline.Cost]:
+    """Returns the cost of each phase that these roles go through."""
+    costs = roofline.phases(setting, device)
+    names = [name for stage in _STAGES for role in roles for name in stage.get(role, ())]
+    return {name: costs[name] for name in costs if name in names}
+
+
+def table(ranking: list[Placement]) -> str:
+    """Returns the ranking as text, with pools, meshes and why."""
+    lines = []
+    for number, placement in enumerate(ranking, 1):
+        time = f"{placement.step_s:8.1f} s" if placement.fits else "       - "
+        pools = ", ".join(f"{pool.num_devices} ({axes(pool.mesh)})" for pool in placement.pools)
+        lines.append(f"{number:2} {time}  {placement.name:44} {pools}\n{'':15}{placement.why()}")
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""Plans as text, JSON and charts."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.planning import placement
+from jaxrl_llm.planning.advice import Advice
+from jaxrl_llm.planning.devices import GIB
+from jaxrl_llm.planning.fit import Plan, axes
+from jaxrl_llm.planning.memory import PARTS
+
+_COLUMNS = (*PARTS, "host")
+_BAR = 48  # characters of a full device
+_MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
+
+
+def headline(plan: Plan) -> str:
+    """Returns in one line what runs where and whether it fits."""
+    device = plan.device
+    verdict = "fits" if plan.fits else "does not fit"
+    where = axes(plan.setting.mesh)
+    if len(plan.pools) > 1:
+        named = (f"{'+'.join(r)}: {axes(s.mesh)}" for r, s in plan.pools.items())
+        where = "; ".join(named)
+    return (
+        f"{plan.num_devices} x {device.name} ({where}):"
+        f" {plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device, {verdict},"
+        f" {abs(plan.room) / GIB:.1f} GiB {'free' if plan.fits else 'short'}"
+    )
+
+
+def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
+    """Returns GiB a device by program and part, the compiler's total beside it where asked for.
+
+    Args:
+      plan: The analytic plan.
+      compiled: Program -> bytes while it runs by the compiler's report, or why it refused.
+    """
+    width = max(14, *(len(name) + 1 for name in plan.programs))
+    head = f"{'GiB a device':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
+    lines = [head + (f"{'compiler':>12}" if compiled else "")]
+    for name, parts in plan.programs.items():
+        cells = [getattr(parts, column) for column in _COLUMNS] + [parts.total]
+        line = f"{name:{width}}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
+        if name in compiled:
+            found = compiled[name]
+            line += f"{found / GIB:12.2f}" if isinstance(found, (int, float)) else f"  {found}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def bar_chart(plan: Plan) -> str:
+    """Returns a bar a program, its parts by letter, on the scale of the device's memory."""
+    top = max(plan.peak, plan.device.memory_bytes)
+    width = max(14, *(len(name) + 1 for name in plan.programs))
+    lines = []
+    for name, parts in plan.programs.items():
+        bar = ""
+        ends = 0.0
+        for part in PARTS:
+            ends += getattr(parts, part)
+            bar += _MARKS[part] * (round(ends / top * _BAR) - len(bar))
+        limit = round(plan.device.memory_bytes / top * _BAR)
+        line = f"{bar:{_BAR}}"
+        line = line[:limit] + "|" + line[limit:]
+        lines.append(f"{name:{width}}{line} {parts.total / GIB:6.1f}")
+    legend = ", ".join(f"{mark} {part}" for part, mark in _MARKS.items())
+    return "\n".join([*lines, f"{'':{width}}{legend}; | the device's memory"])
+
+
+def times(plan: Plan, price: float) -> str:
+    """Returns seconds by phase and for a step, tokens per second, MFU, and dollars for the run.
+
+    Args:
+      plan: On devices whose speed is known.
+      price: Dollars for each device and hour; 0: none are printed.
+    """
+    speed = placement.speed(plan)
+    lines = [f"{'a step':18}{'seconds':>10}{'TFLOP':>10}{'HBM GB':>10}{'link GB':>10}"]
+    for name, cost in speed.phases.items():
+        sizes = (cost.flops / 1e12, cost.memory_bytes / 1e9, cost.link_bytes / 1e9)
+        lines.append(f"{name:18}{cost.seconds:10.2f}" + "".join(f"{n:10.1f}" for n in sizes))
+    lines.append(
+        f"{'all':18}{speed.step_s:10.2f}   {speed.tokens_per_s_per_device:.0f} tokens/s/device,"
+        f" MFU {speed.mfu:.1%}"
+    )
+    if price:
+        steps = plan.setting.config.trainer.num_steps
+        dollars = speed.dollars(price, plan.num_devices, steps)
+        lines.append(f"{steps} steps: {dollars:,.0f} dollars at {price} a device and hour")
+    return "\n".join(lines)
+
+
+def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
+    """Returns the plan as JSON holds it, in bytes and seconds."""
+    found = {
+        "device": dataclasses.asdict(plan.device),
+        "num_devices": plan.num_devices,
+        "mesh": dict(plan.setting.mesh),
+        "pools": {"+".join(roles): dict(s.mesh) for roles, s in plan.pools.items()},
+        "peak_bytes": plan.peak,
+        "fits": plan.fits,
+        "room_bytes": plan.room,
+        "programs": {
+            name: {**dataclasses.asdict(parts), "total": parts.total}
+            for name, parts in plan.programs.items()
+        },
+    }
+    found["advice"] = {
+        "changes": dict(advice.changes),
+        "device": advice.device.name,
+        "num_devices": advice.num_devices,
+        "peak_bytes": advice.plan.peak,
+    }
+    if plan.device.flops:
+        speed = placement.speed(plan)
+        found["speed"] = dataclasses.asdict(speed)
+        if price:
+            steps = plan.setting.config.trainer.num_steps
+            found["dollars"] = speed.dollars(price, plan.num_devices, steps)
+    return found
+
+
+def _series(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+    for part in PARTS:
+        yield part, [getattr(parts, part) / GIB for parts in plan.programs.values()]
+
+
+def save_chart(plan: Plan, path: str) -> None:
+    """Writes the plan as a picture: a stacked bar a program, the device's memory a line.
+
+    Raises:
+      ImportError: If matplotlib, the extra `[plot]`, is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars = figure.add_subplot()
+    names = list(plan.programs)
+    below = [0.0] * len(names)
+    for part, heights in _series(plan):
+        bars.bar(names, heights, bottom=below, label=part)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    bars.axhline(plan.device.memory_bytes / GIB, color="black", linestyle="--", label="device")
+    bars.set_ylabel("GiB on each device")
+    bars.set_title(headline(plan), fontsize=9)
+    bars.legend(fontsize=8, ncols=2)
+    figure.savefig(path, dpi=150)

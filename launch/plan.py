@@ -1,0 +1,64 @@
+"""Plans a run before it is paid for: `python launch/plan.py --config=FILE --topology=v5p:2x2x4`.
+
+Or `--devices=8 --device=h100`; without either, the devices of this process. Prints bytes a
+device by program and part, whether that fits, the nearest change that does, and the time of a
+step. `--compile` asks the compiler too, for a TPU topology with no TPU attached.
+"""
+
+import json
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm import config_bridge, program
+from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import advice, fit, placement, report
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
+flags.mark_flag_as_required("config")
+TOPOLOGY = flags.DEFINE_string("topology", "", "TPU devices, as in v5p:2x2x4.")
+DEVICE = flags.DEFINE_string("device", "", "Kind of device, e.g. h100; see planning/devices.py.")
+DEVICES = flags.DEFINE_integer("devices", 1, "How many of --device.")
+COMPILE = flags.DEFINE_bool("compile", False, "Compile every program and print what that needs.")
+JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
+PLACEMENT = flags.DEFINE_bool("placement", False, "Rank all 15 placements of PPO's four models.")
+PRICE = flags.DEFINE_float("price", 0.0, "Dollars for each device and hour; 0: not given.")
+CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]).")
+
+
+def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
+    # What the compiler is asked with takes seconds to import, and a plan takes less.
+    from jaxrl_llm.learner import compiled
+
+    return compiled.of_plan(plan, devices)
+
+
+def main():
+    config = config_bridge.from_config_dict(CONFIG.value)
+    if TOPOLOGY.value and DEVICE.value:
+        program.refuse([("device", "give it or --topology, not both")])
+    if not (TOPOLOGY.value or DEVICE.value):
+        place = planned.here(jax.devices())
+    else:
+        place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
+    plan = planned.plan(config, place)
+    compiled = _compiled(plan, place.devices) if COMPILE.value else {}
+    nearest = advice.nearest(plan)
+    if CHART.value:
+        report.save_chart(plan, CHART.value)
+    if JSON.value:
+        found = report.to_json(plan, nearest, PRICE.value)
+        print(json.dumps({**found, "compiled": compiled}))
+        return
+    print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
+    if not plan.fits:
+        print(f"\nnearest run that fits, {nearest}")
+    if plan.device.flops:
+        print("\n" + report.times(plan, PRICE.value))
+    if PLACEMENT.value:
+        print("\n" + placement.table(placement.rank(plan.setting, plan.device, plan.num_devices)))
+
+
+if __name__ == "__main__":
+    program.run(main)

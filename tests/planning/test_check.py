@@ -1,0 +1,57 @@
+"""A run asks the plan before it begins."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import devices
+
+VALUES = {
+    "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "data": {"max_prompt_tokens": 16},
+    "rollout": {"max_response_tokens": 16, "num_slots": 8},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+
+
+def test_a_small_run_passes_and_says_what_it_plans():
+    budget = planned.check(from_config_dict(VALUES), jax.devices())
+    metrics = budget.metrics(jax.local_devices())
+    assert metrics["perf/planned_memory_gb"] > 0
+    assert "perf/measured_to_planned_memory" not in metrics  # CPU devices do not tell
+
+
+def test_what_cannot_fit_is_refused_with_advice():
+    large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
+    with pytest.raises(ConfigError, match=r"while 'train' runs.*nearest run that fits") as error:
+        planned.check(from_config_dict(large), jax.devices())
+    assert "--config." in str(error.value)
+
+
+def test_measured_against_planned(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"peak_bytes_in_use": 3 * 2**30}
+
+    metrics = planned.Budget(4.0 * 2**30).metrics([Device()])
+    assert metrics == {
+        "perf/planned_memory_gb": 4.0,
+        "perf/measured_to_planned_memory": 0.75,
+    }
+
+
+def test_unknown_devices_are_left_alone(monkeypatch):
+    monkeypatch.setattr(devices, "present", lambda present: None)
+    large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
+    assert planned.check(from_config_dict(large), jax.devices()).metrics(jax.devices()) == {}
+
+
+def test_each_cpu_device_has_its_share():
+    eight = devices.present(jax.devices())
+    one = devices.present(jax.devices()[:1])
+    assert one.memory_bytes == pytest.approx(8 * eight.memory_bytes, rel=1e-6)
+    assert dataclasses.replace(one, memory_bytes=0).name == "cpu"

@@ -1,0 +1,26 @@
+"""Every shipped config of a large model fits what its docstring names, as it says."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import report
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+PLANNED = [f"{recipe}_{size}" for recipe in ("ppo", "grpo") for size in ("3b", "8b", "32b", "70b")]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_docstring_has_the_plan(name):
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    topology = re.search(r"`launch/plan.py`, (\S+):", module.__doc__)[1]
+    place = planned.elsewhere(topology, "", 1)
+    plan = planned.plan(from_config_dict(module.get_config()), place)
+    assert plan.fits
+    assert f"{report.headline(plan)}." in module.__doc__

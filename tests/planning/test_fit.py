@@ -1,0 +1,125 @@
+"""The nearest change that fits, and what is refused."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import advice, devices, fit
+from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.shapes import SHAPES, known_shape
+
+VALUES = {
+    "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "model": {"compute_dtype": "bfloat16", "path": "models/Llama-3.1-8B-Instruct"},
+    "data": {"max_prompt_tokens": 512},
+    "rollout": {"max_response_tokens": 512, "num_slots": 64},
+    "trainer": {"prompts_per_step": 256, "minibatch_size": 128},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+
+
+def plan(device: str, count: int, **groups) -> fit.Plan:
+    values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
+    config = from_config_dict(values)
+    return planned.plan(config, planned.elsewhere("", device, count))
+
+
+def test_the_advice_fits_and_is_what_was_asked_where_that_fits():
+    fitting = plan("h200", 16, model={"remat": "full"})
+    assert fitting.fits
+    assert advice.nearest(fitting).changes == ()
+    short = plan("v5e", 16)
+    assert not short.fits
+    nearest = advice.nearest(short)
+    assert nearest.num_devices == 16
+    config = advice.changed(short.setting.config, dict(nearest.changes))
+    again = fit.make(config, short.setting.policy, (), DEVICES["v5e"], 16)
+    assert again.fits and again.peak == nearest.plan.peak
+
+
+def test_one_change_is_nearer_than_two():
+    """Recomputation alone is enough here, so nothing else is touched."""
+    short = plan("h100", 16, model={"remat": "none"})
+    assert not short.fits
+    assert [key for key, _ in advice.nearest(short).changes] == ["model.remat"]
+
+
+def test_an_absurd_request_gets_the_shortfall_and_a_plan():
+    short = plan("v5e", 1, model={"path": "Llama-3.1-70B"})
+    assert short.room < -1e12
+    nearest = advice.nearest(short)
+    assert nearest.device.name == "v5e" and nearest.num_devices >= 64 and nearest.plan.fits
+
+
+def test_what_rests_on_the_host_is_part_of_the_search():
+    """Where all else is as small as it gets, the reference leaves the device."""
+    least = {
+        "model": {"param_dtype": "bfloat16", "remat": "offload_full"},
+        "rollout": {"num_slots": 8},
+        "trainer": {
+            "max_tokens_per_microbatch": 1024,
+            "optimizer": {"moment_dtype": "bfloat16"},
+        },
+        "critic": {"optimizer": {"moment_dtype": "bfloat16"}},
+        "mesh": {"fsdp": 4, "tensor": 4, "rollout": "train"},
+    }
+    whole = plan("v5e", 16, **least)
+    moved = plan("v5e", 16, **{**least, "mesh": {**least["mesh"], "on_host": ("reference",)}})
+    between = dataclasses.replace(DEVICES["v5e"], memory_bytes=int(moved.peak) + 1)
+    found = advice.nearest(dataclasses.replace(whole, device=between))
+    assert found.changes == (("mesh.on_host", ("reference",)),)
+    assert """--config.mesh.on_host="('reference',)\"""" in str(found)
+
+
+def test_an_absurd_request_is_answered_at_once():
+    """70B on one chip: the whole process, imports and all, in five seconds of processor time."""
+    root = pathlib.Path(__file__).parents[2]
+    program = [sys.executable, "launch/plan.py", "--json", "--config=configs/ppo_70b.py"]
+    program += ["--topology=v5e:1x1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(program, cwd=root, env=environment, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(done.stdout)
+    assert not found["fits"] and found["room_bytes"] < -1e12
+    assert found["advice"]["num_devices"] >= 64
+    assert found["advice"]["peak_bytes"] <= found["device"]["memory_bytes"]
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < 5.0
+
+
+def test_a_mesh_that_does_not_fill_the_devices_is_refused():
+    with pytest.raises(ConfigError, match="does not fill 8 devices"):
+        plan("h100", 8, mesh={"fsdp": 3})
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: devices.named("h900"), "known: v4, v5e"),
+        (lambda: devices.of_topology("v5e-16"), "write it as 'v5e:4x4'"),
+        (lambda: known_shape("Unheard-Of-9B"), "no published model"),
+    ],
+)
+def test_errors_name_the_remedy(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_topologies_are_counted_as_jax_counts():
+    assert devices.of_topology("v5p:2x2x4") == (DEVICES["v5p"], 16)
+    assert devices.of_topology("tpu7x:2x2x1") == (DEVICES["tpu7x"], 8)
+
+
+def test_names_of_published_models():
+    assert known_shape("Llama-3.1-8B-Instruct") == SHAPES["Llama-3.1-8B"]
+    assert known_shape("qwen2.5-3b-instruct") == SHAPES["Qwen2.5-3B"]

@@ -1,0 +1,114 @@
+"""The closed form against the compiler, and what must hold of any estimate."""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax
+import pytest
+
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.planning import fit, memory
+from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.planning.sizes import num_params
+
+VALUES = {
+    "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "model": {"remat": "full"},
+    "data": {"max_prompt_tokens": 128},
+    "rollout": {"max_response_tokens": 128, "num_slots": 16},
+    "trainer": {
+        "prompts_per_step": 64,
+        "minibatch_size": 32,
+        "max_tokens_per_microbatch": 512,
+    },
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+    "mesh": {"fsdp": 4, "tensor": 2},
+}
+SHAPE = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
+
+
+def setting(shape=SHAPE, mesh=(1, 4, 1, 2), backend="cpu", **groups) -> memory.Setting:
+    values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
+    sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), mesh, strict=True))
+    return memory.Setting(from_config_dict(values), shape, (), sizes, backend)
+
+
+def combinations():
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "plan.py"
+    spec = importlib.util.spec_from_file_location("plan_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["train", "score", "score_critic", "decode"])
+def test_within_a_tenth_of_the_compiler(name):
+    """Compiled here and now, on fake CPU devices."""
+    ours = setting()
+    roles = lowering.abstract_roles(ours.config, SHAPE, jax.devices())
+    report = compiled.compile_report(lowering.lowered(roles)[name])
+    assert memory.estimate(ours)[name].total == pytest.approx(report.total, rel=0.1)
+
+
+def test_within_a_tenth_of_every_kept_report():
+    """Reports of TPU topologies and larger models, kept because they take minutes each."""
+    benchmark = combinations()
+    rows = list(benchmark.compared(benchmark.kept()))
+    assert len({row.combination for row in rows}) >= 24
+    wrong = [row for row in rows if abs(row.error) > 0.1]
+    # What is not understood yet: scoring by 70B on v5p, where 0.9 GiB are missing.
+    beyond = [row for row in wrong if "70B" in row.combination and row.program == "score"]
+    assert wrong == beyond and len(beyond) <= 1, "\n".join(map(str, wrong))
+
+
+def test_weights_and_optimizer_are_exact():
+    ours = setting()
+    roles = lowering.abstract_roles(ours.config, SHAPE, jax.devices())
+    state = lowering.abstract_state(roles)
+    held = sum(
+        leaf.dtype.itemsize * leaf.size // leaf.sharding.num_devices
+        if not leaf.sharding.is_fully_replicated
+        else leaf.dtype.itemsize * leaf.size
+        for leaf in jax.tree.leaves((state.policy, state.critic))
+        if leaf.ndim
+    )
+    parts = memory.estimate(ours)["train"]
+    assert parts.weights + parts.optimizer == held
+
+
+def test_published_sizes():
+    billions = {"Qwen2.5-0.5B": 0.494, "Llama-3.2-3B": 3.213, "Llama-3.1-8B": 8.030}
+    billions |= {"Qwen3-8B": 8.191, "Qwen2.5-32B": 32.764, "Llama-3.1-70B": 70.554}
+    for name, size in billions.items():
+        assert num_params(SHAPES[name]) / 1e9 == pytest.approx(size, abs=1e-3)
+
+
+def test_less_is_less():
+    """Each saving saves, and leaves what it is not about alone."""
+    whole = memory.estimate(setting(model={"remat": "none"}, backend="tpu"))
+    for remat in ("dots", "full"):
+        saving = memory.estimate(setting(model={"remat": remat}, backend="tpu"))
+        assert saving["train"].activations < whole["train"].activations
+        assert saving["train"].optimizer == whole["train"].optimizer
+        assert saving["decode"] == whole["decode"]
+        whole = saving
+    more = memory.estimate(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
+    assert more["decode"].cache == 2 * memory.estimate(setting())["decode"].cache
+    assert memory.peak(setting(mesh=(1, 8, 1, 1))) < memory.peak(setting(mesh=(8, 1, 1, 1)))
+
+
+def test_everything_that_lies_beside_a_program_is_counted_once():
+    ours = setting()
+    on_device = memory.step(ours)
+    assert on_device["train"].optimizer == memory.resident(ours).optimizer
+    assert on_device["decode"].weights == memory.resident(ours).weights
+    for parts in on_device.values():
+        assert parts.total >= memory.resident(ours).total
+
+
+def test_the_plan_knows_its_room():
+    plan = fit.make(setting().config, SHAPE, (), DEVICES["v5e"], 8)
+    assert plan.fits and plan.room == DEVICES["v5e"].memory_bytes - plan.peak

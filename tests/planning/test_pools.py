@@ -1,0 +1,88 @@
+"""Plans of runs whose roles have pools of their own, and of what rests in the host's memory."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.placement import ROLES
+from jaxrl_llm.planning import fit, memory, placement, report
+from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.shapes import SHAPES
+
+VALUES = {
+    "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "model": {"compute_dtype": "bfloat16", "remat": "full"},
+    "data": {"max_prompt_tokens": 512},
+    "rollout": {"max_response_tokens": 512, "num_slots": 64},
+    "trainer": {"prompts_per_step": 256, "minibatch_size": 128, "max_tokens_per_microbatch": 2048},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+SHAPE = SHAPES["Llama-3.1-8B"]
+
+
+def plan(**groups) -> fit.Plan:
+    config = from_config_dict(VALUES | groups)
+    return fit.make(config, SHAPE, (SHAPE,), DEVICES["v5p"], 16)
+
+
+def test_what_rests_is_the_sum_over_roles():
+    setting = plan().setting
+    each = [memory.resident(setting, (role,)).total for role in ROLES]
+    assert memory.resident(setting).total == pytest.approx(sum(each))
+    assert all(each)
+
+
+@pytest.mark.parametrize("choice, num_pools", [("split", 2), ("hybrid", 2)])
+def test_every_role_is_planned_where_it_lives(choice, num_pools):
+    made = plan(placement={"choice": choice})
+    assert len(made.pools) == num_pools and made.num_devices == 16
+    assert sorted(role for roles in made.pools for role in roles) == sorted(ROLES)
+    assert all(setting.num_devices == 16 // num_pools for setting in made.pools.values())
+    trained = [name for name in made.programs if name.startswith("train")]
+    assert len(trained) == 2  # policy and critic, each by a program of its own
+    assert all(parts.total > 0 for parts in made.programs.values())
+    assert "; " in report.headline(made) and "critic" in report.table(made, {})
+
+
+def test_a_pool_of_every_role_is_a_colocated_run():
+    by_hand = {
+        "choice": "by_hand",
+        "pools": {"all": {"devices": -1}},
+        "roles": dict.fromkeys(ROLES, "all"),
+    }
+    assert plan(placement=by_hand).programs == plan().programs
+    assert placement.speed(plan(placement=by_hand)).step_s == placement.speed(plan()).step_s
+
+
+def test_pools_work_at_the_same_time():
+    """A step is as long as its slowest pools, so shorter than all phases after each other."""
+    speed = placement.speed(plan(placement={"choice": "split"}))
+    assert speed.step_s < sum(cost.seconds for cost in speed.phases.values())
+    assert 0 < speed.mfu < 1
+
+
+def test_what_rests_on_the_host_is_on_the_device_when_it_is_used():
+    usual = plan().programs
+    resting = plan(mesh={"on_host": ("optimizer", "reference")}).programs
+    reference = usual["train"].total - resting["train"].total
+    assert reference == pytest.approx(4 * 8.03e9 / 16, rel=0.01)  # float32 weights
+    assert resting["train"].optimizer == usual["train"].optimizer
+    assert resting["decode"].optimizer == 0
+    assert resting["score"].weights == usual["score"].weights
+    moved = resting["decode"].host
+    assert usual["decode"].total - resting["decode"].total == pytest.approx(moved)
+
+
+def test_a_placement_is_told_to_a_run_by_hand():
+    setting = plan().setting
+    apart = next(
+        place
+        for place in placement.rank(setting, DEVICES["v5p"], 16)
+        if place.fits and len(place.grouping) == 3
+    )
+    config = dataclasses.replace(setting.config, placement=apart.config())
+    made = fit.make(config, SHAPE, (SHAPE,), DEVICES["v5p"], 16)
+    assert not list(config.placement.problems())
+    assert made.peak == max(pool.bytes for pool in apart.pools)
+    assert placement.speed(made).step_s == pytest.approx(apart.step_s)
