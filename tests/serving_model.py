@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl_llm.models import huggingface
 
 ROOT = pathlib.Path(__file__).parents[1]
+HANGS_S = 600  # what takes longer will not end; a first start compiles for a minute and more
 CORPUS = (
     "The quick brown fox jumps over the lazy dog.",
     "Übung macht den Meister; 你好，世界; déjà vu; 😀 Ω≈ç",
@@ -89,7 +90,7 @@ class Server:
     def _read(self):
         self.log.extend(iter(self.process.stderr.readline, ""))
 
-    def address(self, mark, timeout_s=120):
+    def address(self, mark, timeout_s=HANGS_S):
         """Waits for the log line with `mark`; returns what follows it there."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.process.poll() is None:
@@ -99,7 +100,7 @@ class Server:
             time.sleep(0.02)
         raise AssertionError("no address:\n" + "".join(self.log))
 
-    def wait_ready(self, url, timeout_s=120):
+    def wait_ready(self, url, timeout_s=HANGS_S):
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
@@ -111,7 +112,7 @@ class Server:
     def terminate(self):
         self.process.send_signal(signal.SIGTERM)
 
-    def wait(self, timeout_s=60):
+    def wait(self, timeout_s=HANGS_S):
         status = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return status

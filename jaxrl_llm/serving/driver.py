@@ -25,6 +25,8 @@ class SteppedEngine(Protocol):
     @property
     def num_active(self) -> int: ...
 
+    def num_compilations(self) -> int: ...
+
     def submit(self, request: Request) -> int: ...
 
     def abort(self, number: int) -> Any: ...
@@ -107,6 +109,11 @@ class Driver:
     def num_active(self) -> int:
         """Samples that stand in a slot."""
         return self._engine.num_active
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that the engine has compiled; while it compiles, everything waits."""
+        return self._engine.num_compilations()
 
     def start(
         self,

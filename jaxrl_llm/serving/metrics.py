@@ -69,6 +69,7 @@ class _Slots(Collector):
             ("slots", "Decode slots.", self._num_slots),
             ("active_slots", "Samples that stand in a slot.", active),
             ("queue_samples", "Samples that wait for a slot.", waiting),
+            ("compilations", "Programs compiled so far.", self._driver.num_compilations),
             ("ready", "1 while requests are accepted.", self._driver.state == "ready"),
         ):
             yield GaugeMetricFamily(f"jaxrl_llm_{name}", text, value=float(value))

@@ -10,10 +10,12 @@ import httpx
 import openai
 import pytest
 import serving_model
+from serving_model import HANGS_S
 
 pytestmark = pytest.mark.slow
 CLIENTS = 64
-GROWTH_BYTES = 48 * 2**20  # of resident memory, after a first round of the same load
+ROUNDS = 20  # at most, until two in a row compile nothing
+GROWTH_BYTES = 8 * 2**20  # of resident memory, in two rounds that compile nothing
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def folder(tmp_path_factory):
 
 def connect(url):
     limits = httpx.Limits(max_connections=2 * CLIENTS)
-    http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=120)
+    http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=HANGS_S)
     return openai.AsyncOpenAI(base_url=url + "/v1", api_key="-", max_retries=0, http_client=http)
 
 
@@ -97,7 +99,7 @@ async def round_of(url, seeds):
 
 
 def idle(url):
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANGS_S
     while serving_model.metric(url, "active_slots") + serving_model.metric(url, "queue_samples"):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -106,22 +108,21 @@ def idle(url):
 def test_sixty_four_clients(folder):
     with serving_model.serving(folder, "--num_slots=16", "--max_waiting=200") as (server, url):
         first, outcomes = asyncio.run(round_of(url, range(400)))
-        idle(url)
-        asyncio.run(round_of(url, range(400)))
-        idle(url)
-        sizes = [server.rss_bytes()]
-        for _ in range(4):
+        sizes, programs = [], []
+        # Who arrives with whom decides in which shapes prompts are read, and so what is compiled.
+        while len(sizes) < 4 or programs[-3] < programs[-1]:
+            assert len(sizes) < ROUNDS, programs
             texts, again = asyncio.run(round_of(url, range(400)))
             idle(url)
             sizes.append(server.rss_bytes())
+            programs.append(serving_model.metric(url, "compilations"))
             # Seeds answer for the replies: none is lost, another's, or half of it twice.
             assert texts == first
             assert again == outcomes
-        growth = sizes[-1] - sizes[0]
-        print(dict(outcomes), "MiB after each round:", [size >> 20 for size in sizes])
+        print(dict(outcomes), "MiB after each round:", [size >> 20 for size in sizes], programs)
         assert sum(outcomes.values()) == 400 and "full" not in outcomes
         assert all(outcomes[kind] > 40 for kind in ("answered", "left", "refused"))
-        assert growth < GROWTH_BYTES
+        assert sizes[-1] - sizes[-3] < GROWTH_BYTES
         assert serving_model.metric(url, "cancelled_total") > 3 * outcomes["left"]
         server.terminate()
         assert server.wait() == 0
@@ -147,7 +148,9 @@ def test_a_stop_finishes_what_was_accepted_and_refuses_the_rest(folder):
         statuses, refused = collections.Counter(), []
 
         def client(seed):
-            reply = httpx.post(url + "/v1/completions", json={**body, "seed": seed}, timeout=120)
+            reply = httpx.post(
+                url + "/v1/completions", json={**body, "seed": seed}, timeout=HANGS_S
+            )
             assert reply.json()["usage"]["completion_tokens"] == 220
             statuses[reply.status_code] += 1
 
@@ -160,13 +163,13 @@ def test_a_stop_finishes_what_was_accepted_and_refuses_the_rest(folder):
         server.terminate()
         while server.process.poll() is None and len(refused) < 5:
             try:
-                reply = httpx.post(url + "/v1/completions", json=body, timeout=120)
+                reply = httpx.post(url + "/v1/completions", json=body, timeout=HANGS_S)
             except httpx.TransportError:
                 break
             if reply.status_code == 503:
                 refused.append(reply)
         for thread in threads:
-            thread.join(120)
+            thread.join(HANGS_S)
         assert server.wait() == 0
         assert statuses == {200: 24}
         assert refused and all(int(reply.headers["retry-after"]) > 0 for reply in refused)
@@ -180,7 +183,9 @@ def test_a_stop_that_takes_too_long_ends_nevertheless(folder):
         replies = []
 
         def client():
-            replies.append(httpx.post(url + "/v1/completions", json={**body, "n": 100}, timeout=60))
+            replies.append(
+                httpx.post(url + "/v1/completions", json={**body, "n": 100}, timeout=HANGS_S)
+            )
 
         thread = threading.Thread(target=client)
         thread.start()
@@ -188,6 +193,6 @@ def test_a_stop_that_takes_too_long_ends_nevertheless(folder):
             time.sleep(0.01)
         server.terminate()
         assert server.wait() == 0
-        thread.join(60)
+        thread.join(HANGS_S)
         assert replies[0].status_code == 503
         assert "stopped before this request was done" in replies[0].text
