@@ -31,9 +31,12 @@ def grpo_run(tmp_path_factory, cache) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def ppo_run(tmp_path_factory, cache) -> pathlib.Path:
-    """The folder of a tiny PPO run that was not interrupted."""
+    """The folder of a tiny PPO run that was not interrupted; two of its steps are profiled."""
     workdir = tmp_path_factory.mktemp("ppo") / "run"
-    runs.launch("train", [*runs.flags("ppo_tiny"), f"--workdir={workdir}"], cache)
+    # Not in this process, where the profiler crashes once the TPU's compiler is loaded.
+    profiled = ["--config.profiler.first_step=3", "--config.profiler.num_steps=2"]
+    flags = [*runs.flags("ppo_tiny"), *profiled, f"--workdir={workdir}"]
+    runs.launch("train", flags, cache)
     return workdir
 
 

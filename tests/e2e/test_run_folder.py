@@ -54,6 +54,7 @@ def test_grpo(grpo_run):
 
 def test_ppo(ppo_run):
     check_folder(ppo_run, (GRPO_NUMBERS - {"actor/kl_loss"}) | PPO_NUMBERS)
+    assert any((ppo_run / "profile").rglob("*.xplane.pb"))
 
 
 def test_the_engine_and_the_learner_agree(grpo_run):
