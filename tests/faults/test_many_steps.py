@@ -66,9 +66,12 @@ def test_nothing_grows(tmp_path, monkeypatch):
         logging.disable(logging.NOTSET)
         jax.monitoring.unregister_event_duration_listener(count)
     first, last = seen[SETTLED], seen[max(seen)]
-    print(first, last)
+    looks = [seen[step] for step in sorted(seen) if step >= SETTLED]
+    print(looks)
     assert max(seen) == STEPS - 100 and first["compiled"] > 0
     assert last["compiled"] == first["compiled"]
-    assert last["handles"] <= first["handles"]
+    # A checkpoint is being written at some looks; what is never closed is open at all later ones.
+    handles = [look["handles"] for look in looks]
+    assert min(handles[-6:]) <= max(handles[:6])
     assert last["device"] <= 1.02 * first["device"]
     assert last["host"] <= 1.02 * first["host"]
