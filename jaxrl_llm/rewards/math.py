@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
 # The library drops an expression that takes longer than this, in seconds. It does so by a signal,
 # which works in the main thread of a process only: there the pool makes its calls.
 EXPRESSION_TIMEOUT_S = 2
@@ -23,9 +25,6 @@ def math_answer(
     Raises:
       ValueError: the ground truth itself cannot be read.
     """
-    # Here, not above: with sympy behind it, this costs every start of a run 0.3 s.
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
     target = parse(
         f"\\boxed{{{ground_truth}}}",
         [LatexExtractionConfig()],

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tasks import GSM8K_INSTRUCTION, task_rows, worked_sum
-from jaxrl_llm.rewards.functions import REWARD_FUNCTIONS
+from jaxrl_llm.rewards.functions import resolve
 
 GSM8K = pathlib.Path(os.environ.get("JAXRL_GSM8K", "JAXRL_GSM8K is not set"))
 
@@ -20,7 +20,7 @@ NATURAL = {
 
 
 def score(name, row, solution):
-    return REWARD_FUNCTIONS[name](
+    return resolve(name)(
         row["data_source"], solution, row["reward_model"]["ground_truth"], row["extra_info"]
     )
 

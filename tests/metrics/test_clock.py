@@ -1,7 +1,6 @@
 """Phases add up, also when one of them fails; what runs meanwhile is counted where it belongs."""
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,18 @@ def test_phases_add_up_and_survive_an_error():
     assert clock.seconds() == {"timing_s/gen": 5.0, "timing_s/step": 10.0}
 
 
+class Hand:
+    """A clock that moves when the test moves it."""
+
+    def __init__(self):
+        self.time, self.read = 0.0, threading.Event()
+
+    def __call__(self):
+        time = self.time
+        self.read.set()
+        return time
+
+
 class Result:
     """An array of a slow device."""
 
@@ -31,42 +42,45 @@ class Result:
         self.devices = devices
 
     def block_until_ready(self):
-        self.ready.wait(10.0)
+        assert self.ready.wait(100.0)
+
+    def finish(self, hand, time):
+        """Is ready at that time; returns when the clock has seen it."""
+        hand.time = time
+        hand.read.clear()
+        self.ready.set()
+        assert hand.read.wait(100.0)
 
 
 def test_a_watched_phase_ends_when_its_result_is_ready():
-    clock, first, second = Clock(), Result(), Result()
-    begin = time.perf_counter()
+    hand, first, second = Hand(), Result(), Result()
+    clock = Clock(hand)
     with clock("predict") as watch:
         assert watch(first) is first
-    with clock("update") as watch:
+    with clock("update") as watch:  # nobody waited: the first is ready below
         watch({"loss": second})
-    assert time.perf_counter() - begin < 0.1  # nobody waited
-    time.sleep(0.2)
-    first.ready.set()
-    time.sleep(0.4)
-    second.ready.set()
-    found = clock.seconds()
-    assert found["timing_s/predict"] == pytest.approx(0.2, abs=0.1)
+    first.finish(hand, 2.0)
+    second.finish(hand, 6.0)
     # Handed over at once, but the device was busy with the phase before.
-    assert found["timing_s/update"] == pytest.approx(0.4, abs=0.1)
+    assert clock.seconds() == {
+        "timing_s/predict": 2.0,
+        "timing_s/update": 4.0,
+        "timing_s/step": 6.0,
+    }
 
 
 def test_phases_on_different_devices_overlap(monkeypatch):
     monkeypatch.setattr(clock_lib, "_devices", lambda watched: frozenset(watched[0].devices))
-    clock, policy, critic, both = Clock(), Result("a"), Result("b"), Result("a", "b")
+    hand, policy, critic, both = Hand(), Result("a"), Result("b"), Result("a", "b")
+    clock = Clock(hand)
     for phase, result in (("ref", policy), ("values", critic), ("update", both)):
         with clock(phase) as watch:
             watch(result)
-    time.sleep(0.2)
-    critic.ready.set()
-    time.sleep(0.2)
-    policy.ready.set()
-    time.sleep(0.2)
-    both.ready.set()
-    found = clock.seconds()
-    wanted = {"ref": 0.4, "values": 0.2, "update": 0.2, "step": 0.6}
-    assert found == {f"timing_s/{k}": pytest.approx(v, abs=0.1) for k, v in wanted.items()}
+    critic.finish(hand, 2.0)
+    policy.finish(hand, 4.0)
+    both.finish(hand, 6.0)
+    wanted = {"ref": 4.0, "values": 2.0, "update": 2.0, "step": 6.0}
+    assert clock.seconds() == {f"timing_s/{phase}": seconds for phase, seconds in wanted.items()}
 
 
 def test_a_failed_result_is_reported():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxrl_llm.rewards.functions import REWARD_FUNCTIONS, resolve
+from jaxrl_llm.rewards.functions import gsm8k, resolve
 
 
 def score(name, solution, truth="", extra_info=()):
-    return REWARD_FUNCTIONS[name]("source", solution, truth, dict(extra_info))
+    return resolve(name)("source", solution, truth, dict(extra_info))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     assert resolve(f"{tmp_path}/scores.py:f")(*arguments) == 2.0
     assert resolve(f"{tmp_path}/other/scores.py:f")(*arguments) == 3.0  # same name, other file
     assert resolve("scores:f")(*arguments) == 2.0
-    assert resolve("gsm8k") is REWARD_FUNCTIONS["gsm8k"]
+    assert resolve("gsm8k") is gsm8k
 
 
 @pytest.mark.parametrize(

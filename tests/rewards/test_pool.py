@@ -75,7 +75,7 @@ def user_file(tmp_path_factory):
 def forgiving(user_file):
     functions = [f"{user_file}:misbehave", f"{user_file}:patient", "math"]
     with RewardPool(
-        functions, 2, timeout_s=1.0, on_failure="score", failure_score=-7.0, memory_gib=4.0
+        functions, 2, timeout_s=3.0, on_failure="score", failure_score=-7.0, memory_gib=4.0
     ) as pool:
         yield pool
 
@@ -117,7 +117,7 @@ def test_async_function_and_details(forgiving, user_file):
 @pytest.mark.parametrize(
     "solution, cause",
     [
-        ("hang", "no answer within rewards.timeout_s=1 seconds"),
+        ("hang", "no answer within rewards.timeout_s=3 seconds"),
         ("raise", 'KeyError: "the user\'s own mistake"'),
         ("exit", "SystemExit: 3"),
         ("leave", "the process that called it ended with exit code 3"),
@@ -213,17 +213,17 @@ def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_pa
         calls(f"{user_file}:misbehave", "hang with child", extra_info={"pids": str(pids)})
     )
     assert "no answer" in outcome.failure
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 100.0
     assert not any(alive(pid) for pid in pids.read_text().split())
 
 
 def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file):
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 2, timeout_s=5.0) as pool:
+    with RewardPool([name], 2, timeout_s=100.0) as pool:
         started = time.monotonic()
         with pytest.raises(RewardError) as error:
-            pool.run(calls(name, "sleep 4", "raise", "sleep 4"))
-        assert time.monotonic() - started < 3.0  # without waiting for the others
+            pool.run(calls(name, "sleep 90", "raise", "sleep 90"))
+        assert time.monotonic() - started < 60.0  # without waiting for the others
         for part in (name, "row 1", "data source 'here'", "KeyError", "rewards.on_failure='score'"):
             assert part in str(error.value)
         # No answer of the stopped run is taken for one of this run.
@@ -236,7 +236,7 @@ def test_a_worker_that_died_between_calls_is_replaced(user_file):
     with RewardPool([name], 1) as pool:
         (first,) = pool.run(calls(name, "modules"))
         os.kill(first.details["pid"], 9)
-        time.sleep(0.2)
+        wait_until(lambda: not alive(first.details["pid"]))
         (second,) = pool.run(calls(name, "modules"))
         assert second.details["pid"] != first.details["pid"]
     assert not alive(second.details["pid"])
@@ -294,7 +294,7 @@ def test_workers_leave_when_their_run_is_killed(user_file, tmp_path):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 100.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
