@@ -4,6 +4,7 @@ import dataclasses
 import threading
 
 from jaxrl_llm.rollout.requests import Progress
+from jaxrl_llm.rollout.tally import Tally
 
 
 @dataclasses.dataclass
@@ -29,6 +30,10 @@ class CountingEngine:
     @property
     def num_active(self):
         return min(self.num_slots, len(self._samples))
+
+    @property
+    def statistics(self):
+        return Tally(self.num_slots).statistics(0, 0, 0)
 
     def num_compilations(self):
         return 0

@@ -187,6 +187,7 @@ def assemble(
                 rollout_mesh,
                 config.max_sequence_tokens,
                 config.sequences_per_step,
+                config.rollout.speculation.draft_tokens,
             ),
             max_tokens=config.max_sequence_tokens,
             chunk_steps=config.rollout.chunk_steps,

@@ -6,6 +6,7 @@ metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes. Activat
 backward pass may want to find again are named (see `transformer.REMAT_POLICIES`).
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -45,7 +46,18 @@ def _product_forward(x, kernel):
 
 def _product_backward(residuals, bar):
     x, kernel = residuals
-    return bar @ kernel.T, jnp.einsum("...i,...o->io", x, bar)
+    of_kernel = jax.lax.platform_dependent(
+        x, bar, cpu=_narrower_first, default=functools.partial(jnp.einsum, "...i,...o->io")
+    )
+    return bar @ kernel.T, of_kernel
+
+
+def _narrower_first(x, bar):
+    """The same contraction; XLA on CPU writes the first operand transposed: the narrower one."""
+    if x.shape[-1] <= bar.shape[-1]:
+        return jnp.einsum("...i,...o->io", x, bar)
+    # Without the barrier the compiler turns it round again.
+    return jax.lax.optimization_barrier(jnp.einsum("...o,...i->oi", bar, x)).T
 
 
 product.defvjp(_product_forward, _product_backward)

@@ -230,6 +230,7 @@ def decode(setting: Setting) -> Parts:
     shape = setting.policy
     cache = cache_bytes(setting)
     slots = max(1, setting.num_slots // setting.row_shards)
+    places = 1 + setting.config.rollout.speculation.draft_tokens
     vocab = setting.split(shape.vocab_size, "tensor")
     table = vocab * shape.hidden_size * rollout_item(setting)
     temporary = 0.0
@@ -243,7 +244,7 @@ def decode(setting: Setting) -> Parts:
     return Parts(
         weights=rollout_weights(setting),
         cache=cache,
-        logits=3.0 * slots * vocab * 4,
+        logits=3.0 * slots * places * vocab * 4,
         temporary=temporary,
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from absl import logging
 
 from jaxrl_llm.rollout.requests import Progress, Request
+from jaxrl_llm.rollout.tally import Statistics
 
 State = Literal["starting", "ready", "stopping", "failed"]
 Params = Any
@@ -24,6 +25,9 @@ class SteppedEngine(Protocol):
 
     @property
     def num_active(self) -> int: ...
+
+    @property
+    def statistics(self) -> Statistics: ...
 
     def num_compilations(self) -> int: ...
 
@@ -114,6 +118,11 @@ class Driver:
     def num_compilations(self) -> int:
         """Programs that the engine has compiled; while it compiles, everything waits."""
         return self._engine.num_compilations()
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens that a sample got in a decode step; more than 1 with guesses that were right."""
+        return self._engine.statistics.tokens_per_forward
 
     def start(
         self,

@@ -15,6 +15,7 @@ from jaxrl_llm.learner import saved
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.serving.transcript import decoder
@@ -110,16 +111,21 @@ def engine(
     """Returns an engine of its own for serving.
 
     Args:
-      num_slots: Samples decoded at one time; 0: 16 on CPU, 64 elsewhere.
+      num_slots: Samples decoded at one time; 0: 16 on CPU, 64 elsewhere, fewer where the memory
+        is short (see `capacity.num_slots`).
       chunk_steps: Most tokens of a sample between two looks of the host: fewer make streams
         smoother, more cost less.
       draft_tokens: Guesses from the text so far in a decode step; see `SpeculationConfig`.
     """
     roles = source.roles
+    network = roles_lib.rollout_network(roles.config, roles.policy)
+    mesh = roles.meshes["rollout"]
+    most = 16 if roles.platform == "cpu" else 64
     return Engine(
-        roles_lib.rollout_network(roles.config, roles.policy),
-        roles.meshes["rollout"],
-        num_slots=num_slots or (16 if jax.default_backend() == "cpu" else 64),
+        network,
+        mesh,
+        num_slots=num_slots
+        or capacity.num_slots(network, mesh, model.max_tokens, most, draft_tokens),
         max_tokens=model.max_tokens,
         chunk_steps=chunk_steps,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),

@@ -70,6 +70,11 @@ class _Slots(Collector):
             ("active_slots", "Samples that stand in a slot.", active),
             ("queue_samples", "Samples that wait for a slot.", waiting),
             ("compilations", "Programs compiled so far.", self._driver.num_compilations),
+            (
+                "tokens_per_forward",
+                "Tokens that a sample got in a decode step.",
+                self._driver.tokens_per_forward,
+            ),
             ("ready", "1 while requests are accepted.", self._driver.state == "ready"),
         ):
             yield GaugeMetricFamily(f"jaxrl_llm_{name}", text, value=float(value))

@@ -118,6 +118,22 @@ def test_seeds_repeat_whatever_else_is_running(client):
     assert len({reply.id for reply in together}) == 24
 
 
+@pytest.mark.slow
+def test_guesses_change_no_reply(client, folder):
+    def replies(client):
+        greedy = complete(client, temperature=0, max_tokens=200, extra_body={"ignore_eos": True})
+        drawn = complete(client, seed=7, n=6, temperature=0.8, top_p=0.9, logprobs=0)
+        return [(c.text, c.finish_reason) for c in (*greedy.choices, *drawn.choices)]
+
+    guessing = ("--num_slots=8", "--draft_tokens=3", "--warm_up_prompts=0")
+    with (
+        serving_model.serving(folder, *guessing) as (_, url),
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as other,
+    ):
+        assert replies(other) == replies(client)
+        assert serving_model.metric(url, "tokens_per_forward") > 1.0
+
+
 def joined(chunks, field):
     """Returns (text, finish reason, log-prob entries) of each choice of a stream."""
     choices = {}
