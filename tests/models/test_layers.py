@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_llm.models import layers
 
@@ -21,9 +22,10 @@ def assert_same_gradients(ours, plain, *arguments):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_product():
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5)])
+def test_product(inputs, outputs):
     a, b = jax.random.split(jax.random.key(0))
-    x, kernel = jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (5, 7))
+    x, kernel = jax.random.normal(a, (2, 3, inputs)), jax.random.normal(b, (inputs, outputs))
     assert_same_gradients(layers.product, jnp.matmul, x, kernel)
 
 
