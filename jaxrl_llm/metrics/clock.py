@@ -119,10 +119,11 @@ class Profiler:
 
         Args:
           config: The window.
-          folder: Where traces go; each process of a run writes its own.
+          folder: Where traces go. Each process has a folder of its own in it: the names of
+            traces are those of the host and the second, which processes may share.
         """
         self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
-        self._folder = folder
+        self._folder = folder / f"process_{jax.process_index()}"
         self._on = False
 
     def begin(self, step: int) -> None:
@@ -140,8 +141,7 @@ class Profiler:
         if self._on:
             self._on = False
             jax.profiler.stop_trace()
-            name = f"memory_{jax.process_index()}.prof"
-            jax.profiler.save_device_memory_profile(str(self._folder / name))
+            jax.profiler.save_device_memory_profile(str(self._folder / "memory.prof"))
             logging.info("the profile of steps %d on is in %s", self._first, self._folder)
 
     def __enter__(self) -> "Profiler":

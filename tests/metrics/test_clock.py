@@ -101,10 +101,19 @@ def test_the_window_is_recorded(tmp_path):
             profiler.begin(step)
             assert any((tmp_path / "profile").rglob("*.xplane.pb")) == (step == 4)
             jax.block_until_ready(jnp.ones(3) + step)
-    assert (tmp_path / "profile/memory_0.prof").stat().st_size
+    assert (tmp_path / "profile/process_0/memory.prof").stat().st_size
     with Profiler(ProfilerConfig(), tmp_path / "none") as profiler:
         profiler.begin(1)
     assert not (tmp_path / "none").exists()
+
+
+def test_processes_of_a_host_write_no_common_file(tmp_path, monkeypatch):
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with Profiler(ProfilerConfig(first_step=1, num_steps=9), tmp_path) as profiler:
+            profiler.begin(1)
+    folders = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.xplane.pb")}
+    assert folders == {"process_0", "process_1"}
 
 
 def test_a_window_that_outlives_the_run_is_written(tmp_path):
