@@ -44,7 +44,7 @@ def test_time_is_bounded():
     assert "s of processor time" in run_python("while True: pass", "", LIMITS).failure
     begin = time.monotonic()
     sleeping = run_python("import time; time.sleep(200)", "", Limits(wall_s=0.5))
-    assert sleeping.failure == "more than 0.5 s" and time.monotonic() - begin < 100
+    assert sleeping.failure == "more than 0.5 s" and time.monotonic() - begin < 20
 
 
 def test_output_is_bounded():
@@ -66,7 +66,7 @@ def is_running(word: bytes) -> bool:
 def test_what_it_started_does_not_outlive_it():
     program = "import subprocess; print(subprocess.Popen(['sleep', '77.25']).pid)"
     begin = time.monotonic()
-    assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 60
+    assert run_python(program, "", LIMITS).succeeded and time.monotonic() - begin < 20
     assert not is_running(b"77.25")
 
 

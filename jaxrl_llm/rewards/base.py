@@ -52,7 +52,7 @@ def check(config: RewardsConfig) -> None:
         return
     for name in names:
         try:
-            functions.resolve(name)
+            functions.location(name)  # the project's own: it can be imported
         except ValueError as error:
             raise RewardError(str(error)) from error
 

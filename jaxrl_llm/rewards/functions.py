@@ -85,15 +85,16 @@ REWARD_FUNCTIONS: Mapping[str, str] = {
 }
 
 
-def resolve(name: str) -> RewardFunction:
-    """Returns the function that a config names.
+def location(name: str) -> tuple[str, str]:
+    """Returns the module or file of the function that a config names, and its name there.
+
+    Nothing is imported.
 
     Args:
       name: a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
 
     Raises:
-      ValueError: there is no such name, module, file or function, its module fails when imported,
-        or the function cannot be called with the four arguments.
+      ValueError: it is none of these.
     """
     where, _, attribute = REWARD_FUNCTIONS.get(name, name).rpartition(":")
     if not where or not attribute:
@@ -101,6 +102,20 @@ def resolve(name: str) -> RewardFunction:
             f"unknown reward function {name!r}; known: {', '.join(REWARD_FUNCTIONS)};"
             " or your own as 'package.module:function' or 'path/file.py:function'"
         )
+    return where, attribute
+
+
+def resolve(name: str) -> RewardFunction:
+    """Returns the function that a config names, what it needs imported.
+
+    Args:
+      name: see `location`.
+
+    Raises:
+      ValueError: there is no such name, module, file or function, its module fails when imported,
+        or the function cannot be called with the four arguments.
+    """
+    where, attribute = location(name)
     try:
         module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:

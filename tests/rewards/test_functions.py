@@ -1,5 +1,8 @@
 """Built-in reward functions by hand value, and how names are resolved."""
 
+import subprocess
+import sys
+
 import pytest
 
 from jaxrl_llm.rewards.functions import gsm8k, resolve
@@ -98,6 +101,17 @@ def test_a_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     assert resolve(f"{tmp_path}/other/scores.py:f")(*arguments) == 3.0  # same name, other file
     assert resolve("scores:f")(*arguments) == 2.0
     assert resolve("gsm8k") is gsm8k
+
+
+def test_what_a_function_needs_is_imported_when_it_is_looked_up():
+    program = (
+        "import sys\n"
+        "from jaxrl_llm.rewards.functions import location, resolve\n"
+        "loaded = lambda: 'math_verify' in sys.modules\n"
+        "found = [(location('math') and loaded()), (resolve('math') and loaded())]\n"
+        "assert found == [False, True], found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

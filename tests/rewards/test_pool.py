@@ -213,7 +213,7 @@ def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_pa
         calls(f"{user_file}:misbehave", "hang with child", extra_info={"pids": str(pids)})
     )
     assert "no answer" in outcome.failure
-    assert time.monotonic() - started < 100.0
+    assert time.monotonic() - started < 20.0
     assert not any(alive(pid) for pid in pids.read_text().split())
 
 
@@ -223,7 +223,7 @@ def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file
         started = time.monotonic()
         with pytest.raises(RewardError) as error:
             pool.run(calls(name, "sleep 90", "raise", "sleep 90"))
-        assert time.monotonic() - started < 60.0  # without waiting for the others
+        assert time.monotonic() - started < 20.0  # without waiting for the others
         for part in (name, "row 1", "data source 'here'", "KeyError", "rewards.on_failure='score'"):
             assert part in str(error.value)
         # No answer of the stopped run is taken for one of this run.
