@@ -117,7 +117,7 @@ def bound(ours: Ours, repeats: int, clock) -> float:
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
         sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
-        state = programs.empty_state(network, slots, 64 + new, 1, network.compute_dtype)
+        state = programs.empty_state(network, slots, [64], 1, network.compute_dtype)
         admission = programs.Admission(
             jnp.repeat(jnp.arange(8), 4),
             jnp.arange(slots),
@@ -133,8 +133,8 @@ def bound(ours: Ours, repeats: int, clock) -> float:
             jnp.int32(slots),
             num_steps=new - 1,
             num_slots=slots,
-            window=64 + new,
-            gather=True,
+            window=64,
+            gather=False,
             filtered=False,
             num_top=0,
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config_rollout import SpeculationConfig
@@ -13,6 +14,8 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import prefill, prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
+
+_SMALLEST_WINDOW = 64  # less saves nothing
 
 
 class Compiled:
@@ -34,13 +37,17 @@ class Compiled:
         self._max_tokens = max_tokens
         replicated = mesh_lib.replicated(mesh)
         ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
+        self.windows = windows(max_tokens)
+        # On a CPU reading part of an array copies it: blocks end where windows do.
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        blocks = np.diff(self.windows, prepend=0).tolist() if on_cpu else [max_tokens]
 
         @ruled
         def empty():
             return programs.empty_state(
                 network,
                 num_slots,
-                max_tokens,
+                blocks,
                 NUM_STOP_TOKENS,
                 network.compute_dtype,
                 keeps_history=speculation.draft_tokens > 0,
@@ -67,7 +74,7 @@ class Compiled:
             num_steps=chunk_steps,
             draft_tokens=speculation.draft_tokens,
             ngram_tokens=speculation.ngram_tokens,
-            gather=mesh.devices.flat[0].platform == "cpu",
+            gather=on_cpu,
         )
         self.generate = jax.jit(
             ruled(decode),
@@ -81,7 +88,6 @@ class Compiled:
         # Slots that are split over devices stay where they are: all of them decode, always.
         split = self.state_shardings.tokens.spec[0] is not None
         self.slot_counts = sizes(num_slots, 8) if not split else (num_slots,)
-        self.windows = windows(max_tokens)
 
     def count(self) -> int:
         """Returns how many programs were compiled so far."""
@@ -155,7 +161,7 @@ def windows(max_tokens: int) -> tuple[int, ...]:
     >>> windows(1000)
     (64, 96, 128, 192, 256, 384, 512, 768, 1000)
     """
-    smallest = max(prefixes.SMALLEST_WIDTH, bucket(max_tokens) // 16)
+    smallest = max(_SMALLEST_WINDOW, bucket(max_tokens) // 16)
     octaves = [smallest << i for i in range(5)]
     found = sorted(size for octave in octaves for size in (octave, octave * 3 // 2))
     return (*(size for size in found if size < max_tokens), max_tokens)

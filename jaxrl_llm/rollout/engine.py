@@ -313,7 +313,7 @@ class Engine:
     def _decode_chunk(self, params: Params, num_slots: int) -> None:
         scheduler = self._scheduler
         queue_waits = scheduler.num_waiting > 0
-        longest = scheduler.max_active_tokens() + self.chunk_steps * self._places
+        longest = scheduler.max_active_tokens()
         self._state, outputs = self.compiled.generate(
             params,
             self._state,

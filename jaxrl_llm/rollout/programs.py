@@ -1,12 +1,13 @@
 """What the device runs during rollout once prompts are read: insert, move, release, generate.
 
 Pure functions of (network, rollout parameters, decode state). Rollout parameters hold one
-dict per layer instead of stacked layers, and the cache one array per layer: a decode step
+dict per layer instead of stacked layers, and the cache arrays of each layer: a decode step
 that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling, speculation
+from jaxrl_llm.rollout.cache import NOWHERE, Cache, Recent
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.sampling import SamplerState
-from jaxrl_llm.sharding.mesh import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -25,8 +27,7 @@ from jaxrl_llm.sharding.mesh import constrain
 class DecodeState:
     """All slots. A slot is active while `remaining` is positive."""
 
-    keys: tuple[Float[Array, "S K T H"], ...]  # one per layer
-    values: tuple[Float[Array, "S K T H"], ...]
+    cache: Cache  # of T positions
     tokens: Int[Array, " S"]  # sampled last, not yet in the cache
     positions: Int[Array, " S"]  # where that token stands in its sequence
     remaining: Int[Array, " S"]  # tokens that may still be sampled
@@ -66,29 +67,29 @@ class Admission:
 def empty_state(
     network: Network,
     num_slots: int,
-    max_tokens: int,
+    blocks: Sequence[int],
     num_stops: int,
     dtype,
     *,
     keeps_history: bool = False,
 ) -> DecodeState:
-    """Returns a state in which every slot is free; speculation needs one that keeps history."""
-    shape = network.shape
-    cache = (num_slots, shape.num_kv_heads, max_tokens, shape.head_size)
-    blank = lambda: tuple(  # noqa: E731
-        constrain(jnp.zeros(cache, dtype), "batch", "kv_heads", None, None)
-        for _ in range(shape.num_layers)
-    )
+    """Returns a state in which every slot is free.
+
+    Args:
+      blocks: Positions of each block of the cache (see `cache.Cache`).
+      num_stops: Tokens that may end a sample.
+      dtype: Of the cache.
+      keeps_history: Speculation needs a state that does.
+    """
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
     return DecodeState(
-        keys=blank(),
-        values=blank(),
+        cache=cache_lib.empty(network.shape, num_slots, blocks, dtype),
         tokens=zeros,
         positions=zeros,
         remaining=zeros,
         stops=jnp.full((num_slots, num_stops), -1, jnp.int32),
-        history=jnp.zeros((num_slots, max_tokens if keeps_history else 0), jnp.int32),
+        history=jnp.zeros((num_slots, sum(blocks) if keeps_history else 0), jnp.int32),
         sampler=SamplerState(
             keys=jnp.zeros((num_slots, 2), jnp.uint32),
             temperature=ones,
@@ -128,19 +129,13 @@ def insert(
     def put(target, value):
         return target.at[a.slots].set(value, mode="drop")
 
-    def copy(caches, prefixes):
-        return tuple(
-            cache.at[a.slots, :, :width].set(cut(kept, 1).astype(cache.dtype), mode="drop")
-            for cache, kept in zip(caches, prefixes, strict=True)
-        )
-
     history = state.history
     if history.shape[1]:
         history = history.at[a.slots, :width].set(cut(prefix.tokens, 0), mode="drop")
         history = history.at[a.slots, lengths].set(tokens, mode="drop")
+    keys, values = ([cut(rows, 1) for rows in layers] for layers in (prefix.keys, prefix.values))
     state = DecodeState(
-        keys=copy(state.keys, prefix.keys),
-        values=copy(state.values, prefix.values),
+        cache=cache_lib.fill(state.cache, a.slots, keys, values),
         tokens=put(state.tokens, tokens),
         positions=put(state.positions, lengths),
         remaining=put(state.remaining, remaining),
@@ -171,141 +166,6 @@ def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S M"]) -> Bool[Array, 
     return (tokens[:, None] == stops).any(-1)
 
 
-def decode_step(
-    network: Network,
-    params: Params,
-    state: DecodeState,
-    *,
-    window: int,
-    filtered: bool,
-    num_top: int,
-    draft_tokens: int = 0,
-    ngram_tokens: int = 0,
-) -> tuple[DecodeState, tuple[Array, ...]]:
-    """Feeds every active slot its last token and samples the next.
-
-    With speculation it feeds guesses behind that token, samples after each of them, and keeps what
-    follows right ones. The cache then holds wrong guesses past the last token kept: they are
-    written over before any query sees them. Inactive slots compute along but write nothing and
-    keep their place.
-
-    Args:
-      state: Its caches may have more slots than the rest of it: those behind are left alone.
-      window: Cache positions that attention reads; static, past every position fed that counts.
-      filtered: See `sampling.sample`.
-      num_top: Likeliest tokens to report; static.
-      draft_tokens, ngram_tokens: See `speculation.propose`; static. 0: no speculation.
-
-    Returns:
-      The state; tokens (-1: none), log-probs [Q, S], likeliest tokens and theirs [Q, S, k]; Q is 1
-      and the guesses.
-    """
-    active = state.remaining > 0
-    fed = state.tokens[:, None]  # [S, Q]
-    drafts = fed[:, :0]
-    if draft_tokens:
-        drafts = speculation.propose(
-            state.history[:, :window],
-            state.positions,
-            draft_tokens=draft_tokens,
-            ngram_tokens=ngram_tokens,
-        )
-        fed = jnp.concatenate([fed, jnp.maximum(drafts, 0)], axis=1)
-    slots, width = fed.shape
-    places = state.positions[:, None] + jnp.arange(width)
-    logits, keys, values = _forward(network, params, state, fed, places, active, window)
-
-    following = places + 1
-    flat = logits.reshape(slots * width, -1)
-    sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), state.sampler)
-    sampled = (
-        *sampling.sample(flat, following.reshape(-1), sampler, filtered=filtered),
-        *sampling.top_log_probs(flat, sampler, num_top),
-    )
-    drawn, log_probs, *tops = (a.reshape(slots, width, *a.shape[1:]) for a in sampled)
-    if draft_tokens:
-        given = speculation.kept(drawn, drafts, state.stops, state.remaining)
-        count = given.sum(axis=1)
-        last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        end = state.history.shape[1]  # past it: dropped
-        write_at = jnp.where(given, following, end + jnp.arange(width))
-        history = state.history.at[jnp.arange(slots)[:, None], write_at].set(
-            drawn, mode="drop", unique_indices=True
-        )
-    else:
-        given, count, last, history = active[:, None], active, drawn[:, 0], state.history
-    tokens = jnp.where(active, last, state.tokens)
-    left = jnp.where(_is_stop(tokens, state.stops), 0, state.remaining - count)
-    state = dataclasses.replace(
-        state,
-        keys=keys,
-        values=values,
-        tokens=tokens,
-        positions=state.positions + count,
-        remaining=jnp.where(active, left, 0),
-        history=history,
-    )
-    found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
-    return state, tuple(jnp.swapaxes(a, 0, 1) for a in found)
-
-
-def _forward(network, params, state, fed, places, active, window):
-    """Returns logits [S, Q, V] after each token fed, and the caches with those tokens in them."""
-    slots, width = fed.shape
-    capacity = state.keys[0].shape[2]
-    write_at = jnp.where(active[:, None], places, capacity + jnp.arange(width))  # past: dropped
-    seen = jnp.arange(window) <= places[:, :, None]  # [S, Q, W]
-    heads = jnp.arange(network.shape.num_kv_heads)
-    # All three indices are given: a slice between them makes XLA relayout the whole cache.
-    owners = jnp.repeat(jnp.arange(slots), width)
-    index = (owners[:, None], heads[None], write_at.reshape(-1)[:, None])
-
-    def attend_to(cache_k, cache_v):
-        def attend(q, k, v):
-            new_k, new_v = (
-                cache.at[index].set(
-                    a.reshape(-1, *a.shape[2:]).astype(cache.dtype),
-                    mode="drop",
-                    unique_indices=True,
-                )
-                for cache, a in ((cache_k, k), (cache_v, v))
-            )
-            read_k, read_v = new_k[:slots, :, :window], new_v[:slots, :, :window]
-            return _attention_of_few(q, read_k, read_v, seen), (new_k, new_v)
-
-        return attend
-
-    x = network.embed(params, fed)
-    rotary = network.rotary(places)
-    kept = []
-    for layer, k, v in zip(params["layers"], state.keys, state.values, strict=True):
-        x, caches = network.block(layer, x, rotary, attend_to(k, v))
-        kept.append(caches)
-    keys, values = zip(*kept, strict=True)
-    return network.logits(params, network.norm(params, x)), keys, values
-
-
-def _attention_of_few(
-    q: Float[Array, "S Q N H"],
-    k: Float[Array, "S K W H"],
-    v: Float[Array, "S K W H"],
-    seen: Bool[Array, "S Q W"],
-) -> Float[Array, "S Q N H"]:
-    """Returns attention of a few queries a slot, with the same roundings as `full_attention`."""
-    slots, width, num_heads, size = q.shape
-    heads = k.shape[1]
-    # The queries of all heads that share keys, and of all places, are the rows of one product.
-    grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
-    rows = grouped.reshape(slots, heads, -1, size)
-    scores = jnp.einsum("skrh,skwh->skrw", rows, k, preferred_element_type=jnp.float32)
-    may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
-    scores = jnp.where(may_see, scores / jnp.sqrt(size).astype(jnp.float32), -1e30)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("skrw,skwh->skrh", probabilities, v)
-    mixed = mixed.reshape(grouped.shape).swapaxes(1, 2)
-    return mixed.reshape(q.shape).astype(q.dtype)
-
-
 def generate(
     network: Network,
     params: Params,
@@ -326,27 +186,30 @@ def generate(
     The second lets the host refill slots soon without looking after every token.
 
     Args:
-      num_steps, num_slots, window: Static. Slots from `num_slots` on are free and cost nothing.
-      gather: Whether the part of the cache in use is copied out before the steps and back after
-        them; static. On a CPU a step that reads part of a larger array copies that part each
-        time; on accelerators it does not, and the second copy would cost memory.
-      draft_tokens, ngram_tokens: See `decode_step`.
+      num_steps, num_slots, window: Static. Slots from `num_slots` on are free and cost nothing; no
+        slot has more than `window` tokens before the first step.
+      gather: Whether a part of the cache is copied out before the steps where not all of it is
+        read; static. On a CPU a product with part of an array copies that part each time; on
+        accelerators it does not, and the copy would cost memory.
+      filtered: See `sampling.sample`.
+      num_top: Likeliest tokens to report; static.
+      draft_tokens, ngram_tokens: See `speculation.propose`; static. 0: no speculation.
     """
-    used_slots, used_window = (num_slots, window) if gather else state.keys[0].shape[::2]
-
-    def used(cache):
-        return cache[:used_slots, :, :used_window]
-
-    caches = (state.keys, state.values)
-    keys, values = jax.tree.map(used, caches)
-    small = dataclasses.replace(state, keys=(), values=())
-    front = jax.tree.map(lambda a: a[:num_slots], small)
-    live = dataclasses.replace(front, keys=keys, values=values)
+    width = 1 + draft_tokens
+    read = functools.partial(cache_lib.front, state.cache, num_slots, window)
+    gathered = read() if gather else None
+    small = dataclasses.replace(state, cache=Cache((), ()))
+    live = jax.tree.map(lambda a: a[:num_slots], small)
+    # What the cache holds behind a slot's tokens is left from others.
+    in_cache = jnp.arange(window) < live.positions[:, None]
+    recent = cache_lib.no_recent(
+        network.shape, num_slots, num_steps * width, state.cache.values[0][0].dtype
+    )
     step_of = functools.partial(
-        decode_step,
+        _decode_step,
         network,
         params,
-        window=window,
+        in_cache=in_cache,
         filtered=filtered,
         num_top=num_top,
         draft_tokens=draft_tokens,
@@ -354,31 +217,137 @@ def generate(
     )
 
     def unfinished(carry):
-        step, live, _ = carry
+        step, live, *_ = carry
         return (step < num_steps) & ((live.remaining == 0).sum() < free_target)
 
     def body(carry):
-        step, live, kept = carry
-        live, sampled = step_of(live)
+        step, live, recent, kept = carry
+        live, recent, sampled = step_of(
+            read() if gathered is None else gathered, recent, step * width, live
+        )
         kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
-        return step + 1, live, kept
+        return step + 1, live, recent, kept
 
-    places = (num_steps, 1 + draft_tokens, num_slots)
+    places = (num_steps, width, num_slots)
     blank = (
         jnp.full(places, -1, jnp.int32),
         jnp.zeros(places, jnp.float32),
         jnp.zeros((*places, num_top), jnp.int32),
         jnp.zeros((*places, num_top), jnp.float32),
     )
-    _, live, kept = lax.while_loop(unfinished, body, (0, live, blank))
-    keys, values = jax.tree.map(
-        lambda cache, part: cache.at[:used_slots, :, :used_window].set(part),
-        caches,
-        (live.keys, live.values),
-    )
-    size = num_steps * (1 + draft_tokens)
+    _, live, recent, kept = lax.while_loop(unfinished, body, (0, live, recent, blank))
+    size = num_steps * width
+    cache = cache_lib.join(state.cache, recent, window + size)
     tokens, log_probs, *tops = (a.reshape(size, *a.shape[2:]) for a in kept)
-    front = dataclasses.replace(live, keys=(), values=())
-    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, front)
+    small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
     outputs = Outputs(tokens, log_probs, tops[0], tops[1], live.remaining + 0)
-    return dataclasses.replace(small, keys=keys, values=values), outputs
+    return dataclasses.replace(small, cache=cache), outputs
+
+
+def _decode_step(
+    network: Network,
+    params: Params,
+    cache: Cache,
+    recent: Recent,
+    start: Int[Array, ""],
+    live: DecodeState,
+    *,
+    in_cache: Bool[Array, "S W"],
+    filtered: bool,
+    num_top: int,
+    draft_tokens: int,
+    ngram_tokens: int,
+) -> tuple[DecodeState, Recent, tuple[Array, ...]]:
+    """Feeds every active slot its last token and samples the next.
+
+    With speculation it feeds guesses behind that token, samples after each of them, and keeps what
+    follows right ones. Inactive slots compute along and keep their place.
+
+    Args:
+      cache: The part that is read, of these slots.
+      recent: What was fed since that was written; this step's entries are those from `start` on.
+      live: Slots, without their cache.
+      in_cache: Which positions of the cache a slot has filled.
+
+    Returns:
+      The slots; recent tokens, wrong guesses nowhere; tokens (-1: none), log-probs [Q, S],
+      likeliest tokens and theirs [Q, S, k]; Q is 1 and the guesses.
+    """
+    active = live.remaining > 0
+    fed = live.tokens[:, None]  # [S, Q]
+    drafts = fed[:, :0]
+    if draft_tokens:
+        end = in_cache.shape[1] + recent.positions.shape[1]
+        drafts = speculation.propose(
+            live.history[:, :end],
+            live.positions,
+            draft_tokens=draft_tokens,
+            ngram_tokens=ngram_tokens,
+        )
+        fed = jnp.concatenate([fed, jnp.maximum(drafts, 0)], axis=1)
+    slots, width = fed.shape
+    places = live.positions[:, None] + jnp.arange(width)
+
+    def placed(count: Int[Array, " S"]) -> Int[Array, "S N"]:
+        positions = jnp.where(jnp.arange(width) < count[:, None], places, NOWHERE)
+        return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
+
+    positions = placed(jnp.where(active, width, 0))
+    seen = jnp.concatenate(
+        [
+            jnp.broadcast_to(in_cache[:, None], (slots, width, in_cache.shape[1])),
+            positions[:, None] <= places[:, :, None],
+        ],
+        axis=-1,
+    )
+    logits, keys, values = _forward(network, params, cache, recent, start, fed, places, seen)
+
+    following = places + 1
+    flat = logits.reshape(slots * width, -1)
+    sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
+    sampled = (
+        *sampling.sample(flat, following.reshape(-1), sampler, filtered=filtered),
+        *sampling.top_log_probs(flat, sampler, num_top),
+    )
+    drawn, log_probs, *tops = (a.reshape(slots, width, *a.shape[1:]) for a in sampled)
+    if draft_tokens:
+        given = speculation.kept(drawn, drafts, live.stops, live.remaining)
+        count = given.sum(axis=1)
+        last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        end = live.history.shape[1]  # past it: dropped
+        write_at = jnp.where(given, following, end + jnp.arange(width))
+        history = live.history.at[jnp.arange(slots)[:, None], write_at].set(
+            drawn, mode="drop", unique_indices=True
+        )
+        positions = placed(count)
+    else:
+        given, count, last, history = active[:, None], active, drawn[:, 0], live.history
+    tokens = jnp.where(active, last, live.tokens)
+    left = jnp.where(_is_stop(tokens, live.stops), 0, live.remaining - count)
+    live = dataclasses.replace(
+        live,
+        tokens=tokens,
+        positions=live.positions + count,
+        remaining=jnp.where(active, left, 0),
+        history=history,
+    )
+    found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
+    return live, Recent(keys, values, positions), tuple(jnp.swapaxes(a, 0, 1) for a in found)
+
+
+def _forward(network, params, cache, recent, start, fed, places, seen):
+    """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
+    x = network.embed(params, fed)
+    rotary = network.rotary(places)
+    kept = []
+    for i, layer in enumerate(params["layers"]):
+
+        def attend(q, k, v, i=i):
+            recent_k, recent_v = cache_lib.add(recent, i, start, k, v)
+            keys, values = (*cache.keys[i], recent_k), (*cache.values[i], recent_v)
+            return cache_lib.attention(q, keys, values, seen), (recent_k, recent_v)
+
+        x, added = network.block(layer, x, rotary, attend)
+        kept.append(added)
+    keys, values = zip(*kept, strict=True)
+    return network.logits(params, network.norm(params, x)), keys, values

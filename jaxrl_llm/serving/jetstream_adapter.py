@@ -89,7 +89,7 @@ class JetStreamEngine(engine_api.Engine):
 
         def empty() -> Slots:
             state = programs.empty_state(
-                network, num_slots, served.max_tokens, NUM_STOP_TOKENS, network.compute_dtype
+                network, num_slots, [served.max_tokens], NUM_STOP_TOKENS, network.compute_dtype
             )
             return Slots(state, jnp.zeros(num_slots, bool), jnp.zeros(num_slots, jnp.int32))
 
@@ -250,7 +250,7 @@ def _read(
 
 def _insert(slots: Slots, prefix: Prefix, admission: Admission, *, filtered: bool) -> Slots:
     # At most what the cache holds after the prompt.
-    room = slots.state.keys[0].shape[2] - prefix.lengths[:1]
+    room = slots.state.cache.max_tokens - prefix.lengths[:1]
     admission = dataclasses.replace(admission, limits=jnp.minimum(admission.limits, room))
     state, _ = programs.insert(slots.state, prefix, admission, filtered=filtered, num_top=0)
     at = admission.slots
@@ -263,10 +263,20 @@ def _generate(
     """Returns the slots one step on, and (token, whether it is one, how many) of each slot."""
     num_given = slots.num_given + slots.is_due
     data = jnp.stack([slots.state.tokens, slots.is_due.astype(jnp.int32), num_given], axis=1)
-    state, (tokens, *_) = programs.decode_step(
-        network, params, slots.state, window=window, filtered=filtered, num_top=0
+    num_slots = slots.is_due.shape[0]
+    state, outputs = programs.generate(
+        network,
+        params,
+        slots.state,
+        jnp.int32(num_slots),
+        num_steps=1,
+        num_slots=num_slots,
+        window=window,
+        gather=False,
+        filtered=filtered,
+        num_top=0,
     )
-    return Slots(state, tokens[0] >= 0, num_given), data
+    return Slots(state, outputs.tokens[0] >= 0, num_given), data
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):

@@ -310,7 +310,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     assert counts == counts[:1] * 3
     # What goes out is split as what came in: slots over 2, 2 heads over 2.
     split = engine.compiled.state_shardings
-    assert split.keys[0].spec[:2] == ("fsdp", "tensor")
+    assert split.cache.keys[0][0].spec[:2] == ("fsdp", "tensor")
     assert all(state == split for state in states)
 
 

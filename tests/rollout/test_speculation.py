@@ -120,15 +120,19 @@ def after_a_prompt(slots=4000):
     admission = programs.Admission(
         column(0), np.arange(slots), column(9), np.full((slots, 1), -1), sampler
     )
-    state = programs.empty_state(tiny.NETWORK, slots, 16, 1, "float32", keeps_history=True)
+    state = programs.empty_state(tiny.NETWORK, slots, [16], 1, "float32", keeps_history=True)
     state, first = jax.jit(functools.partial(programs.insert, filtered=False, num_top=0))(
         state, prefix, admission
     )
     step = functools.partial(
-        programs.decode_step,
+        programs.generate,
         tiny.NETWORK,
         params,
+        free_target=jnp.int32(slots),
+        num_steps=1,
+        num_slots=slots,
         window=16,
+        gather=True,
         filtered=True,
         num_top=0,
         draft_tokens=2,
@@ -165,8 +169,8 @@ def test_frequencies_are_those_of_the_distribution(params):
     }
     keys = jax.random.key_data(jax.random.split(jax.random.key(6), slots))
     state = dataclasses.replace(state, history=history, sampler=SamplerState(keys=keys, **fields))
-    after, (tokens, log_probs, *_) = step(state)
-    tokens, log_probs = np.asarray(tokens), np.asarray(log_probs)
+    after, outputs = step(state)
+    tokens, log_probs = np.asarray(outputs.tokens), np.asarray(outputs.log_probs)
     assert_drawn_from(tokens[0], first)
     accepted = tokens[0] == guess
     assert (accepted == (tokens[1] >= 0)).all()

@@ -1,0 +1,214 @@
+"""Keys and values of all slots: a long part that decode steps only read, a short one they write.
+
+A step writes one token a slot, each at a place of its own: into the cache, that would be a
+scatter a layer and step, and a program that writes an array it also reads part of has to copy that
+part. So the tokens of a chunk of steps lie side by side, in the order of the steps, and
+join the cache when the chunk ends. Pure functions of arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.sharding.mesh import constrain
+
+NOWHERE = np.iinfo(np.int32).max  # the position of no token: past every query
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values by position: for each layer, blocks of consecutive positions.
+
+    Keys lie with the position innermost, so that a query meets them in the order of memory.
+    """
+
+    keys: tuple[tuple[Float[Array, "S K H B"], ...], ...]
+    values: tuple[tuple[Float[Array, "S K B H"], ...], ...]
+
+    @property
+    def max_tokens(self) -> int:
+        return sum(block.shape[2] for block in self.values[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Recent:
+    """Keys and values of N tokens a slot that have not joined the cache."""
+
+    keys: tuple[Float[Array, "S K H N"], ...]  # one per layer
+    values: tuple[Float[Array, "S K N H"], ...]
+    positions: Int[Array, "S N"]  # `NOWHERE`: no token, or one that does not count
+
+
+def empty(shape: Shape, num_slots: int, blocks: Sequence[int], dtype) -> Cache:
+    """Returns a cache of zeros; `blocks` are the sizes of a layer's, in positions."""
+    layers = range(shape.num_layers)
+    return Cache(
+        tuple(tuple(_keys(shape, num_slots, n, dtype) for n in blocks) for _ in layers),
+        tuple(tuple(_values(shape, num_slots, n, dtype) for n in blocks) for _ in layers),
+    )
+
+
+def no_recent(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Recent:
+    """Returns room for so many tokens a slot."""
+    layers = range(shape.num_layers)
+    return Recent(
+        tuple(_keys(shape, num_slots, num_tokens, dtype) for _ in layers),
+        tuple(_values(shape, num_slots, num_tokens, dtype) for _ in layers),
+        jnp.full((num_slots, num_tokens), NOWHERE, jnp.int32),
+    )
+
+
+def _keys(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K H N"]:
+    zeros = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
+    return constrain(zeros, "batch", "kv_heads", None, None)
+
+
+def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K N H"]:
+    zeros = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
+    return constrain(zeros, "batch", "kv_heads", None, None)
+
+
+def fill(
+    cache: Cache,
+    slots: Int[Array, " n"],
+    keys: Sequence[Float[Array, "n K W H"]],
+    values: Sequence[Float[Array, "n K W H"]],
+) -> Cache:
+    """Returns the cache with W tokens in these slots, from position 0 on.
+
+    Args:
+      slots: Past the last one: nowhere.
+      keys, values: One array per layer.
+    """
+
+    def put(blocks, rows, axis):
+        first, written = 0, []
+        for block in blocks:
+            end = min(first + block.shape[axis], rows.shape[axis])
+            if first < end:
+                part = lax.slice_in_dim(rows, first, end, axis=axis).astype(block.dtype)
+                index = (slots, *(slice(None),) * (axis - 1), slice(end - first))
+                written.append(block.at[index].set(part, mode="drop"))
+            else:
+                written.append(block)
+            first += block.shape[axis]
+        return tuple(written)
+
+    turned = [rows.swapaxes(2, 3) for rows in keys]
+    return Cache(
+        tuple(put(b, rows, 3) for b, rows in zip(cache.keys, turned, strict=True)),
+        tuple(put(b, rows, 2) for b, rows in zip(cache.values, values, strict=True)),
+    )
+
+
+def front(cache: Cache, num_slots: int, window: int) -> Cache:
+    """Returns the first slots and positions."""
+
+    def cut(blocks, axis):
+        first, kept = 0, []
+        for block in blocks:
+            size = min(block.shape[axis], window - first)
+            first += block.shape[axis]
+            if size > 0:
+                kept.append(lax.slice_in_dim(block[:num_slots], 0, size, axis=axis))
+        return tuple(kept)
+
+    return Cache(
+        tuple(cut(blocks, 3) for blocks in cache.keys),
+        tuple(cut(blocks, 2) for blocks in cache.values),
+    )
+
+
+def add(
+    recent: Recent,
+    layer: int,
+    start: Int[Array, ""],
+    keys: Float[Array, "S Q K H"],
+    values: Float[Array, "S Q K H"],
+) -> tuple[Float[Array, "S K H N"], Float[Array, "S K N H"]]:
+    """Returns a layer's recent keys and values with Q more, from entry `start` on."""
+    into_k, into_v = recent.keys[layer], recent.values[layer]
+    new_k = keys.transpose(0, 2, 3, 1).astype(into_k.dtype)
+    new_v = values.transpose(0, 2, 1, 3).astype(into_v.dtype)
+    return (
+        lax.dynamic_update_slice_in_dim(into_k, new_k, start, axis=3),
+        lax.dynamic_update_slice_in_dim(into_v, new_v, start, axis=2),
+    )
+
+
+def join(cache: Cache, recent: Recent, end: int) -> Cache:
+    """Returns the cache with the recent tokens of its first slots where they belong.
+
+    Args:
+      end: No recent token stands there or behind; static.
+    """
+    num_slots, num_heads, _, num_tokens = recent.keys[0].shape
+    slots = jnp.arange(num_slots)[:, None, None]
+    heads = jnp.arange(num_heads)[None, :, None]
+
+    def put(blocks, rows, axis):
+        first, written = 0, []
+        for block in blocks:
+            size = block.shape[axis]
+            if first < end:
+                at = recent.positions - first
+                # What belongs elsewhere goes behind the block, each to a place of its own: dropped.
+                outside = size + jnp.arange(num_tokens)
+                at = jnp.where((at >= 0) & (at < size), at, outside)[:, None]  # [S, 1, N]
+                index = (slots, heads, slice(None), at) if axis == 3 else (slots, heads, at)
+                block = block.at[index].set(rows, mode="drop", unique_indices=True)
+            written.append(block)
+            first += size
+        return tuple(written)
+
+    turned = [rows.swapaxes(2, 3) for rows in recent.keys]
+    return Cache(
+        tuple(put(b, rows, 3) for b, rows in zip(cache.keys, turned, strict=True)),
+        tuple(put(b, rows, 2) for b, rows in zip(cache.values, recent.values, strict=True)),
+    )
+
+
+def attention(
+    q: Float[Array, "S Q N H"],
+    keys: Sequence[Float[Array, "S K H B"]],
+    values: Sequence[Float[Array, "S K B H"]],
+    seen: Bool[Array, "S Q W"],
+) -> Float[Array, "S Q N H"]:
+    """Returns attention of a few queries a slot, with the same roundings as `full_attention`.
+
+    Args:
+      keys, values: Blocks of W positions together.
+      seen: Which of them a query may see.
+    """
+    slots, width, num_heads, size = q.shape
+    heads = keys[0].shape[1]
+    # The queries of all heads that share keys, and of all places, are the rows of one product.
+    grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
+    rows = grouped.reshape(slots, heads, -1, size)
+    wide = {"preferred_element_type": jnp.float32}
+    scores = jnp.concatenate(
+        [jnp.einsum("skrh,skhw->skrw", rows, block, **wide) for block in keys], axis=-1
+    )
+    may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
+    scores = jnp.where(may_see, scores / jnp.sqrt(size).astype(jnp.float32), -1e30)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(values[0].dtype)
+    ends = np.cumsum([block.shape[2] for block in values])[:-1]
+    shares = jnp.split(probabilities, ends, axis=-1)
+    mixed = functools.reduce(
+        jnp.add,
+        (
+            jnp.einsum("skrw,skwh->skrh", share, block, **wide)
+            for share, block in zip(shares, values, strict=True)
+        ),
+    )
+    mixed = mixed.reshape(grouped.shape).swapaxes(1, 2)
+    return mixed.reshape(q.shape).astype(q.dtype)
