@@ -230,20 +230,22 @@ def decode(setting: Setting) -> Parts:
     shape = setting.policy
     cache = cache_bytes(setting)
     slots = max(1, setting.num_slots // setting.row_shards)
-    places = 1 + setting.config.rollout.speculation.draft_tokens
+    rollout = setting.config.rollout
+    places = 1 + rollout.speculation.draft_tokens
+    recent = cache * rollout.chunk_steps * places / setting.width  # not yet joined to the cache
     vocab = setting.split(shape.vocab_size, "tensor")
     table = vocab * shape.hidden_size * rollout_item(setting)
     temporary = 0.0
     if setting.backend != "cpu":
         temporary += 1.25 * table  # in the order that the head's product wants
-        # Heads smaller than a register's 128 lanes are kept padded or in another order.
-        temporary += cache if shape.head_size % 128 else 0.0
+        # Values of heads smaller than a register's 128 lanes are kept in another order.
+        temporary += 0.5 * cache if shape.head_size % 128 else 0.0
     if setting.config.mesh.rollout == "train" and setting.mesh["fsdp"] > 1:
         layers = _Work.of(setting, setting.config.sequences_per_step).layer
         temporary += 2 * table + min(8, shape.num_layers) * layers
     return Parts(
         weights=rollout_weights(setting),
-        cache=cache,
+        cache=cache + recent,
         logits=3.0 * slots * places * vocab * 4,
         temporary=temporary,
     )
