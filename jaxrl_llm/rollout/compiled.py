@@ -15,7 +15,7 @@ from jaxrl_llm.rollout import prefill, prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-_SMALLEST_WINDOW = 64  # less saves nothing
+_WINDOW_STEP = 64  # windows closer together save less time than their programs cost
 
 
 class Compiled:
@@ -159,12 +159,12 @@ def windows(max_tokens: int) -> tuple[int, ...]:
     """Returns how much of the cache a step may read: two sizes an octave, the last four octaves.
 
     >>> windows(1000)
-    (64, 96, 128, 192, 256, 384, 512, 768, 1000)
+    (64, 128, 192, 256, 384, 512, 768, 1000)
     """
-    smallest = max(_SMALLEST_WINDOW, bucket(max_tokens) // 16)
+    smallest = max(_WINDOW_STEP, bucket(max_tokens) // 16)
     octaves = [smallest << i for i in range(5)]
-    found = sorted(size for octave in octaves for size in (octave, octave * 3 // 2))
-    return (*(size for size in found if size < max_tokens), max_tokens)
+    between = [size * 3 // 2 for size in octaves if size >= 2 * _WINDOW_STEP]
+    return (*(size for size in sorted([*octaves, *between]) if size < max_tokens), max_tokens)
 
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:

@@ -323,13 +323,13 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
         tiny.NETWORK,
         ONE,
         num_slots=16,
-        max_tokens=LIMIT,
+        max_tokens=2 * LIMIT,
         chunk_steps=4,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
     )
-    engine.warm_up(rollout, num_prompts=6, prompt_tokens=40)
+    engine.warm_up(rollout, num_prompts=6, prompt_tokens=100)
     count = engine.num_compilations()
-    random, finished = np.random.default_rng(4), 0
+    random, finished, best = np.random.default_rng(4), 0, 0.0
     used = set()
     generate = engine.compiled.generate
 
@@ -345,15 +345,16 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
         requests = [
             request(
                 random,
-                random.integers(1, 41),
+                random.integers(1, 101),
                 [SamplingParams(int(n), random.uniform(0.5, 1.5)) for n in budgets],
                 step,
             )
             for budgets in random.integers(1, 25, (6, 4))
         ]
         finished += sum(len(row) for row in engine.generate(rollout, requests))
+        best = max(best, engine.statistics.tokens_per_forward)
     assert finished == 20 * 24
-    assert (engine.statistics.tokens_per_forward > 1) == (draft_tokens > 0)
+    assert (best > 1) == (draft_tokens > 0)
     assert len(used) >= 4, "the steps were all alike: nothing was shown"
     assert engine.num_compilations() == count
 
