@@ -34,15 +34,13 @@ def test_logits_are_never_there_at_one_time():
     assert 4 * temporary(256) <= temporary(4096)
 
 
-# With 1024, eight devices hold 128 columns each, which fill tiles: such shards lie by rows.
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [512, 1024])
-def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient(width):
+def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient():
     pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    tokens, mlp = 1024, 2048
+    tokens, width, mlp = 1024, 512, 2048
     config = from_config_dict(
         {
             "model": {"compute_dtype": "bfloat16", "remat": "full"},
@@ -61,8 +59,8 @@ def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient(width):
             vocab_size=1024,
             hidden_size=width,
             num_layers=num_layers,
-            num_heads=width // 128,
-            num_kv_heads=width // 128,
+            num_heads=4,
+            num_kv_heads=4,
             head_size=128,
             mlp_size=mlp,
         )
