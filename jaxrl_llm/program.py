@@ -120,4 +120,4 @@ def keep_compilations(workdir: str | os.PathLike[str]) -> None:
         return
     folder = pathlib.Path(workdir).absolute().parent / ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

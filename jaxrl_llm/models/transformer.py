@@ -126,14 +126,10 @@ class Network:
     kernel: attention.Implementation = "xla"
     sequence_attention: Form = "all_to_all"
 
-    @functools.cached_property
+    @property
     def _definitions(self):
         """Graph definitions and states of a block, of the ends, and of a block with adapters."""
-        with nnx.use_eager_sharding(False):
-            block = nnx.eval_shape(lambda: self._block(nnx.Rngs(0)))
-            ends = nnx.eval_shape(lambda: self._ends(nnx.Rngs(0)))
-            adapted = nnx.eval_shape(lambda: self._block(nnx.Rngs(0), self.lora))
-        return *nnx.split(block), *nnx.split(ends), *nnx.split(adapted)
+        return _definitions(self)
 
     def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
         dtype = jnp.dtype(self.param_dtype)
@@ -158,7 +154,7 @@ class Network:
 
     def abstract(self) -> Params:
         """Returns the shapes and dtypes of the parameters, nothing allocated."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.tree.map(lambda a: a, _abstract(self))  # a tree of the caller's own
 
     def logical_axes(self) -> Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
@@ -271,3 +267,23 @@ class Network:
         numbered = params["layers"], jnp.arange(self.shape.num_layers)
         x, _ = jax.lax.scan(body, self._embed_rows(params, tokens), numbered)
         return self.norm(params, x)
+
+
+# Traced once for equal networks: a run makes the same one several times.
+
+
+@functools.lru_cache(maxsize=32)
+def _definitions(network: Network):
+    with nnx.use_eager_sharding(False):
+        block = nnx.split(nnx.eval_shape(lambda: network._block(nnx.Rngs(0))))
+        ends = nnx.split(nnx.eval_shape(lambda: network._ends(nnx.Rngs(0))))
+        adapted = block
+        if network.lora.rank:
+            adapters = nnx.eval_shape(lambda: network._block(nnx.Rngs(0), network.lora))
+            adapted = nnx.split(adapters)
+    return *block, *ends, *adapted
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(network: Network) -> Params:
+    return jax.eval_shape(network.init, jax.random.key(0))

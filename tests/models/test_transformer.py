@@ -1,5 +1,7 @@
 """Parity with transformers: logits and scores of every family, in float32."""
 
+import dataclasses
+
 import hf_checkpoints
 import jax
 import numpy as np
@@ -91,3 +93,13 @@ def test_packed_rows_equal_rows_of_their_own(rows, tmp_path):
         mask = np.ones((1, len(sequence)), bool)
         alone = np.asarray(our_hidden(network, params, sequence[None], mask))[0]
         np.testing.assert_allclose(got, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_of_equal_networks_are_the_callers_own(tmp_path):
+    hf_checkpoints.make(tmp_path, "qwen2")
+    networks = [Network(huggingface.read_shape(tmp_path)) for _ in range(2)]
+    found = [network.abstract() for network in networks]
+    del found[0]["layers"]["mlp"]
+    assert set(found[1]["layers"]) == set(networks[0].abstract()["layers"]) > {"mlp"}
+    half = dataclasses.replace(networks[0], param_dtype="bfloat16").abstract()
+    assert {a.dtype for a in jax.tree.leaves(half)} == {np.dtype("bfloat16")}
