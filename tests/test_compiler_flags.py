@@ -40,3 +40,25 @@ def test_the_compiler_knows_the_flags_of_gpus():
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_every_tpu_compiles_with_the_flags(topology):
+    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
+    flags = compiler_flags.FLAGS["tpu"]["LIBTPU_INIT_ARGS"]
+    text = " ".join(f"--{name}={value}" for name, value in flags.items())
+    gather = f"""
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+devices = topologies.get_topology_desc("{topology}", platform="tpu").devices
+mesh = jax.sharding.Mesh(devices, ("fsdp",))
+split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
+weight = jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=split)
+jax.jit(lambda w: w, out_shardings=whole).lower(weight).compile()
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": text}
+    command = [sys.executable, "-c", gather]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 Params = dict[str, Any]
+
+_TILE = 128  # numbers side by side in a TPU's memory
 
 
 @jax.tree_util.register_dataclass
@@ -61,12 +64,26 @@ def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params
 
     def cast(w: Array | Cast) -> Array:
         if isinstance(w, Cast):
-            return _as_variable(w.weight * one.astype(w.weight.dtype), w.variable)
-        if w.ndim < 2 or w.dtype == compute_dtype:
+            return _as_variable(_as_stored(w.weight) * one.astype(w.weight.dtype), w.variable)
+        if w.ndim < 2:
             return w
-        return (w * one.astype(w.dtype)).astype(compute_dtype)
+        w = _as_stored(w)
+        return w if w.dtype == compute_dtype else (w * one.astype(w.dtype)).astype(compute_dtype)
 
     return jax.tree.map(cast, layer, is_leaf=lambda w: isinstance(w, Cast))
+
+
+def _as_stored(w: Float[Array, "I O"]) -> Float[Array, "I O"]:
+    """Returns a matrix of one layer, told to lie in memory as all layers of it do: by rows.
+
+    Columns are cheapest to gather from what lies by columns, and to have a slice so, the compiler
+    would turn all layers ahead of the loop, a copy that lasts until the loop's end. Shards whose
+    rows do not fill whole tiles lie by columns from the start and are left alone.
+    """
+    devices = jax.sharding.get_abstract_mesh().size
+    if devices <= 1 or w.shape[-1] % (devices * _TILE):
+        return w
+    return with_layout_constraint(w, Layout((0, 1)))
 
 
 @jax.custom_vjp

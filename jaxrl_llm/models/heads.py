@@ -95,21 +95,22 @@ class _Pieces:
         weight = jax.lax.dynamic_update_slice_in_dim(weight, piece, number * self.rows, 2)
         return self._placed(weight, self.outer, self.inner)
 
-    def numbered(self) -> tuple[Int[np.ndarray, " C"], Int[np.ndarray, "C O S"]]:
+    def numbered(self) -> tuple[Int[np.ndarray, " C"], Int[np.ndarray, "C O I r"]]:
         """Returns the pieces' numbers, and which tokens each speaks of."""
         vocab = math.prod(self.sizes) * self.count * self.rows
         grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
-        tokens = np.moveaxis(grid, 2, 0).reshape(self.count, self.sizes[0], -1)
-        return np.arange(self.count, dtype=np.int32), tokens
+        return np.arange(self.count, dtype=np.int32), np.moveaxis(grid, 2, 0)
 
-    def gathered(self, piece: Float[Array, "O I r D"]) -> Float[Array, "O S D"]:
-        """Returns one piece on every device, split over the outer axes alone."""
-        piece = self._placed(piece, self.outer)
-        return piece.reshape(self.sizes[0], -1, piece.shape[-1])
+    def gathered(self, piece: Float[Array, "O I r D"]) -> Float[Array, "O I r D"]:
+        """Returns one piece on every device, split over the outer axes alone.
 
-    def scattered(self, bar: Float[Array, "O S D"]) -> Float[Array, "O I r D"]:
+        The parts of devices stay apart: where their rows fill no whole tiles of a TPU's memory,
+        putting them side by side moves every row, in a kernel that is slow to compile as well.
+        """
+        return self._placed(piece, self.outer)
+
+    def scattered(self, bar: Float[Array, "O I r D"]) -> Float[Array, "O I r D"]:
         """Returns a piece's gradient, summed over the batch, in the parts that devices keep."""
-        bar = bar.reshape(*self.sizes, self.rows, bar.shape[-1])
         return self._placed(bar, self.outer, self.inner)
 
     def _placed(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
@@ -118,10 +119,10 @@ class _Pieces:
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "O S D"], temperature):
-    """Returns float32 logits [B, T, O, S] of one piece, split over the vocabulary."""
-    logits = jnp.einsum("btd,osd->btos", hidden, piece, preferred_element_type=jnp.float32)
-    return constrain(logits / temperature, "batch", "length", "vocab", None)
+def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "O I r D"], temperature):
+    """Returns float32 logits [B, T, O, I, r] of one piece, split over the vocabulary."""
+    logits = jnp.einsum("btd,oird->btoir", hidden, piece, preferred_element_type=jnp.float32)
+    return constrain(logits / temperature, "batch", "length", "vocab", None, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -142,15 +143,15 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
         number, tokens = numbered
         logits = _logits(hidden, pieces.gathered(pieces.piece(rows, number)), temperature)
-        is_target = targets[..., None, None] == tokens
-        chosen = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
-        top = jnp.max(logits, -1)
-        logits -= top[..., None]
+        is_target = targets[..., None, None, None] == tokens
+        chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
+        top = jnp.max(logits, (-2, -1))
+        logits -= top[..., None, None]
         masses = jnp.exp(logits)
-        total, weighted, squares = jnp.sum(masses, -1), zeros, zeros
+        total, weighted, squares = jnp.sum(masses, (-2, -1)), zeros, zeros
         if entropy != "none":
-            weighted = jnp.sum(masses * logits, -1)
-            squares = jnp.sum(jnp.square(masses), -1)
+            weighted = jnp.sum(masses * logits, (-2, -1))
+            squares = jnp.sum(jnp.square(masses), (-2, -1))
         both = jax.tree.map(
             lambda *x: jnp.stack(x, -1), carry, (top, chosen, total, weighted, squares)
         )
@@ -192,13 +193,13 @@ def _merged(top, chosen, total, weighted, squares):
 def _statistics_backward(chunk, entropy, residuals, cotangents):
     hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
     log_prob_bar, entropy_bar, _ = (
-        jnp.where(valid, bar, 0.0)[..., None, None] for bar in cotangents
+        jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents
     )
     pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
     # Zero times what padding holds must be zero even where that is not a number.
     h = jnp.where(valid[..., None], hidden, 0)
-    top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None] for x in (top, log_sum))
-    entropies = entropies[..., None, None]
+    top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None, None] for x in (top, log_sum))
+    entropies = entropies[..., None, None, None]
 
     weight_rows = pieces.split(weight.astype(hidden.dtype))
 
@@ -209,13 +210,14 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
         log_p = _logits(h, rows, temperature) - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
-        bar = log_prob_bar * ((targets[..., None, None] == tokens) - probs)
+        bar = log_prob_bar * ((targets[..., None, None, None] == tokens) - probs)
         if entropy == "gradient":
             bar -= entropy_bar * probs * (log_p + entropies)
-        bar = constrain((bar / temperature).astype(h.dtype), "batch", "length", "vocab", None)
+        bar = (bar / temperature).astype(h.dtype)
+        bar = constrain(bar, "batch", "length", "vocab", None, None)
         # Each outer shard keeps its own sum: one reduction at the end, none per piece.
-        hidden_bar += jnp.einsum("btos,osd->obtd", bar, rows, preferred_element_type=jnp.float32)
-        rows_bar = jnp.einsum("btos,btd->osd", bar, h, preferred_element_type=jnp.float32)
+        hidden_bar += jnp.einsum("btoir,oird->obtd", bar, rows, preferred_element_type=jnp.float32)
+        rows_bar = jnp.einsum("btoir,btd->oird", bar, h, preferred_element_type=jnp.float32)
         rows_bar = pieces.scattered(rows_bar).astype(weight.dtype)
         hidden_bar = constrain(hidden_bar, "vocab", "batch", "length", None)
         return (hidden_bar, pieces.put(weight_bar, rows_bar, number)), None

@@ -6,7 +6,6 @@ metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes. Activat
 backward pass may want to find again are named (see `transformer.REMAT_POLICIES`).
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -46,13 +45,18 @@ def _product_forward(x, kernel):
 
 def _product_backward(residuals, bar):
     x, kernel = residuals
-    of_kernel = jax.lax.platform_dependent(
-        x, bar, cpu=_narrower_first, default=functools.partial(jnp.einsum, "...i,...o->io")
-    )
-    return bar @ kernel.T, of_kernel
+    of_x = bar @ kernel.T
+    of_kernel = jax.lax.platform_dependent(x, bar, of_x, cpu=_narrower_first, default=_afterwards)
+    return of_x, of_kernel
 
 
-def _narrower_first(x, bar):
+def _afterwards(x, bar, of_x):
+    """The contraction once the gradient of `x` is there, which is the last to need the kernel."""
+    bar, _ = jax.lax.optimization_barrier((bar, of_x))
+    return jnp.einsum("...i,...o->io", x, bar)
+
+
+def _narrower_first(x, bar, _):
     """The same contraction; XLA on CPU writes the first operand transposed: the narrower one."""
     if x.shape[-1] <= bar.shape[-1]:
         return jnp.einsum("...i,...o->io", x, bar)
