@@ -8,7 +8,7 @@ are prompts with ground truths in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5e:4x4:
-16 x v5e (fsdp 4 x tensor 4): 11.4 of 15.8 GiB a device, fits, 4.3 GiB free.
+16 x v5e (fsdp 4 x tensor 4): 11.5 of 15.8 GiB a device, fits, 4.3 GiB free.
 """
 
 from jaxrl_llm.config_bridge import default_config_dict
