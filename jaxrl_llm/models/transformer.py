@@ -91,6 +91,17 @@ def _row_major_backward(_, bar):
 _row_major_gradient.defvjp(_row_major_forward, _row_major_backward)
 
 
+def _weight_last(hidden: Float[Array, "... D"], weight: Float[Array, "V D"]):
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def _weight_first(hidden: Float[Array, "... D"], weight: Float[Array, "V D"]):
+    """The same product; XLA on CPU copies the second operand into tiles: the smaller one."""
+    product = jnp.einsum("vd,...d->v...", weight, hidden, preferred_element_type=jnp.float32)
+    # Without the barrier the compiler turns it round again.
+    return jnp.moveaxis(jax.lax.optimization_barrier(product), 0, -1)
+
+
 def _pure(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(module)[1])
 
@@ -224,7 +235,7 @@ class Network:
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
         weight = self.head_weight(params).astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        return jax.lax.platform_dependent(hidden, weight, cpu=_weight_first, default=_weight_last)
 
     def hidden(
         self,

@@ -7,7 +7,8 @@ that scans stacked arrays copies the whole cache every step.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,13 +203,21 @@ def generate(
     live = jax.tree.map(lambda a: a[:num_slots], small)
     # What the cache holds behind a slot's tokens is left from others.
     in_cache = jnp.arange(window) < live.positions[:, None]
-    recent = cache_lib.no_recent(
-        network.shape, num_slots, num_steps * width, state.cache.values[0][0].dtype
-    )
+    size = num_steps * width
+    recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.values[0][0].dtype)
+    first = live.positions[:, None]
+    angles = network.rotary(first + jnp.arange(size))
+
+    def rotary(places: Int[Array, "S Q"]):
+        """Looks up what would else be computed anew in each layer of each step."""
+        steps = (places - first)[:, :, None, None]
+        return tuple(jnp.take_along_axis(table, steps, axis=1) for table in angles)
+
     step_of = functools.partial(
         _decode_step,
         network,
         params,
+        rotary=rotary,
         in_cache=in_cache,
         filtered=filtered,
         num_top=num_top,
@@ -236,7 +245,6 @@ def generate(
         jnp.zeros((*places, num_top), jnp.float32),
     )
     _, live, recent, kept = lax.while_loop(unfinished, body, (0, live, recent, blank))
-    size = num_steps * width
     cache = cache_lib.join(state.cache, recent, window + size)
     tokens, log_probs, *tops = (a.reshape(size, *a.shape[2:]) for a in kept)
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
@@ -252,6 +260,7 @@ def _decode_step(
     start: Int[Array, ""],
     live: DecodeState,
     *,
+    rotary: Callable[[Int[Array, "S Q"]], Any],
     in_cache: Bool[Array, "S W"],
     filtered: bool,
     num_top: int,
@@ -267,6 +276,7 @@ def _decode_step(
       cache: The part that is read, of these slots.
       recent: What was fed since that was written; this step's entries are those from `start` on.
       live: Slots, without their cache.
+      rotary: Gives the rotary tables of positions (see `Network.rotary`).
       in_cache: Which positions of the cache a slot has filled.
 
     Returns:
@@ -300,7 +310,9 @@ def _decode_step(
         ],
         axis=-1,
     )
-    logits, keys, values = _forward(network, params, cache, recent, start, fed, places, seen)
+    logits, keys, values = _forward(
+        network, params, cache, recent, start, fed, rotary(places), seen
+    )
 
     following = places + 1
     flat = logits.reshape(slots * width, -1)
@@ -335,10 +347,9 @@ def _decode_step(
     return live, Recent(keys, values, positions), tuple(jnp.swapaxes(a, 0, 1) for a in found)
 
 
-def _forward(network, params, cache, recent, start, fed, places, seen):
+def _forward(network, params, cache, recent, start, fed, rotary, seen):
     """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
     x = network.embed(params, fed)
-    rotary = network.rotary(places)
     kept = []
     for i, layer in enumerate(params["layers"]):
 
