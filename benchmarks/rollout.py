@@ -16,6 +16,7 @@ says then soon repeats itself, as copied text does.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -58,12 +59,22 @@ class Ours:
         from jaxrl_llm.sharding.reshard import Resharder
 
         self.mesh = mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-        self.network = Network(huggingface.read_shape(folder))
-        axes, units = self.network.logical_axes(), self.network.units
-        abstract = self.network.abstract()
+        network = Network(huggingface.read_shape(folder))
+        axes, units = network.logical_axes(), network.units
+        abstract = network.abstract()
         layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
-        weights = huggingface.load(folder, self.network, layout)
-        mover = Resharder(abstract, axes, units, self.mesh, "float32", "tensor")
+        weights = huggingface.load(folder, network, layout)
+        on_cpu = jax.default_backend() == "cpu"
+        self.network = dataclasses.replace(network, weight_first=on_cpu)
+        mover = Resharder(
+            abstract,
+            axes,
+            units,
+            self.mesh,
+            "float32",
+            "tensor",
+            rollout_axes=self.network.logical_axes(),
+        )
         with jax.set_mesh(self.mesh):
             self.params = mover.reshard(mover.empty(), weights)
         work = json.loads((folder / "workload.json").read_text())

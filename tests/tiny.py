@@ -53,8 +53,11 @@ def sharded(weights, mesh, network=NETWORK):
     return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=shardings)(weights)
 
 
-def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor"):
-    return Resharder(network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout)
+def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor", rollout=None):
+    """Args: rollout: The network that decodes, if not `network`."""
+    axes = network.logical_axes()
+    given = network.abstract(), axes, network.units, mesh, dtype, layout
+    return Resharder(*given, rollout_axes=rollout.logical_axes() if rollout else axes)
 
 
 def rollout_params(weights, mesh, network=NETWORK, **settings):
@@ -76,3 +79,8 @@ def teacher_forced(tokens, temperature, network, weights):
 
 def with_sizes(network=NETWORK, **sizes):
     return dataclasses.replace(network, shape=dataclasses.replace(network.shape, **sizes))
+
+
+# Wide enough for kernels by outputs, and as it decodes then.
+WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
+WIDE_FIRST = dataclasses.replace(WIDE, weight_first=True)

@@ -168,6 +168,7 @@ def assemble(
     platform = mesh.devices.flat[0].platform
     policy = networks.network(config, shape, "lm", platform)
     policy = dataclasses.replace(policy, lora=config.lora)
+    rollout = rollout_network(config, policy, platform)
     value = networks.network(config, shape, "scalar", platform)
     return Roles(
         config=config,
@@ -179,11 +180,11 @@ def assemble(
         policy_shardings=networks.train_shardings(policy, mesh),
         value_shardings=networks.train_shardings(value, meshes["critic"]),
         engine=Engine(
-            rollout_network(config, policy),
+            rollout,
             rollout_mesh,
             num_slots=config.rollout.num_slots
             or capacity.num_slots(
-                rollout_network(config, policy),
+                rollout,
                 rollout_mesh,
                 config.max_sequence_tokens,
                 config.sequences_per_step,
@@ -201,18 +202,21 @@ def assemble(
             policy.logical_axes(),
             policy.units,
             pools.staging(mesh, rollout_mesh),
-            rollout_network(config, policy).compute_dtype,
+            rollout.compute_dtype,
             rollout_layout,
             networks.merge_adapters(config.lora),
+            rollout.logical_axes(),
         ),
     )
 
 
-def rollout_network(config: Config, policy: Network) -> Network:
-    """Returns the policy as the engine runs it: same arithmetic, its own dtype."""
+def rollout_network(config: Config, policy: Network, platform: str) -> Network:
+    """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
     dtype = config.rollout.dtype
     return dataclasses.replace(
-        policy, compute_dtype=policy.compute_dtype if dtype == "compute" else dtype
+        policy,
+        compute_dtype=policy.compute_dtype if dtype == "compute" else dtype,
+        weight_first=platform == "cpu",
     )
 
 

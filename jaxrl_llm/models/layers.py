@@ -7,6 +7,7 @@ backward pass may want to find again are named (see `transformer.REMAT_POLICIES`
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,22 @@ def _narrower_first(x, bar, _):
 product.defvjp(_product_forward, _product_backward)
 
 
+def weight_first(
+    x: Float[Array, "... I"], kernel: Float[Array, "O I"], dtype=None
+) -> Float[Array, "... O"]:
+    """Returns `x @ kernel.T`, the kernel being the first operand of the product.
+
+    XLA on CPU copies the second operand into tiles. Where that is the weight, and `x` has as few
+    rows as a decode step, the copy takes as long as the arithmetic.
+
+    Args:
+      dtype: Of the result; None is that of the operands.
+    """
+    y = jnp.einsum("oi,...i->o...", kernel, x, preferred_element_type=dtype)
+    # Without the barrier the compiler turns it round again.
+    return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)
+
+
 @jax.custom_vjp
 def gated(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
     """Returns `silu(gate) * up`; its backward pass needs the two inputs and nothing else.
@@ -97,7 +114,7 @@ def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, with the kernel stored as [in, out].
+    """`x @ kernel (+ bias)`, with the kernel stored as [in, out]; as [out, in] by `weight_first`.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
     """
@@ -110,10 +127,16 @@ class Linear(nnx.Module):
         *,
         bias=False,
         lora: LoraConfig = NO_ADAPTERS,
+        weight_first: bool = False,
         rngs: nnx.Rngs,
         dtype,
     ):
-        self.kernel = _param(nnx.initializers.normal(0.02), rngs, (in_size, out_size), axes, dtype)
+        # Small products lose more by turning their results than they gain.
+        self.weight_first = weight_first and min(in_size, out_size) >= 256
+        sizes, names = (in_size, out_size), axes
+        if self.weight_first:
+            sizes, names = sizes[::-1], names[::-1]
+        self.kernel = _param(nnx.initializers.normal(0.02), rngs, sizes, names, dtype)
         if bias:
             self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
         if lora.rank:
@@ -127,7 +150,7 @@ class Linear(nnx.Module):
             self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        y = product(x, self.kernel[...].astype(x.dtype))
+        y = (weight_first if self.weight_first else product)(x, self.kernel[...].astype(x.dtype))
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -184,9 +207,12 @@ def rotate(x: Float[Array, "B T N H"], rotary) -> Float[Array, "B T N H"]:
 class Attention(nnx.Module):
     """Grouped-query attention; where keys and values are kept is the caller's business."""
 
-    def __init__(self, shape: Shape, *, lora: LoraConfig, rngs: nnx.Rngs, dtype):
+    def __init__(
+        self, shape: Shape, *, lora: LoraConfig, weight_first: bool, rngs: nnx.Rngs, dtype
+    ):
         d, h = shape.hidden_size, shape.head_size
-        kinds = {"rngs": rngs, "dtype": dtype}
+        norm: dict[str, Any] = {"eps": shape.norm_eps, "rngs": rngs, "dtype": dtype}
+        kinds: dict[str, Any] = {"weight_first": weight_first, "rngs": rngs, "dtype": dtype}
 
         def linear(name, in_size, out_size, axes, bias=False):
             return Linear(in_size, out_size, axes, bias=bias, lora=of(lora, name), **kinds)
@@ -197,8 +223,8 @@ class Attention(nnx.Module):
         self.v = linear("v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
         self.o = linear("o", shape.num_heads * h, d, ("heads", "embed"))
         if shape.qk_norm:
-            self.q_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
-            self.k_norm = RMSNorm(h, eps=shape.norm_eps, **kinds)
+            self.q_norm = RMSNorm(h, **norm)
+            self.k_norm = RMSNorm(h, **norm)
         self.head_size = h
 
     def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
@@ -218,9 +244,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
 
-    def __init__(self, shape: Shape, *, lora: LoraConfig, rngs: nnx.Rngs, dtype):
+    def __init__(
+        self, shape: Shape, *, lora: LoraConfig, weight_first: bool, rngs: nnx.Rngs, dtype
+    ):
         d, f = shape.hidden_size, shape.mlp_size
-        kinds = {"rngs": rngs, "dtype": dtype}
+        kinds: dict[str, Any] = {"weight_first": weight_first, "rngs": rngs, "dtype": dtype}
         self.gate = Linear(d, f, ("embed", "mlp"), lora=of(lora, "gate"), **kinds)
         self.up = Linear(d, f, ("embed", "mlp"), lora=of(lora, "up"), **kinds)
         self.down = Linear(f, d, ("mlp", "embed"), lora=of(lora, "down"), **kinds)
@@ -234,12 +262,21 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, shape: Shape, *, lora: LoraConfig = NO_ADAPTERS, rngs: nnx.Rngs, dtype):
-        kinds = {"rngs": rngs, "dtype": dtype}
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        lora: LoraConfig = NO_ADAPTERS,
+        weight_first: bool = False,
+        rngs: nnx.Rngs,
+        dtype,
+    ):
+        kinds: dict[str, Any] = {"rngs": rngs, "dtype": dtype}
+        linear: dict[str, Any] = {"lora": lora, "weight_first": weight_first, **kinds}
         self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.attention = Attention(shape, lora=lora, **kinds)
+        self.attention = Attention(shape, **linear)
         self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.mlp = MLP(shape, lora=lora, **kinds)
+        self.mlp = MLP(shape, **linear)
 
     def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
         x = checkpoint_name(x, "stream")

@@ -21,7 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config_model import LoraConfig
 from jaxrl_llm.models import attention, casting, lora, sequence_attention
-from jaxrl_llm.models.layers import NO_ADAPTERS, Attend, Block, RMSNorm, _param, rotary_table
+from jaxrl_llm.models.layers import (
+    NO_ADAPTERS,
+    Attend,
+    Block,
+    RMSNorm,
+    _param,
+    rotary_table,
+    weight_first,
+)
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
@@ -91,17 +99,6 @@ def _row_major_backward(_, bar):
 _row_major_gradient.defvjp(_row_major_forward, _row_major_backward)
 
 
-def _weight_last(hidden: Float[Array, "... D"], weight: Float[Array, "V D"]):
-    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-
-
-def _weight_first(hidden: Float[Array, "... D"], weight: Float[Array, "V D"]):
-    """The same product; XLA on CPU copies the second operand into tiles: the smaller one."""
-    product = jnp.einsum("vd,...d->v...", weight, hidden, preferred_element_type=jnp.float32)
-    # Without the barrier the compiler turns it round again.
-    return jnp.moveaxis(jax.lax.optimization_barrier(product), 0, -1)
-
-
 def _pure(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(module)[1])
 
@@ -126,6 +123,8 @@ class Network:
       lora: Of the adapters that a parameter tree may have; one without them computes as if there
         were none.
       sequence_attention: How devices that share a row's length attend together.
+      weight_first: Whether large kernels lie as [out, in] and come first in their products, which
+        are then faster on a CPU for few rows (see `layers.weight_first`).
     """
 
     shape: Shape
@@ -136,6 +135,7 @@ class Network:
     lora: LoraConfig = NO_ADAPTERS
     kernel: attention.Implementation = "xla"
     sequence_attention: Form = "all_to_all"
+    weight_first: bool = False
 
     @property
     def _definitions(self):
@@ -144,7 +144,8 @@ class Network:
 
     def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
         dtype = jnp.dtype(self.param_dtype)
-        return Block(self.shape, lora=adapters, rngs=rngs, dtype=dtype)
+        first = self.weight_first
+        return Block(self.shape, lora=adapters, weight_first=first, rngs=rngs, dtype=dtype)
 
     def _ends(self, rngs: nnx.Rngs) -> _Ends:
         return _Ends(self.shape, self.head, rngs=rngs, dtype=jnp.dtype(self.param_dtype))
@@ -235,7 +236,12 @@ class Network:
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
         weight = self.head_weight(params).astype(hidden.dtype)
-        return jax.lax.platform_dependent(hidden, weight, cpu=_weight_first, default=_weight_last)
+
+        def weight_last(hidden, weight):
+            return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+        by_cpu = functools.partial(weight_first, dtype=jnp.float32)
+        return jax.lax.platform_dependent(hidden, weight, cpu=by_cpu, default=weight_last)
 
     def hidden(
         self,

@@ -64,6 +64,7 @@ class Resharder:
         dtype,
         layout: str,
         merge: Callable[[Params], Params] = lambda layer: layer,
+        rollout_axes: Params | None = None,
     ):
         """
         Args:
@@ -77,6 +78,8 @@ class Resharder:
             every device.
           merge: What makes a layer as in `abstract` of one as `reshard` gets it, which may carry
             adapters.
+          rollout_axes: Dim names of the rollout parameters' stack, if they are not those of
+            `logical_axes`: a matrix with the same names the other way round is transposed.
         """
         rules, computing = mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout]
         self._train = jax.tree.map(
@@ -89,13 +92,24 @@ class Resharder:
         cast = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
         ends = {k: v for k, v in abstract.items() if k != "layers"}
         self._ends = jax.tree.map(lambda a: cast(a.shape), ends)
-        self._layer = jax.tree.map(lambda a: cast(a.shape[1:]), abstract["layers"])
         self._num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
         self._mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
         end_axes = {k: v for k, v in logical_axes.items() if k != "layers"}
-        layer_axes = jax.tree.map(
-            lambda names: names[1:], logical_axes["layers"], is_leaf=lambda n: isinstance(n, tuple)
+        layer_axes, given_axes = (
+            jax.tree.map(lambda n: n[1:], axes["layers"], is_leaf=lambda n: isinstance(n, tuple))
+            for axes in (rollout_axes or logical_axes, logical_axes)
+        )
+        self._turned = jax.tree.map(
+            lambda given, wanted: given != wanted,
+            given_axes,
+            layer_axes,
+            is_leaf=lambda n: isinstance(n, tuple),
+        )
+        self._layer = jax.tree.map(
+            lambda a, turned: cast(a.shape[:0:-1] if turned else a.shape[1:]),
+            abstract["layers"],
+            self._turned,
         )
         self._end_shardings = mesh_lib.shardings(
             self._ends, end_axes, mesh, rules, units, computing
@@ -109,9 +123,12 @@ class Resharder:
             lambda old, new: _cast(new, dtype), out_shardings=self._end_shardings
         )
         self._move_layer = reuse(
-            lambda old, new, i: _cast(merge(jax.tree.map(lambda a: a[i], new)), dtype),
+            lambda old, new, i: self._turn(_cast(merge(jax.tree.map(lambda a: a[i], new)), dtype)),
             out_shardings=self._layer_shardings,
         )
+
+    def _turn(self, layer: Params) -> Params:
+        return jax.tree.map(lambda a, turned: a.T if turned else a, layer, self._turned)
 
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
@@ -164,15 +181,17 @@ class Resharder:
             fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
             extra = max(extra, memory.temp_size_in_bytes + max(0, fresh))
 
-        def missing(into, stack):
-            source = jax.sharding.NamedSharding(
-                self._mesh,
-                jax.sharding.PartitionSpec(*stack.sharding.spec[len(stack.shape) - into.ndim :]),
-            )
+        def missing(into, stack, turned=False):
+            spec = stack.sharding.spec[len(stack.shape) - into.ndim :]
+            if turned:
+                spec = (*spec, *[None] * (into.ndim - len(spec)))[::-1]
+            source = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*spec))
             elements = traffic.missing_elements(into.shape, source, into.sharding)
             return elements * into.dtype.itemsize
 
-        least = self._num_layers * sum(jax.tree.leaves(jax.tree.map(missing, layer, stacked)))
+        least = self._num_layers * sum(
+            jax.tree.leaves(jax.tree.map(missing, layer, stacked, self._turned))
+        )
         least += sum(jax.tree.leaves(jax.tree.map(missing, ends, train_ends)))
         return Report(moved, round(least), extra, tuple(sorted(dtypes)))
 

@@ -75,6 +75,20 @@ def test_log_probs_are_those_of_one_pass_over_the_sequence():
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
+    mesh = tiny.make_mesh(**sizes)
+    wide = tiny.params(tiny.WIDE, scale=2.0)  # scores as large as of the small network
+    found = [
+        engine_of(mesh, network=network).generate(
+            tiny.rollout_params(wide, mesh, tiny.WIDE, rollout=network),
+            workload()[:3],
+        )
+        for network in (tiny.WIDE, tiny.WIDE_FIRST)
+    ]
+    assert_same(*found)
+
+
 def test_samples_end_where_they_should():
     stopped = 0
     for wanted, completions in zip(workload(), expected(), strict=True):

@@ -111,6 +111,37 @@ def test_what_moves_is_what_is_missing(sizes, layout):
     assert report.metrics()["reshard/bytes_moved"] == report.bytes_moved
 
 
+@pytest.mark.parametrize(
+    ("sizes", "layout"), [({"fsdp": 2, "tensor": 2}, "tensor"), ({"fsdp": 4}, "train")], ids=str
+)
+def test_kernels_that_come_first_are_transposed_on_the_way(sizes, layout):
+    mesh = tiny.make_mesh(**sizes)
+    movers = {
+        network: tiny.resharder(mesh, tiny.WIDE, layout=layout, rollout=network)
+        for network in (tiny.WIDE, tiny.WIDE_FIRST)
+    }
+    weights = tiny.sharded(tiny.params(tiny.WIDE), mesh, tiny.WIDE)
+    with jax.set_mesh(mesh):
+        plain, first = (mover.reshard(mover.empty(), weights) for mover in movers.values())
+    wanted = jax.tree.map(lambda a: a.shape[1:], tiny.WIDE_FIRST.abstract()["layers"])
+    kernels = 0
+    for before, after in zip(plain["layers"], first["layers"], strict=True):
+        assert jax.tree.map(lambda a: a.shape, after) == wanted
+        for (path, a), b in zip(
+            jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
+        ):
+            turned = path[-1].key == "kernel"
+            kernels += turned
+            np.testing.assert_array_equal(a.T if turned else a, b)
+            # Each device holds the same part.
+            part = a.sharding.shard_shape(a.shape)
+            assert b.sharding.shard_shape(b.shape) == (part[::-1] if turned else part)
+    assert kernels == 2 * 7
+    plain_report, report = (mover.report() for mover in movers.values())
+    assert report.lower_bound_bytes == plain_report.lower_bound_bytes
+    assert report.bytes_moved == plain_report.bytes_moved
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "layout"),
