@@ -16,7 +16,6 @@ says then soon repeats itself, as copied text does.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -64,8 +63,7 @@ class Ours:
         abstract = network.abstract()
         layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
         weights = huggingface.load(folder, network, layout)
-        on_cpu = jax.default_backend() == "cpu"
-        self.network = dataclasses.replace(network, weight_first=on_cpu)
+        self.network = network.for_decoding(jax.default_backend())
         mover = Resharder(
             abstract,
             axes,

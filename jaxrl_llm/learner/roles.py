@@ -213,11 +213,8 @@ def assemble(
 def rollout_network(config: Config, policy: Network, platform: str) -> Network:
     """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
     dtype = config.rollout.dtype
-    return dataclasses.replace(
-        policy,
-        compute_dtype=policy.compute_dtype if dtype == "compute" else dtype,
-        weight_first=platform == "cpu",
-    )
+    dtype = policy.compute_dtype if dtype == "compute" else dtype
+    return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(platform)
 
 
 def check_folders(roles: Roles) -> None:

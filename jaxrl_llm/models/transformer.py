@@ -137,6 +137,10 @@ class Network:
     sequence_attention: Form = "all_to_all"
     weight_first: bool = False
 
+    def for_decoding(self, platform: str) -> "Network":
+        """Returns this network with kernels that lie as decode steps on `platform` want them."""
+        return dataclasses.replace(self, weight_first=platform == "cpu")
+
     @property
     def _definitions(self):
         """Graph definitions and states of a block, of the ends, and of a block with adapters."""

@@ -8,7 +8,7 @@ join the cache when the chunk ends. Pure functions of arrays.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,14 @@ def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array
     return constrain(zeros, "batch", "kv_heads", None, None)
 
 
+def _with_positions(blocks: Sequence[Array], axis: int) -> Iterator[tuple[Array, int]]:
+    """Yields each block of a layer with the position of its first entry."""
+    first = 0
+    for block in blocks:
+        yield block, first
+        first += block.shape[axis]
+
+
 def fill(
     cache: Cache,
     slots: Int[Array, " n"],
@@ -91,16 +99,14 @@ def fill(
     """
 
     def put(blocks, rows, axis):
-        first, written = 0, []
-        for block in blocks:
+        written = []
+        for block, first in _with_positions(blocks, axis):
             end = min(first + block.shape[axis], rows.shape[axis])
             if first < end:
                 part = lax.slice_in_dim(rows, first, end, axis=axis).astype(block.dtype)
                 index = (slots, *(slice(None),) * (axis - 1), slice(end - first))
-                written.append(block.at[index].set(part, mode="drop"))
-            else:
-                written.append(block)
-            first += block.shape[axis]
+                block = block.at[index].set(part, mode="drop")
+            written.append(block)
         return tuple(written)
 
     turned = [rows.swapaxes(2, 3) for rows in keys]
@@ -114,13 +120,13 @@ def front(cache: Cache, num_slots: int, window: int) -> Cache:
     """Returns the first slots and positions."""
 
     def cut(blocks, axis):
-        first, kept = 0, []
-        for block in blocks:
-            size = min(block.shape[axis], window - first)
-            first += block.shape[axis]
-            if size > 0:
-                kept.append(lax.slice_in_dim(block[:num_slots], 0, size, axis=axis))
-        return tuple(kept)
+        return tuple(
+            lax.slice_in_dim(
+                block[:num_slots], 0, min(block.shape[axis], window - first), axis=axis
+            )
+            for block, first in _with_positions(blocks, axis)
+            if first < window
+        )
 
     return Cache(
         tuple(cut(blocks, 3) for blocks in cache.keys),
@@ -156,10 +162,10 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
     heads = jnp.arange(num_heads)[None, :, None]
 
     def put(blocks, rows, axis):
-        first, written = 0, []
-        for block in blocks:
-            size = block.shape[axis]
+        written = []
+        for block, first in _with_positions(blocks, axis):
             if first < end:
+                size = block.shape[axis]
                 at = recent.positions - first
                 # What belongs elsewhere goes behind the block, each to a place of its own: dropped.
                 outside = size + jnp.arange(num_tokens)
@@ -167,7 +173,6 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
                 index = (slots, heads, slice(None), at) if axis == 3 else (slots, heads, at)
                 block = block.at[index].set(rows, mode="drop", unique_indices=True)
             written.append(block)
-            first += size
         return tuple(written)
 
     turned = [rows.swapaxes(2, 3) for rows in recent.keys]

@@ -5,6 +5,7 @@ so new weights of the same layout cost nothing. One host loop serves one process
 its decisions follow from replicated device outputs and from the requests alone.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
 
 _MOVES = 4  # samples moved by one call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Decode steps that the device was given and the host has not read."""
+
+    outputs: programs.Outputs
+    num_slots: int
+    queue_waits: bool
 
 
 def _no_decoder(tokens: Sequence[int]) -> str:
@@ -97,6 +107,7 @@ class Engine:
         )
         self._tally = Tally(self.num_slots)
         self._state: programs.DecodeState | None = None
+        self._chunk: _Chunk | None = None  # the device is at work on it
 
     @property
     def num_waiting(self) -> int:
@@ -193,17 +204,27 @@ class Engine:
         Returns:
           One entry for each sample that got tokens; none if there is nothing to do.
         """
+        return self._turn(params, ahead=False)
+
+    def _turn(self, params: Params, *, ahead: bool) -> list[Progress]:
+        """Takes a turn; `ahead`: the device may begin the next chunk before this one is read."""
         scheduler = self._scheduler
+        done, self._chunk = self._chunk, None
         with jax.set_mesh(self.mesh):
-            with self._tally.prefill():
-                # Again until no slot is free: a sample may end with its first token.
-                while placements := scheduler.admit():
-                    for batch in self._prefixes.split(params, placements, scheduler):
-                        self._admit(*batch)
+            if done is None:
+                with self._tally.prefill():
+                    # Again until no slot is free: a sample may end with its first token.
+                    while placements := scheduler.admit():
+                        for batch in self._prefixes.split(params, placements, scheduler):
+                            self._admit(*batch)
             if scheduler.num_active:
-                num_slots = self._settle()
                 with self._tally.decode():
-                    self._decode_chunk(params, num_slots)
+                    if done is None:
+                        num_slots = self._settle()
+                        done = self._dispatch(params, num_slots, max(scheduler.lengths()))
+                    if ahead:
+                        self._chunk = self._dispatch_ahead(params, done)
+                    self._take(done)
         return scheduler.progress()
 
     def generate(self, params: Params, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -223,7 +244,8 @@ class Engine:
         completions = {self.submit(r): [Completion() for _ in r.params] for r in requests}
         try:
             while self.num_waiting or self.num_active:
-                for p in self.step(params):
+                # No request comes or goes meanwhile, so the host may be a chunk behind.
+                for p in self._turn(params, ahead=True):
                     completion = completions[p.request][p.sample]
                     completion.tokens += p.tokens
                     completion.log_probs += p.log_probs
@@ -234,7 +256,8 @@ class Engine:
             self.reset()
             raise
         finally:
-            self._state = None  # the cache's memory; statistics stay
+            # The cache's memory, and a chunk without active slots; statistics stay.
+            self._state = self._chunk = None
 
     def _want_idle(self, name: str) -> None:
         if self.num_waiting or self.num_active:
@@ -310,10 +333,13 @@ class Engine:
             self._state = self.compiled.release(self._state, mask)
         return num_slots
 
-    def _decode_chunk(self, params: Params, num_slots: int) -> None:
-        scheduler = self._scheduler
-        queue_waits = scheduler.num_waiting > 0
-        longest = scheduler.max_active_tokens()
+    def _dispatch(self, params: Params, num_slots: int, longest: int) -> _Chunk:
+        """Gives the device a chunk of decode steps.
+
+        Args:
+          longest: At least the tokens of the longest active sequence.
+        """
+        queue_waits = self._scheduler.num_waiting > 0
         self._state, outputs = self.compiled.generate(
             params,
             self._state,
@@ -322,17 +348,36 @@ class Engine:
             np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
             num_slots=num_slots,
             window=next((w for w in self.compiled.windows if w >= longest), self.max_tokens),
-            **self._switches(scheduler.active_params),
+            **self._switches(self._scheduler.active_params),
         )
-        sampled = _read(outputs)
+        return _Chunk(outputs, num_slots, queue_waits)
+
+    def _dispatch_ahead(self, params: Params, chunk: _Chunk) -> _Chunk | None:
+        """Gives the device what follows a chunk that is not read, if the host has no say in it.
+
+        It has while samples wait for a slot, where few enough will be left for a smaller program,
+        or none, and where texts are searched for stop strings. Samples that end before their
+        budgets do are found out a chunk late.
+        """
+        scheduler = self._scheduler
+        left = scheduler.lengths(self.chunk_steps)
+        if chunk.queue_waits or not left or any(p.stop_strings for p in scheduler.active_params):
+            return None
+        if next(n for n in self.compiled.slot_counts if n >= len(left)) < chunk.num_slots:
+            return None
+        return self._dispatch(params, chunk.num_slots, max(left) + self.chunk_steps * self._places)
+
+    def _take(self, chunk: _Chunk) -> None:
+        """Reads what a chunk sampled."""
+        sampled = _read(chunk.outputs)
         # [N, S]: an active slot gets a token in every step, whatever was guessed.
-        given = np.reshape(sampled.tokens >= 0, (-1, self._places, num_slots))
+        given = np.reshape(sampled.tokens >= 0, (-1, self._places, chunk.num_slots))
         active = np.any(given, axis=1)
         self._tally.add_chunk(
             steps=int(np.any(active, axis=1).sum()),
             slot_steps=int(active.sum()),
-            tokens=scheduler.take(sampled),
-            queue_waits=queue_waits,
+            tokens=self._scheduler.take(sampled),
+            queue_waits=chunk.queue_waits,
         )
 
     def _switches(self, params: list[SamplingParams]) -> dict[str, Any]:

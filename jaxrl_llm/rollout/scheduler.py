@@ -145,13 +145,13 @@ class Scheduler:
         del self._requests[number], self._samples[number]
         return [sample.completion for sample in samples]
 
-    def max_active_tokens(self) -> int:
-        """Returns the most tokens that any active sequence holds by now."""
-        return max(
+    def lengths(self, beyond: int = 0) -> list[int]:
+        """Returns the tokens so far of each active sequence that may get over `beyond` more."""
+        return [
             owner.prompt_tokens + len(owner.completion.tokens)
             for owner in self._owners
-            if owner is not None
-        )
+            if owner is not None and owner.params.max_tokens > len(owner.completion.tokens) + beyond
+        ]
 
     def admit(self) -> list[Placement]:
         """Returns the samples that enter a slot now: as many as are waiting and slots free."""

@@ -23,6 +23,7 @@ from engine_work import (
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.config_rollout import SpeculationConfig
 from jaxrl_llm.rollout import capacity, prefill, prefixes
+from jaxrl_llm.rollout import engine as engine_lib
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -250,6 +251,62 @@ def test_stop_strings_end_samples_in_the_middle_of_a_chunk(one_window):
         assert len(ours.log_probs) == len(ours.tokens)
     with pytest.raises(ValueError, match="request: stop strings need the text"):
         engine_of().submit(wanted)
+
+
+def order_of_chunks(engine, budgets, monkeypatch, **params):
+    """Runs samples; returns what was done, d: a chunk dispatched, r: a chunk (or insert) read."""
+    events, generate, read = [], engine.compiled.generate, engine_lib._read
+
+    def dispatch(*args, **kwargs):
+        events.append("d")
+        return generate(*args, **kwargs)
+
+    def read_chunk(outputs):
+        events.append("r")
+        return read(outputs)
+
+    random = np.random.default_rng(1)
+    asked = [request(random, 8, [SamplingParams(n, **params)], i) for i, n in enumerate(budgets)]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.compiled, "generate", dispatch)
+        patched.setattr(engine_lib, "_read", read_chunk)
+        found = engine.generate(rollout_params(), asked)
+    assert [len(row[0].tokens) for row in found] == list(budgets)
+    assert engine.statistics.decode_tokens == sum(budgets) - len(budgets)
+    return "".join(events)
+
+
+def test_the_host_is_a_chunk_behind_where_it_decides_nothing(one_window, monkeypatch):
+    engine = Engine(tiny.NETWORK, ONE, num_slots=4, max_tokens=LIMIT, chunk_steps=5, decode=str)
+    # The first token is of the insert, 15 are of three chunks; nothing is left after those.
+    assert order_of_chunks(engine, [16] * 4, monkeypatch) == "r" + "ddrdrr"
+    # Texts are searched after every chunk.
+    stops = {"stop_strings": ("never",)}
+    assert order_of_chunks(engine, [16] * 4, monkeypatch, **stops) == "r" + "drdrdr"
+    # While a sample waits, its slot is a decision.
+    assert order_of_chunks(engine, [16] * 5, monkeypatch) == "r" + "drdrdr" + "r" + "ddrdrr"
+    # So is the smaller program for the eight that are left when eight have ended.
+    engine = engine_of(num_slots=16, chunk_steps=5)
+    assert order_of_chunks(engine, [8] * 8 + [16] * 8, monkeypatch) == "r" + "ddrr" + "dr"
+
+
+def test_a_sample_that_ends_early_is_found_out_a_chunk_late(one_window):
+    engine, params = engine_of(num_slots=4, chunk_steps=2), rollout_params()
+    first = dataclasses.replace(workload()[0], params=workload()[0].params[:4])
+    first = dataclasses.replace(first, keys=first.keys[:4])
+    (whole,) = engine.generate(params, [first])
+    # Each sample ends with its own third or fourth token, if it has not been there before.
+    stops = [tuple(c.tokens[2 + i % 2 : 3 + i % 2]) for i, c in enumerate(whole)]
+    asked = tuple(
+        dataclasses.replace(p, stop_tokens=s) for p, s in zip(first.params, stops, strict=True)
+    )
+    (found,) = engine.generate(params, [dataclasses.replace(first, params=asked)])
+    for ours, theirs, stop in zip(found, whole, stops, strict=True):
+        end = theirs.tokens.index(stop[0]) + 1
+        assert (ours.tokens, ours.finish_reason) == (theirs.tokens[:end], "stop")
+    # All ended while a chunk was under way; the next call knows nothing of it.
+    (again,) = engine.generate(params, [first])
+    assert_same([again], [whole])
 
 
 def test_likeliest_tokens_are_reported_with_the_sampled_one(one_window):
