@@ -212,8 +212,8 @@ def assemble(
 
 def rollout_network(config: Config, policy: Network, platform: str) -> Network:
     """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
-    dtype = config.rollout.dtype
-    dtype = policy.compute_dtype if dtype == "compute" else dtype
+    wanted = config.rollout.dtype
+    dtype = policy.compute_dtype if wanted == "compute" else wanted
     return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(platform)
 
 
