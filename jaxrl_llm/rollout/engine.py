@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config_rollout import NO_SPECULATION, SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import prefixes, programs
+from jaxrl_llm.rollout import admission, prefixes, programs
 from jaxrl_llm.rollout.compiled import Compiled
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import (
@@ -27,7 +27,6 @@ from jaxrl_llm.rollout.requests import (
     Request,
     SamplingParams,
 )
-from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
@@ -158,8 +157,8 @@ class Engine:
             for prompts in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
                 prefix = compiled.prefill(params, prompts)
                 for size in self._insert_sizes:
-                    admission = _admission([], [], [], size, self.num_slots)
-                    state, _ = compiled.insert(state, prefix, admission, **switches)
+                    nobody = admission.lay_out([], [], [], size, self.num_slots)
+                    state, _ = compiled.insert(state, prefix, nobody, **switches)
             state = compiled.move(state, nowhere, nowhere)
             state = compiled.release(state, np.ones(self.num_slots, bool))
             for slots in compiled.slot_counts:
@@ -310,7 +309,7 @@ class Engine:
         self._state, outputs = self.compiled.insert(
             state,
             prefix,
-            _admission(drawn, [p.slot for p in placements], places, size, self.num_slots),
+            admission.lay_out(drawn, [p.slot for p in placements], places, size, self.num_slots),
             **self._switches([params for _, params in drawn]),
         )
         scheduler.take_first(placements, _read(outputs))
@@ -393,42 +392,3 @@ class Engine:
 def _read(outputs: programs.Outputs) -> Sampled:
     o = jax.device_get(outputs)
     return Sampled(o.tokens, o.log_probs, o.top_tokens, o.top_log_probs, o.remaining)
-
-
-def _admission(
-    drawn: list[tuple[np.ndarray, SamplingParams]],
-    slots: list[int],
-    places: list[int],
-    size: int,
-    num_slots: int,
-) -> programs.Admission:
-    """Returns the arrays of an insert of `size` samples; what is not used goes nowhere.
-
-    Args:
-      drawn: Key and parameters of each sample.
-      slots: Where each goes; `num_slots` is nowhere.
-      places: Which prompt of the prefix each begins with.
-    """
-    filler = [(np.zeros(2, np.uint32), SamplingParams(max_tokens=1))] * (size - len(drawn))
-    keys, params = zip(*drawn, *filler, strict=True)
-
-    def column(values, fill, dtype):
-        return np.array([*values, *[fill] * len(filler)], dtype)
-
-    stops = np.full((size, NUM_STOP_TOKENS), -1, np.int32)
-    for i, p in enumerate(params):
-        stops[i, : len(p.stop_tokens)] = p.stop_tokens
-    sampler: dict[str, Any] = {
-        "keys": np.stack(keys).astype(np.uint32),
-        "temperature": np.array([p.temperature for p in params], np.float32),
-        "top_k": np.array([p.top_k for p in params], np.int32),
-        "top_p": np.array([p.top_p for p in params], np.float32),
-        "min_p": np.array([p.min_p for p in params], np.float32),
-    }
-    fields: dict[str, Any] = {
-        "prompts": column(places, 0, np.int32),
-        "slots": column(slots, num_slots, np.int32),
-        "limits": np.array([p.max_tokens for p in params], np.int32),
-        "stops": stops,
-    }
-    return programs.Admission(**fields, sampler=SamplerState(**sampler))
