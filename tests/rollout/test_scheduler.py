@@ -57,7 +57,10 @@ def test_one_run_by_hand():
     assert placements == [Placement(1, 0, 1)]
     assert scheduler.admit() == []
     scheduler.take_first(placements, first([3], [2]))
-    assert max(scheduler.lengths()) == 3
+    assert scheduler.lengths() == [3, 3]
+    # Of budgets 4 and 3, a token each is used.
+    assert scheduler.lengths(beyond=2) == [3]
+    assert scheduler.lengths(beyond=3) == []
 
     # Two steps; slot 1 meets its stop token in the first and idles in the second.
     assert scheduler.take(outputs({0: [4, 5], 1: [5]}, 3, 2, [1, 0])) == 3
