@@ -320,7 +320,7 @@ class Engine:
         Fewer active samples move together at the front, where a smaller program decodes them.
         """
         scheduler = self._scheduler
-        num_slots = next(n for n in self.compiled.slot_counts if n >= scheduler.num_active)
+        num_slots = self._num_slots_for(scheduler.num_active)
         moves = scheduler.compact(num_slots)
         for i in range(0, len(moves), _MOVES):
             pairs = np.full((_MOVES, 2), self.num_slots, np.int32)
@@ -331,6 +331,10 @@ class Engine:
             mask[stale] = True
             self._state = self.compiled.release(self._state, mask)
         return num_slots
+
+    def _num_slots_for(self, num_samples: int) -> int:
+        """Returns how many slots the smallest program with room for so many samples decodes."""
+        return next(n for n in self.compiled.slot_counts if n >= num_samples)
 
     def _dispatch(self, params: Params, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of decode steps.
@@ -362,7 +366,7 @@ class Engine:
         left = scheduler.lengths(self.chunk_steps)
         if chunk.queue_waits or not left or any(p.stop_strings for p in scheduler.active_params):
             return None
-        if next(n for n in self.compiled.slot_counts if n >= len(left)) < chunk.num_slots:
+        if self._num_slots_for(len(left)) < chunk.num_slots:
             return None
         return self._dispatch(params, chunk.num_slots, max(left) + self.chunk_steps * self._places)
 

@@ -292,8 +292,8 @@ def test_the_host_is_a_chunk_behind_where_it_decides_nothing(one_window, monkeyp
 
 def test_a_sample_that_ends_early_is_found_out_a_chunk_late(one_window):
     engine, params = engine_of(num_slots=4, chunk_steps=2), rollout_params()
-    first = dataclasses.replace(workload()[0], params=workload()[0].params[:4])
-    first = dataclasses.replace(first, keys=first.keys[:4])
+    group = workload()[0]
+    first = dataclasses.replace(group, keys=group.keys[:4], params=group.params[:4])
     (whole,) = engine.generate(params, [first])
     # Each sample ends with its own third or fourth token, if it has not been there before.
     stops = [tuple(c.tokens[2 + i % 2 : 3 + i % 2]) for i, c in enumerate(whole)]
