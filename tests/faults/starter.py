@@ -41,7 +41,7 @@ POINTS = {
     "restored": (checkpoint.Saver, "restore", "after", 1),
     "numbers_opened": (writer, "keep_lines_before", "before", 1),
     "rollout_before": (collection, "collect", "before", 1),
-    "rollout_during": (Engine, "_decode_chunk", "after", 2),
+    "rollout_during": (Engine, "_take", "after", 2),
     "rollout_after": (agent, "rollout", "after", 1),
     "reward_during": (pool._Worker, "begin", "after", 5),
     "collected": (collection, "collect", "after", 1),

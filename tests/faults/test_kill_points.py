@@ -126,6 +126,12 @@ def chain(name: str, tmp_path, cache, moments, last: int) -> None:
     check_same(tmp_path / "run", tmp_path / "reference", last)
 
 
+def test_every_point_names_a_function():
+    for point, (owner, name, when, at) in starter.POINTS.items():
+        assert callable(getattr(owner, name, None)), point
+        assert when in ("before", "after", "half") and at >= 1, point
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
 def test_every_point(name, tmp_path, cache):
