@@ -63,7 +63,7 @@ class Ours:
         abstract = network.abstract()
         layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
         weights = huggingface.load(folder, network, layout)
-        self.network = network.for_decoding(jax.default_backend())
+        self.network = network.for_decoding(self.mesh)
         mover = Resharder(
             abstract,
             axes,

@@ -37,7 +37,7 @@ def main():
     served = loading.served(source, max_tokens=MAX_TOKENS.value)
     roles = source.roles
     engine = jetstream_adapter.JetStreamEngine(
-        roles_lib.rollout_network(roles.config, roles.policy, roles.platform),
+        roles_lib.rollout_network(roles.config, roles.policy, roles.mesh),
         roles.mesh,
         served,
         source.read,

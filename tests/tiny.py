@@ -83,4 +83,4 @@ def with_sizes(network=NETWORK, **sizes):
 
 # Wide enough for kernels by outputs, and as it decodes then.
 WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
-WIDE_FIRST = dataclasses.replace(WIDE, weight_first=True)
+WIDE_FIRST = dataclasses.replace(WIDE, products="weight_first")

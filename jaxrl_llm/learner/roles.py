@@ -168,7 +168,7 @@ def assemble(
     platform = mesh.devices.flat[0].platform
     policy = networks.network(config, shape, "lm", platform)
     policy = dataclasses.replace(policy, lora=config.lora)
-    rollout = rollout_network(config, policy, platform)
+    rollout = rollout_network(config, policy, rollout_mesh)
     value = networks.network(config, shape, "scalar", platform)
     return Roles(
         config=config,
@@ -210,11 +210,11 @@ def assemble(
     )
 
 
-def rollout_network(config: Config, policy: Network, platform: str) -> Network:
+def rollout_network(config: Config, policy: Network, mesh: Mesh) -> Network:
     """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
     wanted = config.rollout.dtype
     dtype = policy.compute_dtype if wanted == "compute" else wanted
-    return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(platform)
+    return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(mesh)
 
 
 def check_folders(roles: Roles) -> None:

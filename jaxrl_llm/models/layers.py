@@ -7,7 +7,7 @@ backward pass may want to find again are named (see `transformer.REMAT_POLICIES`
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.models.shape import RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain
 
 # attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> (mixed values [B,T,N,H], whatever it keeps)
 Attend = Callable[[Array, Array, Array], tuple[Array, object]]
+
+# How a `Linear` multiplies and how its kernel lies: [in, out] for "weight_last", else [out, in].
+Products = Literal["weight_last", "weight_first", "cpu_kernels"]
 
 
 NO_ADAPTERS = LoraConfig()
@@ -84,6 +88,18 @@ def weight_first(
     return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)
 
 
+def by_cpu_kernels(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    """Returns `x @ kernel.T`; float32, without a gradient."""
+    return (cpu_kernels.product if cpu_kernels.suits(x) else weight_first)(x, kernel)
+
+
+_PRODUCTS: dict[Products, Callable[[Array, Array], Array]] = {
+    "weight_last": product,
+    "weight_first": weight_first,
+    "cpu_kernels": by_cpu_kernels,
+}
+
+
 @jax.custom_vjp
 def gated(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
     """Returns `silu(gate) * up`; its backward pass needs the two inputs and nothing else.
@@ -114,7 +130,7 @@ def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, with the kernel stored as [in, out]; as [out, in] by `weight_first`.
+    """`x @ kernel (+ bias)`, with the kernel stored as its `products` want it.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
     """
@@ -127,14 +143,15 @@ class Linear(nnx.Module):
         *,
         bias=False,
         lora: LoraConfig = NO_ADAPTERS,
-        weight_first: bool = False,
+        products: Products = "weight_last",
         rngs: nnx.Rngs,
         dtype,
     ):
-        # Small products lose more by turning their results than they gain.
-        self.weight_first = weight_first and min(in_size, out_size) >= 256
+        if products == "weight_first" and min(in_size, out_size) < 256:
+            products = "weight_last"  # turning small results costs more than is gained
+        self.products: Products = products
         sizes, names = (in_size, out_size), axes
-        if self.weight_first:
+        if products != "weight_last":
             sizes, names = sizes[::-1], names[::-1]
         self.kernel = _param(nnx.initializers.normal(0.02), rngs, sizes, names, dtype)
         if bias:
@@ -150,7 +167,7 @@ class Linear(nnx.Module):
             self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        y = (weight_first if self.weight_first else product)(x, self.kernel[...].astype(x.dtype))
+        y = _PRODUCTS[self.products](x, self.kernel[...].astype(x.dtype))
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -208,11 +225,11 @@ class Attention(nnx.Module):
     """Grouped-query attention; where keys and values are kept is the caller's business."""
 
     def __init__(
-        self, shape: Shape, *, lora: LoraConfig, weight_first: bool, rngs: nnx.Rngs, dtype
+        self, shape: Shape, *, lora: LoraConfig, products: Products, rngs: nnx.Rngs, dtype
     ):
         d, h = shape.hidden_size, shape.head_size
         norm: dict[str, Any] = {"eps": shape.norm_eps, "rngs": rngs, "dtype": dtype}
-        kinds: dict[str, Any] = {"weight_first": weight_first, "rngs": rngs, "dtype": dtype}
+        kinds: dict[str, Any] = {"products": products, "rngs": rngs, "dtype": dtype}
 
         def linear(name, in_size, out_size, axes, bias=False):
             return Linear(in_size, out_size, axes, bias=bias, lora=of(lora, name), **kinds)
@@ -245,15 +262,19 @@ class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
 
     def __init__(
-        self, shape: Shape, *, lora: LoraConfig, weight_first: bool, rngs: nnx.Rngs, dtype
+        self, shape: Shape, *, lora: LoraConfig, products: Products, rngs: nnx.Rngs, dtype
     ):
         d, f = shape.hidden_size, shape.mlp_size
-        kinds: dict[str, Any] = {"weight_first": weight_first, "rngs": rngs, "dtype": dtype}
+        kinds: dict[str, Any] = {"products": products, "rngs": rngs, "dtype": dtype}
         self.gate = Linear(d, f, ("embed", "mlp"), lora=of(lora, "gate"), **kinds)
         self.up = Linear(d, f, ("embed", "mlp"), lora=of(lora, "up"), **kinds)
         self.down = Linear(f, d, ("mlp", "embed"), lora=of(lora, "down"), **kinds)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        linears = (self.gate, self.up, self.down)
+        own = self.gate.products == "cpu_kernels" and cpu_kernels.suits(x)
+        if own and not any(hasattr(linear, "lora_a") for linear in linears):
+            return cpu_kernels.mlp(x, *(linear.kernel[...] for linear in linears))
         gate = checkpoint_name(self.gate(x), "gate")
         up = checkpoint_name(self.up(x), "up")
         return self.down(constrain(gated(gate, up), "batch", "length", "mlp"))
@@ -267,12 +288,12 @@ class Block(nnx.Module):
         shape: Shape,
         *,
         lora: LoraConfig = NO_ADAPTERS,
-        weight_first: bool = False,
+        products: Products = "weight_last",
         rngs: nnx.Rngs,
         dtype,
     ):
         kinds: dict[str, Any] = {"rngs": rngs, "dtype": dtype}
-        linear: dict[str, Any] = {"lora": lora, "weight_first": weight_first, **kinds}
+        linear: dict[str, Any] = {"lora": lora, "products": products, **kinds}
         self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
         self.attention = Attention(shape, **linear)
         self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)

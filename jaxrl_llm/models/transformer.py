@@ -17,16 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config_model import LoraConfig
-from jaxrl_llm.models import attention, casting, lora, sequence_attention
+from jaxrl_llm.models import attention, casting, cpu_kernels, lora, sequence_attention
 from jaxrl_llm.models.layers import (
     NO_ADAPTERS,
     Attend,
     Block,
+    Products,
     RMSNorm,
     _param,
+    by_cpu_kernels,
     rotary_table,
     weight_first,
 )
@@ -123,8 +126,8 @@ class Network:
       lora: Of the adapters that a parameter tree may have; one without them computes as if there
         were none.
       sequence_attention: How devices that share a row's length attend together.
-      weight_first: Whether large kernels lie as [out, in] and come first in their products, which
-        are then faster on a CPU for few rows (see `layers.weight_first`).
+      products: Of activations with kernels; decode steps on a CPU have faster ones (see
+        `layers.weight_first`, `cpu_kernels`).
     """
 
     shape: Shape
@@ -135,11 +138,15 @@ class Network:
     lora: LoraConfig = NO_ADAPTERS
     kernel: attention.Implementation = "xla"
     sequence_attention: Form = "all_to_all"
-    weight_first: bool = False
+    products: Products = "weight_last"
 
-    def for_decoding(self, platform: str) -> "Network":
-        """Returns this network with kernels that lie as decode steps on `platform` want them."""
-        return dataclasses.replace(self, weight_first=platform == "cpu")
+    def for_decoding(self, mesh: Mesh) -> "Network":
+        """Returns this network with the products that suit decode steps on a mesh."""
+        if mesh.devices.flat[0].platform != "cpu":
+            return self
+        alone = mesh.size == 1 and self.compute_dtype == "float32"
+        own = alone and cpu_kernels.available()
+        return dataclasses.replace(self, products="cpu_kernels" if own else "weight_first")
 
     @property
     def _definitions(self):
@@ -148,8 +155,8 @@ class Network:
 
     def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
         dtype = jnp.dtype(self.param_dtype)
-        first = self.weight_first
-        return Block(self.shape, lora=adapters, weight_first=first, rngs=rngs, dtype=dtype)
+        kinds: dict[str, Any] = {"products": self.products, "rngs": rngs, "dtype": dtype}
+        return Block(self.shape, lora=adapters, **kinds)
 
     def _ends(self, rngs: nnx.Rngs) -> _Ends:
         return _Ends(self.shape, self.head, rngs=rngs, dtype=jnp.dtype(self.param_dtype))
@@ -240,6 +247,8 @@ class Network:
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
         weight = self.head_weight(params).astype(hidden.dtype)
+        if self.products == "cpu_kernels":
+            return by_cpu_kernels(hidden, weight)
 
         def weight_last(hidden, weight):
             return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)

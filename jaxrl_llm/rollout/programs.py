@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling, speculation
@@ -349,6 +350,8 @@ def _decode_step(
 
 def _forward(network, params, cache, recent, start, fed, rotary, seen):
     """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
+    own = network.products == "cpu_kernels"
+    attention = cpu_kernels.attention if own else cache_lib.attention
     x = network.embed(params, fed)
     kept = []
     for i, layer in enumerate(params["layers"]):
@@ -356,7 +359,7 @@ def _forward(network, params, cache, recent, start, fed, rotary, seen):
         def attend(q, k, v, i=i):
             recent_k, recent_v = cache_lib.add(recent, i, start, k, v)
             keys, values = (*cache.keys[i], recent_k), (*cache.values[i], recent_v)
-            return cache_lib.attention(q, keys, values, seen), (recent_k, recent_v)
+            return attention(q, keys, values, seen), (recent_k, recent_v)
 
         x, added = network.block(layer, x, rotary, attend)
         kept.append(added)

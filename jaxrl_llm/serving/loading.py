@@ -118,8 +118,8 @@ def engine(
       draft_tokens: Guesses from the text so far in a decode step; see `SpeculationConfig`.
     """
     roles = source.roles
-    network = roles_lib.rollout_network(roles.config, roles.policy, roles.platform)
     mesh = roles.meshes["rollout"]
+    network = roles_lib.rollout_network(roles.config, roles.policy, mesh)
     most = 16 if roles.platform == "cpu" else 64
     return Engine(
         network,

@@ -22,6 +22,7 @@ from engine_work import (
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.config_rollout import SpeculationConfig
+from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.rollout import capacity, prefill, prefixes
 from jaxrl_llm.rollout import engine as engine_lib
 from jaxrl_llm.rollout.engine import Engine
@@ -86,6 +87,24 @@ def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
             workload()[:3],
         )
         for network in (tiny.WIDE, tiny.WIDE_FIRST)
+    ]
+    assert_same(*found)
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "sizes", [{}, {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True}], ids=str
+)
+def test_own_kernels_on_a_cpu_change_no_sample(sizes, one_window):
+    mesh, network = tiny.make_mesh(), tiny.with_sizes(**sizes)
+    own = network.for_decoding(mesh)
+    assert own.products == "cpu_kernels"
+    weights = tiny.params(network, scale=8.0)
+    found = [
+        engine_of(mesh, network=each).generate(
+            tiny.rollout_params(weights, mesh, network, rollout=each), workload()
+        )
+        for each in (network, own)
     ]
     assert_same(*found)
 

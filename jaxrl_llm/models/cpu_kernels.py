@@ -1,0 +1,124 @@
+"""Products and attention of a decode step by the project's own kernels on a CPU.
+
+`cpu_kernels.cc` is compiled by the machine's own compiler when it is first needed, for the
+processor it runs on, and kept in the user's cache folder. The functions are of float32 arrays on
+one device and have no gradient.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+from absl import logging
+from jaxtyping import Array, Bool, Float
+
+_SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+_FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast"),
+    *("-fPIC", "-shared", "-pthread"),
+)
+_PREFIX = "jaxrl_llm_"
+_MOST_ROWS = 256  # with more, as in prefill, XLA's products are as fast
+
+
+@functools.cache
+def available() -> bool:
+    """Returns whether the kernels can be used here; compiles them if that was never done.
+
+    They can on Linux where a C++ compiler is found: `CXX`, c++, g++ or clang++. One that fails is
+    reported in the log, and XLA does their work.
+    """
+    if sys.platform != "linux":
+        return False
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        return False
+    try:
+        library = ctypes.CDLL(str(build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        logging.warning("CPU kernels: not used, XLA does their work. %s: %s", compiler, said)
+        return False
+    for name in ("product", "mlp", "attention"):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(_PREFIX + name, handler, platform="cpu")
+    return True
+
+
+def build(compiler: str) -> pathlib.Path:
+    """Returns the compiled library, from the cache folder if it is there.
+
+    Raises:
+      OSError: If the folder cannot be written or the compiler cannot be run.
+      subprocess.SubprocessError: If the compiler fails, or takes more than two minutes.
+    """
+    key = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jaxlib.version.__version__, _processor())))
+    name = hashlib.sha256(key[0] + key[1].encode()).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(home) / "jaxrl_llm"
+    library = folder / f"cpu_kernels-{name}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = pathlib.Path(scratch) / library.name
+            subprocess.run(
+                [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), _SOURCE, "-o", made],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            os.replace(made, library)  # whole or not at all, whoever else is at it
+    return library
+
+
+def _processor() -> str:
+    """Returns what `-march=native` depends on: a home folder may be shared by machines."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    of_one = (line for line in lines if line.startswith(("model name", "flags", "Features")))
+    return platform.machine() + "".join(dict.fromkeys(of_one))
+
+
+def product(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    """Returns `x @ kernel.T`."""
+    shape = jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(_PREFIX + "product", shape)(x, kernel)
+
+
+def mlp(
+    x: Float[Array, "... D"],
+    gate: Float[Array, "F D"],
+    up: Float[Array, "F D"],
+    down: Float[Array, "D F"],
+) -> Float[Array, "... D"]:
+    """Returns `(silu(x @ gate.T) * (x @ up.T)) @ down.T`."""
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return jax.ffi.ffi_call(_PREFIX + "mlp", shape)(x, gate, up, down)
+
+
+def attention(
+    q: Float[Array, "S Q N H"],
+    keys: Sequence[Float[Array, "S K H B"]],
+    values: Sequence[Float[Array, "S K B H"]],
+    seen: Bool[Array, "S Q W"],
+) -> Float[Array, "S Q N H"]:
+    """Returns what `rollout.cache.attention` does."""
+    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    return jax.ffi.ffi_call(_PREFIX + "attention", shape)(q, seen, *keys, *values)
+
+
+def suits(x: Float[Array, "... I"]) -> bool:
+    """Returns whether rows are few enough for these kernels to be faster than XLA's."""
+    return x.size // x.shape[-1] <= _MOST_ROWS

@@ -1,0 +1,147 @@
+"""Own kernels of decode steps: what float64 gives, whatever else is in the call."""
+
+import concurrent.futures
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import cpu_kernels
+from jaxrl_llm.rollout import cache
+
+needs_compiler = pytest.mark.skipif(
+    not cpu_kernels.available(), reason="no C++ compiler, so no kernels of our own"
+)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
+
+
+def silu(x):
+    return x / (1.0 + np.exp(-x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [(1,), (16,), (17,), (3, 27)], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 33), (128, 24), (130, 512)], ids=str)
+def test_product(rows, inputs, outputs):
+    x, kernel = random(*rows, inputs), random(outputs, inputs)
+    wanted = x.astype(np.float64) @ kernel.astype(np.float64).T
+    got = jax.jit(cpu_kernels.product)(x, kernel)
+    # Rounded sums of `inputs` numbers.
+    scale = np.abs(x.astype(np.float64)) @ np.abs(kernel.astype(np.float64)).T
+    assert np.abs(got - wanted).max() <= 1e-6 * scale.max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize(("size", "inner"), [(1, 1), (24, 6), (128, 1536), (50, 77)], ids=str)
+def test_mlp(rows, size, inner):
+    x, down = random(rows, size), random(size, inner, seed=3)
+    gate, up = random(inner, size, seed=1), random(inner, size, seed=2)
+    x[0] *= 1000.0  # beyond what exp can hold
+    g, u = (x.astype(np.float64) @ w.astype(np.float64).T for w in (gate, up))
+    with np.errstate(over="ignore"):
+        hidden = silu(g) * u
+    wanted = hidden @ down.astype(np.float64).T
+    got = jax.jit(cpu_kernels.mlp)(x, gate, up, down)
+    scale = np.abs(hidden) @ np.abs(down.astype(np.float64)).T
+    assert (np.abs(got - wanted) <= 3e-6 * scale.max(1, keepdims=True) + 1e-30).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("slots", "width", "size", "blocks"),
+    [(1, 1, 8, (1,)), (3, 2, 16, (64, 7)), (5, 1, 64, (64, 128, 16)), (2, 3, 36, (20, 3))],
+    ids=str,
+)
+def test_attention(group, slots, width, size, blocks):
+    heads = 2
+    q = random(slots, width, heads * group, size) * 3.0
+    keys = [random(slots, heads, size, n, seed=i) for i, n in enumerate(blocks)]
+    values = [random(slots, heads, n, size, seed=9 + i) for i, n in enumerate(blocks)]
+    seen = np.random.default_rng(4).random((slots, width, sum(blocks))) < 0.5
+    seen[..., 0] = True
+    seen[0, 0] = False  # a slot that is free may see nothing: all is finite
+    got = jax.jit(cpu_kernels.attention)(q, keys, values, seen)
+    with jax.enable_x64(True):
+        wide = [[jnp.asarray(a, jnp.float64) for a in arrays] for arrays in (keys, values)]
+        wanted = np.asarray(cache.attention(jnp.asarray(q, jnp.float64), *wide, jnp.asarray(seen)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6)
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_others():
+    x, kernel = random(40, 96), random(72, 96)
+    gate, up, down = random(160, 96, seed=1), random(160, 96, seed=2), random(96, 160, seed=3)
+    for function, weights in (
+        (jax.jit(cpu_kernels.product), (kernel,)),
+        (jax.jit(cpu_kernels.mlp), (gate, up, down)),
+    ):
+        whole = np.asarray(function(x, *weights))
+        for rows in (slice(0, 1), slice(3, 19), slice(8, 40)):
+            np.testing.assert_array_equal(function(x[rows], *weights), whole[rows])
+
+
+@needs_compiler
+def test_calls_at_one_time_do_not_disturb_each_other():
+    function = jax.jit(cpu_kernels.mlp)
+    weights = random(640, 256, seed=1), random(640, 256, seed=2), random(256, 640, seed=3)
+    inputs = [random(32, 256, seed=i) for i in range(8)]
+    wanted = [np.asarray(function(x, *weights)) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            got = list(threads.map(lambda x: np.asarray(function(x, *weights)), inputs))
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.fixture
+def anew():
+    """`available` as of a process that did not ask yet."""
+    return cpu_kernels.available.__wrapped__
+
+
+def test_without_a_compiler_there_are_none(anew, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert not anew()
+
+
+def test_a_compiler_that_fails_is_reported(anew, monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with caplog.at_level("WARNING"):
+        assert not anew()
+    assert str(broken) in caplog.text
+    assert "no such option" in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_reported(anew, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "true")
+    with caplog.at_level("WARNING"):
+        assert not anew()
+    assert "XLA does their work" in caplog.text
+
+
+@needs_compiler
+def test_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    calls = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
+    first = cpu_kernels.build(compiler)
+    assert cpu_kernels.build(compiler) == first
+    assert len(calls) == 1
+    assert list((tmp_path / "jaxrl_llm").iterdir()) == [first]
