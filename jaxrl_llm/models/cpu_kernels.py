@@ -25,8 +25,13 @@ from jaxtyping import Array, Bool, Float
 
 _SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 _FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast"),
-    *("-fPIC", "-shared", "-pthread"),
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-shared",
+    "-pthread",
 )
 _PREFIX = "jaxrl_llm_"
 _MOST_ROWS = 256  # with more, as in prefill, XLA's products are as fast
@@ -47,7 +52,7 @@ def available() -> bool:
         return False
     try:
         library = ctypes.CDLL(str(build(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
         logging.warning("CPU kernels: not used, XLA does their work. %s: %s", compiler, said)
         return False
@@ -62,6 +67,7 @@ def build(compiler: str) -> pathlib.Path:
 
     Raises:
       OSError: If the folder cannot be written or the compiler cannot be run.
+      RuntimeError: If there is no home folder.
       subprocess.SubprocessError: If the compiler fails, or takes more than two minutes.
     """
     key = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jaxlib.version.__version__, _processor())))
