@@ -8,11 +8,11 @@ limits are `lengths`, many short and few long. Random weights, temperature 1, no
 
 Peers are `rollout_hf.py` and `rollout_tunix.py` in SCRIPTS, run by the interpreters
 `HOME/venv-torch/bin/python` and `HOME/venv-tunix/bin/python`; without `--peers` there are none.
-The bound is one `lax.while_loop` over a full batch of equal lengths: no host, no queue, no
-change of window. With `--one-core` everything runs on one core, timed by its own CPU seconds,
-which a busy machine disturbs less. `--speculate=K` puts an engine that guesses K tokens a step
-beside the one that guesses none; `--greedy` makes every sample greedy: what a small random network
-says then soon repeats itself, as copied text does.
+The bound is one `lax.while_loop` over a full batch of equal lengths, in turns with ours: no host,
+no queue, no change of window. With `--one-core` everything runs on one core, timed by its own CPU
+seconds, which a busy machine disturbs less. `--speculate=K` puts an engine that guesses K tokens a
+step beside the one that guesses none; `--greedy` makes every sample greedy: what a small random
+network says then soon repeats itself, as copied text does.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -111,8 +112,8 @@ class Ours:
         )
 
 
-def bound(ours: Ours, repeats: int, clock) -> float:
-    """Returns tokens per second of r1's batch as one loop on the device, prefill included."""
+def one_loop(ours: Ours) -> Callable[[int], None]:
+    """Returns what samples r1's batch by one loop on the device, prefill included."""
     import jax
     import jax.numpy as jnp
 
@@ -150,14 +151,13 @@ def bound(ours: Ours, repeats: int, clock) -> float:
         return first.tokens, rest.tokens
 
     prompts = prefixes.lay_out(ours.prompts[:8], 64)
-    taken = []
-    with jax.set_mesh(ours.mesh):
-        for seed in range(repeats + 1):
-            keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))
-            began = clock()
+
+    def sample(seed: int) -> None:
+        keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))
+        with jax.set_mesh(ours.mesh):
             jax.device_get(run(ours.params, prompts, keys))
-            taken.append(clock() - began)
-    return slots * new / statistics.median(taken[1:])
+
+    return sample
 
 
 def peers(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> dict[str, float]:
@@ -192,9 +192,7 @@ def compare_speculation(
     seconds: dict[Ours, list[float]] = {ours: [], other: []}
     for seed in range(args.repeats + 1):
         for engine, taken in seconds.items():
-            began = clock()
-            engine.run(seed)
-            taken.append(clock() - began)
+            taken.append(timed(engine.run, seed, clock))
     plain, guessing = (statistics.median(taken[1:]) for taken in seconds.values())
     found = other.engine.statistics
     print(
@@ -205,18 +203,29 @@ def compare_speculation(
     )
 
 
+def timed(run: Callable[[int], None], seed: int, clock) -> float:
+    began = clock()
+    run(seed)
+    return clock() - began
+
+
 def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> None:
     clock = time.process_time if args.one_core else time.perf_counter
     print(f"{folder.name} {workload}", flush=True)
     ours = Ours(folder, workload, args)
     ours.run(0)
+    loop = one_loop(ours) if workload == "r1" else None
+    if loop:
+        loop(0)
     rows: list[tuple[float, Any]] = []
+    loops: list[float] = []
 
     def repeat() -> None:
         for _ in range(args.repeats):
-            began = clock()
-            ours.run(len(rows) + 1)
-            rows.append((clock() - began, ours.engine.statistics))
+            seed = len(rows) + 1
+            rows.append((timed(ours.run, seed, clock), ours.engine.statistics))
+            if loop:
+                loops.append(timed(loop, seed, clock))
 
     repeat()
     compiled = ours.engine.num_compilations()
@@ -236,8 +245,8 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
     )
     if args.speculate:
         compare_speculation(ours, folder, workload, args, clock)
-    if workload == "r1":
-        most = bound(ours, args.repeats, clock)
+    if loops:
+        most = ours.useful / statistics.median(loops)
         print(f"  one loop on the device: {most:.0f} tokens/s; ours is {speed / most:.2f} of it")
     if theirs:
         best = max(theirs, key=lambda name: theirs[name])

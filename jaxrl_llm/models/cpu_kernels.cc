@@ -269,17 +269,18 @@ ffi::Error MLPImpl(Floats x, Floats gate, Floats up, Floats down, Result y) {
 
 struct Block {
   const float *keys, *values;  // of one slot and head: [H, size] and [size, H]
-  int64_t size;
+  int64_t size, begin;         // of all blocks' positions
+  int64_t used, at;            // positions up to the last that is seen; the place of their scores
 };
 
-// R x N products of rows with `x` [K, N], added to `out` where it is asked for.
+// R x N products of rows with `x` [K, N], `stride` apart, added to `out` where it is asked for.
 template <int64_t R>
-void Rows(const float* const* row, int64_t K, const float* x, int64_t N, float* const* out,
-          bool add) {
+void Rows(const float* const* row, int64_t K, const float* x, int64_t N, int64_t stride,
+          float* const* out, bool add) {
   auto wide = [&]<int64_t V>(int64_t n, std::integral_constant<int64_t, V>) {
     for (; n + V * kLanes <= N; n += V * kLanes) {
       Vector sums[R][V];
-      Products<R, V>(row, K, x + n, N, sums);
+      Products<R, V>(row, K, x + n, stride, sums);
       for (int64_t r = 0; r < R; r++)
         for (int64_t v = 0; v < V; v++) {
           float* to = out[r] + n + v * kLanes;
@@ -298,18 +299,23 @@ void Rows(const float* const* row, int64_t K, const float* x, int64_t N, float* 
   for (; n < N; n++)
     for (int64_t r = 0; r < R; r++) {
       float sum = 0.f;
-      for (int64_t k = 0; k < K; k++) sum += row[r][k] * x[k * N + n];
+      for (int64_t k = 0; k < K; k++) sum += row[r][k] * x[k * stride + n];
       out[r][n] = add ? out[r][n] + sum : sum;
     }
 }
 
 // Turns scores into weights that sum to one; those of what is not seen are zero. There is room for
-// whole vectors of them.
-void Softmax(float* scores, const bool* seen, int64_t size, float scale) {
+// whole vectors of each block's.
+void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, float scale) {
   constexpr float kUnseen = -1e30f;
-  int64_t whole = Ceiling(size, kLanes) * kLanes;
-  for (int64_t i = 0; i < size; i++) scores[i] = seen[i] ? scores[i] * scale : kUnseen;
-  std::fill(scores + size, scores + whole, -std::numeric_limits<float>::infinity());
+  int64_t whole = 0;
+  for (const Block& block : blocks) {
+    float* mine = scores + block.at;
+    for (int64_t i = 0; i < block.used; i++)
+      mine[i] = seen[block.begin + i] ? mine[i] * scale : kUnseen;
+    whole = block.at + Ceiling(block.used, kLanes) * kLanes;
+    std::fill(mine + block.used, scores + whole, -std::numeric_limits<float>::infinity());
+  }
   Vector most = Vector{} + kUnseen, sum{};
   auto each = [&](auto function) {
     for (int64_t i = 0; i < whole; i += kLanes) {
@@ -337,29 +343,27 @@ void Softmax(float* scores, const bool* seen, int64_t size, float scale) {
 
 // R queries of one slot and head. Queries and results lie H apart.
 template <int64_t R>
-void Attend(const float* q, const bool* seen, int64_t H, int64_t W,
-            const std::vector<Block>& blocks, float* y) {
-  int64_t whole = Ceiling(W, kLanes) * kLanes, at = 0;
+void Attend(const float* q, const bool* seen, int64_t H, const std::vector<Block>& blocks,
+            float* y) {
+  int64_t whole = blocks.back().at + Ceiling(blocks.back().size, kLanes) * kLanes;
   float *scores = Scratch(1, R * whole), *to[R];
   const float* from[R];
   for (const Block& block : blocks) {
     for (int64_t r = 0; r < R; r++) {
       from[r] = q + r * H;
-      to[r] = scores + r * whole + at;
+      to[r] = scores + r * whole + block.at;
     }
-    Rows<R>(from, H, block.keys, block.size, to, false);
-    at += block.size;
+    Rows<R>(from, H, block.keys, block.used, block.size, to, false);
   }
   for (int64_t r = 0; r < R; r++)
-    Softmax(scores + r * whole, seen, W, 1.f / std::sqrt(static_cast<float>(H)));
-  at = 0;
+    Softmax(scores + r * whole, seen, blocks, 1.f / std::sqrt(static_cast<float>(H)));
+  std::fill(y, y + R * H, 0.f);
   for (const Block& block : blocks) {
     for (int64_t r = 0; r < R; r++) {
-      from[r] = scores + r * whole + at;
+      from[r] = scores + r * whole + block.at;
       to[r] = y + r * H;
     }
-    Rows<R>(from, block.size, block.values, H, to, at > 0);
-    at += block.size;
+    Rows<R>(from, block.used, block.values, H, H, to, true);
   }
 }
 
@@ -375,7 +379,8 @@ ffi::Error AttentionImpl(Floats q, ffi::Buffer<ffi::PRED> seen, ffi::RemainingAr
     if (!keys.has_value() || !values.has_value())
       return ffi::Error::InvalidArgument("no float32 block");
     K = keys->dimensions()[1];
-    all.push_back({keys->typed_data(), values->typed_data(), keys->dimensions()[3]});
+    int64_t begin = all.empty() ? 0 : all.back().begin + all.back().size;
+    all.push_back({keys->typed_data(), values->typed_data(), keys->dimensions()[3], begin, 0, 0});
   }
   int64_t group = N / K;
   Share(S * K, 1, 2 * Q * group * W * H, [&](int64_t first, int64_t last) {
@@ -385,23 +390,32 @@ ffi::Error AttentionImpl(Floats q, ffi::Buffer<ffi::PRED> seen, ffi::RemainingAr
         block.keys += i * H * block.size;
         block.values += i * H * block.size;
       }
-      for (int64_t place = i / K * Q; place < (i / K + 1) * Q; place++)
+      for (int64_t place = i / K * Q; place < (i / K + 1) * Q; place++) {
+        const bool* may = seen.typed_data() + place * W;
+        int64_t next = 0;
+        for (Block& block : mine) {
+          for (block.used = block.size; block.used > 0; block.used--)
+            if (may[block.begin + block.used - 1]) break;
+          int64_t whole = Ceiling(block.used, kLanes) * kLanes;
+          block.used = std::min(block.size, whole);  // as fast as the last few alone
+          block.at = std::exchange(next, next + whole);
+        }
         for (int64_t g = 0; g < group;) {
           int64_t at = (place * N + i % K * group + g) * H, left = group - g;
           const float* from = q.typed_data() + at;
-          const bool* may = seen.typed_data() + place * W;
           float* to = y->typed_data() + at;
           if (left >= 4) {
-            Attend<4>(from, may, H, W, mine, to);
+            Attend<4>(from, may, H, mine, to);
             g += 4;
           } else if (left >= 2) {
-            Attend<2>(from, may, H, W, mine, to);
+            Attend<2>(from, may, H, mine, to);
             g += 2;
           } else {
-            Attend<1>(from, may, H, W, mine, to);
+            Attend<1>(from, may, H, mine, to);
             g += 1;
           }
         }
+      }
     }
   });
   return ffi::Error::Success();

@@ -34,7 +34,7 @@ _FLAGS = (
     "-pthread",
 )
 _PREFIX = "jaxrl_llm_"
-_MOST_ROWS = 256  # with more, as in prefill, XLA's products are as fast
+_MOST_ROWS = 256  # with more, as in prefill, XLA's products are as fast or faster
 
 
 @functools.cache
@@ -120,7 +120,10 @@ def attention(
     values: Sequence[Float[Array, "S K B H"]],
     seen: Bool[Array, "S Q W"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns what `rollout.cache.attention` does."""
+    """Returns what `rollout.cache.attention` does, zeros where nothing is seen.
+
+    The positions of a block behind the last that a query sees cost nothing.
+    """
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return jax.ffi.ffi_call(_PREFIX + "attention", shape)(q, seen, *keys, *values)
 

@@ -90,7 +90,7 @@ def weight_first(
 
 def by_cpu_kernels(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Array, "... O"]:
     """Returns `x @ kernel.T`; float32, without a gradient."""
-    return (cpu_kernels.product if cpu_kernels.suits(x) else weight_first)(x, kernel)
+    return cpu_kernels.product(x, kernel) if cpu_kernels.suits(x) else x @ kernel.T
 
 
 _PRODUCTS: dict[Products, Callable[[Array, Array], Array]] = {

@@ -304,6 +304,7 @@ def _decode_step(
         return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
 
     positions = placed(jnp.where(active, width, 0))
+    in_cache = in_cache & active[:, None]  # what is not seen costs nothing where kernels skip it
     seen = jnp.concatenate(
         [
             jnp.broadcast_to(in_cache[:, None], (slots, width, in_cache.shape[1])),

@@ -66,13 +66,30 @@ def test_attention(group, slots, width, size, blocks):
     keys = [random(slots, heads, size, n, seed=i) for i, n in enumerate(blocks)]
     values = [random(slots, heads, n, size, seed=9 + i) for i, n in enumerate(blocks)]
     seen = np.random.default_rng(4).random((slots, width, sum(blocks))) < 0.5
+    seen[-1, :, blocks[0] // 2 :] = False  # a short sequence
     seen[..., 0] = True
-    seen[0, 0] = False  # a slot that is free may see nothing: all is finite
+    seen[0, 0] = False
     got = jax.jit(cpu_kernels.attention)(q, keys, values, seen)
     with jax.enable_x64(True):
         wide = [[jnp.asarray(a, jnp.float64) for a in arrays] for arrays in (keys, values)]
         wanted = np.asarray(cache.attention(jnp.asarray(q, jnp.float64), *wide, jnp.asarray(seen)))
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6)
+    some = seen.any(-1)
+    np.testing.assert_allclose(got[some], wanted[some], rtol=1e-5, atol=3e-6)
+    assert (got[~some] == 0).all()  # a free slot may see nothing
+
+
+@needs_compiler
+def test_positions_behind_the_last_that_is_seen_are_not_read():
+    q, seen = random(2, 1, 4, 32), np.zeros((2, 1, 80), bool)
+    seen[0, :, :41] = seen[1, :, :7] = seen[:, :, 64:70] = True
+    keys = [random(2, 2, 32, 64), random(2, 2, 32, 16, seed=1)]
+    values = [random(2, 2, 64, 32, seed=2), random(2, 2, 16, 32, seed=3)]
+    wanted = np.asarray(jax.jit(cpu_kernels.attention)(q, keys, values, seen))
+    for slot, end in ((0, 48), (1, 16)):  # whole vectors are read
+        keys[0][slot, :, :, end:] = values[0][slot, :, end:] = np.nan
+    got = jax.jit(cpu_kernels.attention)(q, keys, values, seen)
+    np.testing.assert_array_equal(got, wanted)
+    assert np.isfinite(wanted).all()
 
 
 @needs_compiler

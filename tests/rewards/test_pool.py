@@ -236,7 +236,8 @@ def test_a_worker_that_died_between_calls_is_replaced(user_file):
     with RewardPool([name], 1) as pool:
         (first,) = pool.run(calls(name, "modules"))
         os.kill(first.details["pid"], 9)
-        wait_until(lambda: not alive(first.details["pid"]))
+        # Until the last of its threads is gone its end of the socket is open.
+        os.waitid(os.P_PID, first.details["pid"], os.WEXITED | os.WNOWAIT)
         (second,) = pool.run(calls(name, "modules"))
         assert second.details["pid"] != first.details["pid"]
     assert not alive(second.details["pid"])
