@@ -204,6 +204,7 @@ def compare_speculation(
 
 
 def timed(run: Callable[[int], None], seed: int, clock) -> float:
+    """Returns the seconds of one run."""
     began = clock()
     run(seed)
     return clock() - began

@@ -269,9 +269,23 @@ ffi::Error MLPImpl(Floats x, Floats gate, Floats up, Floats down, Result y) {
 
 struct Block {
   const float *keys, *values;  // of one slot and head: [H, size] and [size, H]
-  int64_t size, begin;         // of all blocks' positions
-  int64_t used, at;            // positions up to the last that is seen; the place of their scores
+  int64_t size;
+  // Its place among all positions; positions up to the last that is seen; the place of their scores.
+  int64_t begin = 0, used = 0, at = 0;
 };
+
+// Finds what is used of each block, and gives its scores whole vectors.
+void LayOut(std::vector<Block>& blocks, const bool* seen) {
+  int64_t begin = 0, at = 0;
+  for (Block& block : blocks) {
+    block.begin = std::exchange(begin, begin + block.size);
+    for (block.used = block.size; block.used > 0; block.used--)
+      if (seen[block.begin + block.used - 1]) break;
+    int64_t whole = Ceiling(block.used, kLanes) * kLanes;
+    block.used = std::min(block.size, whole);  // as fast as the last few alone
+    block.at = std::exchange(at, at + whole);
+  }
+}
 
 // R x N products of rows with `x` [K, N], `stride` apart, added to `out` where it is asked for.
 template <int64_t R>
@@ -304,8 +318,8 @@ void Rows(const float* const* row, int64_t K, const float* x, int64_t N, int64_t
     }
 }
 
-// Turns scores into weights that sum to one; those of what is not seen are zero. There is room for
-// whole vectors of each block's.
+// Turns scores into weights that sum to one; those of what is not seen, or fills a block's last
+// vector up, are zero.
 void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, float scale) {
   constexpr float kUnseen = -1e30f;
   int64_t whole = 0;
@@ -314,7 +328,7 @@ void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, 
     for (int64_t i = 0; i < block.used; i++)
       mine[i] = seen[block.begin + i] ? mine[i] * scale : kUnseen;
     whole = block.at + Ceiling(block.used, kLanes) * kLanes;
-    std::fill(mine + block.used, scores + whole, -std::numeric_limits<float>::infinity());
+    std::fill(mine + block.used, scores + whole, kUnseen);
   }
   Vector most = Vector{} + kUnseen, sum{};
   auto each = [&](auto function) {
@@ -331,9 +345,8 @@ void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, 
   });
   float top = kUnseen, total = 0.f;
   for (int64_t i = 0; i < kLanes; i++) top = std::max(top, most[i]);
-  // What fills the last vector up is not counted, also where nothing is seen.
   each([&](Vector part) {
-    part = part < kUnseen ? Vector{} : Exp(part - top);
+    part = part <= kUnseen ? Vector{} : Exp(part - top);
     sum += part;
     return part;
   });
@@ -379,8 +392,7 @@ ffi::Error AttentionImpl(Floats q, ffi::Buffer<ffi::PRED> seen, ffi::RemainingAr
     if (!keys.has_value() || !values.has_value())
       return ffi::Error::InvalidArgument("no float32 block");
     K = keys->dimensions()[1];
-    int64_t begin = all.empty() ? 0 : all.back().begin + all.back().size;
-    all.push_back({keys->typed_data(), values->typed_data(), keys->dimensions()[3], begin, 0, 0});
+    all.push_back({keys->typed_data(), values->typed_data(), keys->dimensions()[3]});
   }
   int64_t group = N / K;
   Share(S * K, 1, 2 * Q * group * W * H, [&](int64_t first, int64_t last) {
@@ -392,14 +404,7 @@ ffi::Error AttentionImpl(Floats q, ffi::Buffer<ffi::PRED> seen, ffi::RemainingAr
       }
       for (int64_t place = i / K * Q; place < (i / K + 1) * Q; place++) {
         const bool* may = seen.typed_data() + place * W;
-        int64_t next = 0;
-        for (Block& block : mine) {
-          for (block.used = block.size; block.used > 0; block.used--)
-            if (may[block.begin + block.used - 1]) break;
-          int64_t whole = Ceiling(block.used, kLanes) * kLanes;
-          block.used = std::min(block.size, whole);  // as fast as the last few alone
-          block.at = std::exchange(next, next + whole);
-        }
+        LayOut(mine, may);
         for (int64_t g = 0; g < group;) {
           int64_t at = (place * N + i % K * group + g) * H, left = group - g;
           const float* from = q.typed_data() + at;
