@@ -5,6 +5,10 @@ from collections.abc import Iterator
 
 from jaxrl_llm.errors import Problem
 
+# Of the temperatures above 0 (greedy). Float32 logits are right to about 2e-6: divided by less
+# than this, that error alone would decide what is drawn and what training learns of it.
+MIN_TEMPERATURE = 1e-4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
