@@ -4,7 +4,7 @@ A row has verl's schema: `data_source`, `prompt` (messages, or one plain text), 
 with `ground_truth`, `extra_info`. This module only reads and checks; tokens come later.
 """
 
-import json
+import collections
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import pyarrow
 from pyarrow import parquet
 
+from jaxrl_llm.data import json_line
 from jaxrl_llm.data.errors import DataError
 
 Row = dict[str, Any]
@@ -51,6 +52,9 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
 
     A prompt that is plain text becomes one message of the user. A missing `reward_model` gives
     `ground_truth` None (reward models need none); a missing `extra_info` gives an empty mapping.
+    Other columns (verl's `ability`, `images`, `agent_name`, the user's own) and what
+    `reward_model` holds beside the ground truth are kept in `extra_info` under their names, or as
+    `row/NAME` where it has that key. Reward functions see them.
 
     Args:
       where: names the row in errors.
@@ -60,17 +64,23 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
       DataError: what the row lacks.
     """
     data_source = row.get("data_source")
-    if not isinstance(data_source, str) or not data_source:
+    if not is_text(data_source) or not data_source:
         raise DataError(
             f"{where}: data_source must be a text that names the row's origin, got {data_source!r}"
         )
     reward_model = _mapping(row, "reward_model", where)
+    ground_truth = reward_model.pop("ground_truth", None)
+    used = {"data_source", prompt_column, "reward_model", "extra_info"}
+    others = {name: row[name] for name in row if name not in used} | {"reward_model": reward_model}
+    extra_info = _mapping(row, "extra_info", where)
+    for name, value in others.items():
+        if value is not None and value != {}:
+            extra_info[f"row/{name}" if name in extra_info else name] = value
     return {
         "data_source": data_source,
         "prompt": _messages(row.get(prompt_column), f"{where}: {prompt_column}"),
-        "ability": row.get("ability") or "",
-        "reward_model": {"style": "rule", "ground_truth": None, **reward_model},
-        "extra_info": _mapping(row, "extra_info", where),
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": extra_info,
     }
 
 
@@ -88,7 +98,7 @@ def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     rule = "must be a list of {role, content} messages or one text"
     if prompt is None:
         raise DataError(f"{where} is missing; it {rule}")
@@ -106,7 +116,8 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
                     f"{where} {rule}, {key} of message {number} must be a text,"
                     f" got {message.get(key)!r:.60}"
                 )
-        messages.append({"role": message["role"], "content": message["content"]})
+        # What a template may know beside these (`tool_calls`, `name`); null where parquet has none.
+        messages.append({key: value for key, value in message.items() if value is not None})
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty")
     return messages
@@ -118,23 +129,44 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise DataError(f"{path}, row {number}: broken JSON: {error}") from error
+                yield number, json_line.parse(line)
+            except json_line.JsonError as error:
+                raise DataError(f"{path}, row {number}: broken JSON {error}") from error
 
 
 def _parquet(path: str) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            _check_schema(path, file.schema_arrow)
             for batch in file.iter_batches():
-                for row in batch.to_pylist():
+                for row in _rows(batch, f"{path}, after row {number}"):
                     number += 1
                     yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: cannot be read as parquet after row {number}: {error}; is it complete?"
         ) from error
+
+
+def _check_schema(path: str, schema: pyarrow.Schema) -> None:
+    for name, count in collections.Counter(schema.names).items():
+        if count > 1:
+            raise DataError(f"{path}: {count} columns are named {name!r}; rename or drop them")
+
+
+def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (ValueError, OverflowError) as error:  # text of no UTF-8, times of no datetime
+            raise DataError(
+                f"{where}, column {name!r} ({column.type}): {error}; write it as another type or"
+                " drop the column"
+            ) from error
+    names = batch.schema.names
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 READERS: Mapping[str, Callable[[str], Iterator[tuple[int, Any]]]] = {

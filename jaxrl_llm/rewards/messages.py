@@ -1,13 +1,14 @@
 """What pool and workers say to each other: JSON, for neither loads objects the other made.
 
-Beside what JSON knows, a message may hold what the rows of a file can: bytes, dates, decimals and
-arrays (which arrive as lists), and mappings with keys of any such kind.
+Beside what JSON knows, a message may hold what the rows of a file can: bytes, dates, decimals,
+UUIDs, arrays (which arrive as lists), and mappings with keys of any such kind.
 """
 
 import base64
 import datetime
 import decimal
 import json
+import uuid
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,6 +28,7 @@ _KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = 
         lambda v: datetime.timedelta(*v),
     ),
     "decimal": (decimal.Decimal, str, decimal.Decimal),
+    "uuid": (uuid.UUID, str, uuid.UUID),
 }
 
 

@@ -1,6 +1,7 @@
 """Files and rows, good and hostile."""
 
 import json
+import re
 
 import pyarrow
 import pytest
@@ -16,6 +17,17 @@ GOOD = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"index": 0, "split": "train"},
 }
+
+
+# What is not used stays where reward functions see it.
+CHECKED = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "reward_model": {"ground_truth": "2"},
+    "extra_info": {
+        "index": 0, "split": "train", "ability": "math", "reward_model": {"style": "rule"}
+    },
+}  # fmt: skip
 
 
 def write_jsonl(path, *rows):
@@ -35,7 +47,10 @@ def test_parquet_and_jsonl_give_the_same_rows_in_order(tmp_path):
         write_jsonl(tmp_path / "b.JSONL", *rows[3:]),
     ]
     read = list(read_rows(files))
-    assert [checked_row(row, where) for where, row in read] == rows
+    assert [row for _, row in read] == rows
+    assert [checked_row(row, where) for where, row in read] == [
+        {**CHECKED, "extra_info": {**CHECKED["extra_info"], "index": i}} for i in range(5)
+    ]
     assert [where.removeprefix(str(tmp_path)) for where, _ in read] == [
         "/a.parquet, row 1", "/a.parquet, row 2", "/a.parquet, row 3",
         "/b.JSONL, row 1", "/b.JSONL, row 2",
@@ -49,16 +64,26 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
 
 
 def test_prompts_in_either_form_and_under_any_name():
-    text = {**GOOD, "question": "1+1="}
-    assert checked_row(text, "row", "question") == GOOD
+    text = {**{k: v for k, v in GOOD.items() if k != "prompt"}, "question": "1+1="}
+    assert checked_row(text, "row", "question") == CHECKED
     talk = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
     assert checked_row({**GOOD, "prompt": talk}, "row")["prompt"] == talk
 
 
 def test_what_may_be_missing():
     row = checked_row({"data_source": "s", "prompt": "hi", "extra_info": None}, "row")
-    assert row["reward_model"] == {"style": "rule", "ground_truth": None}
-    assert (row["extra_info"], row["ability"]) == ({}, "")
+    assert row["reward_model"] == {"ground_truth": None}
+    assert row["extra_info"] == {}
+
+
+def test_no_column_is_lost():
+    talk = [{"role": "tool", "content": "4", "tool_call_id": "a", "name": None}]
+    row = {**GOOD, "prompt": talk, "index": 7, "agent_name": "search", "images": None, "old": {}}
+    found = checked_row(row, "row")
+    assert found["extra_info"] == {
+        **CHECKED["extra_info"], "row/index": 7, "agent_name": "search"
+    }  # fmt: skip
+    assert found["prompt"] == [{"role": "tool", "content": "4", "tool_call_id": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +131,21 @@ def test_a_missing_column_is_named(key):
         ("a.jsonl", b"\n \n", "a.jsonl: no rows in this file"),
         ("a.parquet", b"", "a.parquet: cannot be read as parquet"),
         ("a.parquet", b"not parquet at all", "a.parquet: cannot be read as parquet"),
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, row 2: broken JSON"),
-        ("a.jsonl", b'{"a": 1}\n{"a": 2', "a.jsonl, row 2: broken JSON"),
-        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, row 1: broken JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl, row 1: broken JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, row 2: broken JSON in column 7: Expecting"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 2', "a.jsonl, row 2: broken JSON in column 8: Expecting"),
+        ("a.jsonl", b"[\n{}\n]", "a.jsonl, row 1: broken JSON in column 2: Expecting value; each"),
+        ("a.jsonl", b'{"\xc3\xa9": "\xff"}\n', "a.jsonl, row 1: broken JSON in column 8: invalid"),
+        ("a.jsonl", b"\xff\xfe{\0}\0", "in column 1: invalid start byte; save the file as UTF-8"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, row 1: broken JSON in column 65: brackets deeper"),
+        ("a.jsonl", b'{"a": [7, -' + b"1" * 5000 + b"]}", "column 11: an integer of 5001 digits"),
+        ("a.jsonl", b'{"a": [], "b": 1e999}', "column 16: 1e999 is more than a float holds; write"),
+        ("a.jsonl", b'{"a": {"NaN": "NaN", "b": NaN}}', "column 27: NaN is no number of JSON"),
+        ("a.jsonl", b'{"a": -Infinity}', "column 7: -Infinity is no number of JSON; write null"),
+        (
+            "a.jsonl",
+            rb'{"a": {"b": "\\"}, "b": [{"b": 1}, {"b": "a"}], "\u0061": 2}',
+            "a.jsonl, row 1: broken JSON in column 49: the key 'a' a second time in one",
+        ),
         ("a.jsonl", b"{}\n[1, 2]\n", "a.jsonl, row 2: must be a mapping of columns, got list"),
         ("a.jsonl", b"null\n", "a.jsonl, row 1: must be a mapping of columns, got NoneType"),
     ],
@@ -120,6 +156,42 @@ def test_hostile_files_are_named(name, content, message, tmp_path):
     with pytest.raises(DataError) as error:
         list(read_rows([str(tmp_path / name)]))
     assert message in str(error.value)
+
+
+def test_json_at_its_bounds_is_read(tmp_path):
+    brackets = b"[" * 63 + b'"}{[["' + b"]" * 63
+    line = b'{"a": %b, "b": %b, "c": "%b"}' % (brackets, b"1" * 4300, b"[{" * 500)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line)
+    ((_, row),) = read_rows([str(tmp_path / "a.jsonl")])
+    assert row["b"] == int("1" * 4300) and row["c"] == "[{" * 500
+
+
+@pytest.mark.parametrize(
+    "column, message",
+    [
+        (pyarrow.array([1], pyarrow.timestamp("ns")), "(timestamp[ns]): Nanosecond"),
+        (pyarrow.array([2**30], pyarrow.date32()), "(date32[day]): "),
+        (
+            pyarrow.StringArray.from_buffers(
+                1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")
+            ),
+            "(string): 'utf-8' codec can't decode",
+        ),
+    ],
+    ids=["nanoseconds", "date", "text"],
+)
+def test_a_parquet_value_that_python_does_not_have_is_named(tmp_path, column, message):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"x": column}), path)
+    with pytest.raises(DataError, match=rf"after row 0, column 'x' {re.escape(message)}"):
+        list(read_rows([str(path)]))
+
+
+def test_parquet_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, ["x", "x"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet: 2 columns are named 'x'; rename or drop"):
+        list(read_rows([str(path)]))
 
 
 def test_a_truncated_parquet_file_is_named(tmp_path):
