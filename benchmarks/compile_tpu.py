@@ -20,7 +20,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 from jax.experimental import topologies
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.planning import shapes
 

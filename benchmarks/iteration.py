@@ -35,7 +35,7 @@ PROMPT_TOKENS = NEW_TOKENS = 64
 def measure(arguments) -> None:
     """Runs our loop in this process and prints its report."""
     from jaxrl_llm import program
-    from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+    from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
     from jaxrl_llm.metrics.clock import Clock
     from jaxrl_llm.trainer import rl
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.shape import Shape

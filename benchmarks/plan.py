@@ -16,7 +16,7 @@ import jax
 from absl import app, flags
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.learner import compiled, lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import GIB, of_topology

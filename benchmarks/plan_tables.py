@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.planning import advice, fit, placement
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.fit import Plan

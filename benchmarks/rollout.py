@@ -50,8 +50,7 @@ class Ours:
     ):
         import jax
 
-        from jaxrl_llm.config import MeshConfig
-        from jaxrl_llm.config_rollout import SpeculationConfig
+        from jaxrl_llm.config import MeshConfig, SpeculationConfig
         from jaxrl_llm.models import huggingface
         from jaxrl_llm.models.transformer import Network
         from jaxrl_llm.rollout.engine import Engine

@@ -75,7 +75,7 @@ class Work:
     def __init__(self, model: pathlib.Path, microbatch_tokens: int):
         import numpy as np
 
-        from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
+        from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
         from jaxrl_llm.learner import experience, update
         from jaxrl_llm.learner import roles as roles_lib
         from jaxrl_llm.types import Rollouts

@@ -11,7 +11,7 @@ Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.
 16 x v5e (fsdp 4 x tensor 4): 11.5 of 15.8 GiB a device, fits, 4.3 GiB free.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

@@ -11,7 +11,7 @@ Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.
 64 x v5p (fsdp 16 x tensor 4): 60.0 of 95.7 GiB a device, fits, 35.8 GiB free.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

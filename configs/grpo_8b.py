@@ -11,7 +11,7 @@ Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.
 16 x v6e (fsdp 8 x tensor 2): 21.6 of 31.2 GiB a device, fits, 9.6 GiB free.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

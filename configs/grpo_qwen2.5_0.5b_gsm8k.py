@@ -12,7 +12,7 @@ tokens for prompt and answer each, 15 passes), with 5 samples a prompt and the K
 Held-out accuracy is `val-core/openai/gsm8k/mean@1` in `metrics.jsonl`, greedy.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

@@ -5,7 +5,7 @@ start on the worked examples of a teacher who errs in every second one, then RL,
 the errors behind. Accuracy on held-out sums is that of answers sampled at temperature 1.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

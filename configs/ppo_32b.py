@@ -12,7 +12,7 @@ computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
 32 x v5p (fsdp 4 x tensor 8): 48.3 of 95.7 GiB a device, fits, 47.4 GiB free.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

@@ -11,7 +11,7 @@ Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.
 8 x v5p (fsdp 8): 53.5 of 95.7 GiB a device, fits, 42.2 GiB free.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

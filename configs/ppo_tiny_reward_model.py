@@ -9,7 +9,7 @@ enough different pairs that the reward model must learn to add. The pairs show w
 misread digits, and a strong KL penalty keeps the policy where the model knows what it says.
 """
 
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 
 def get_config():

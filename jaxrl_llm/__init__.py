@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def default_config() -> "ConfigDict":
     """Returns every setting of a run, to be changed and given to `train`."""
-    from jaxrl_llm.config_bridge import default_config_dict
+    from jaxrl_llm.config.bridge import default_config_dict
 
     return default_config_dict()
 
@@ -42,7 +42,7 @@ def train(
     """
     from jaxrl_llm import program
     from jaxrl_llm.config import Config
-    from jaxrl_llm.config_bridge import from_config_dict
+    from jaxrl_llm.config.bridge import from_config_dict
     from jaxrl_llm.trainer import rl
 
     if not isinstance(config, Config):

@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 EXIT_MENDABLE = 1  # of a program that ends with the message of a `UserError`
 EXIT_ALERT = 3  # an alert stopped the run after a save
@@ -16,6 +16,16 @@ class UserError(Exception):
 
     Programs in `launch/` show the message without a traceback.
     """
+
+
+class ConfigError(UserError, ValueError):
+    """A run description that cannot work; the message lists every problem."""
+
+    def __init__(self, problems: Sequence[str]):
+        """Makes the message of `problems`, one line each, and keeps them."""
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 
 
 class Interrupted(KeyboardInterrupt):

@@ -11,9 +11,10 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from jaxrl_llm import compiler_flags, config_bridge
-from jaxrl_llm.config import ConfigError, Problem
-from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, UserError
+from jaxrl_llm import compiler_flags
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.flags import parse_flags
+from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, Problem, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
 # Libraries that report at INFO what only their own developers want to know.
@@ -77,7 +78,7 @@ def run(main: Callable[[], None]) -> None:
             hosts.abandon(repr(error), with_trace=True)
             raise
 
-    app.run(guarded, flags_parser=config_bridge.parse_flags)
+    app.run(guarded, flags_parser=parse_flags)
 
 
 def _end(message: str) -> NoReturn:

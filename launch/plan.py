@@ -11,7 +11,8 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import config_bridge, program
+from jaxrl_llm import program
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import advice, fit, placement, report
 
@@ -35,7 +36,7 @@ def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
 
 
 def main():
-    config = config_bridge.from_config_dict(CONFIG.value)
+    config = from_config_dict(CONFIG.value)
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
     if not (TOPOLOGY.value or DEVICE.value):

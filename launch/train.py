@@ -7,7 +7,8 @@ Any setting can be changed: `--config.trainer.num_steps=50`. Run it again with t
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import config_bridge, program
+from jaxrl_llm import program
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.trainer import rl
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
@@ -16,7 +17,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missi
 
 
 def main():
-    config = config_bridge.from_config_dict(CONFIG.value)
+    config = from_config_dict(CONFIG.value)
     program.keep_compilations(WORKDIR.value)
     rl.train(config, WORKDIR.value)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm import config_bridge
-from jaxrl_llm.config_bridge import ConfigError, from_config_dict
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.flags import unknown_overrides
+from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.trainer import rl
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def test_commands_use_known_settings():
         assert (ROOT / program).exists()
         file = next(a.removeprefix("--config=") for a in arguments if a.startswith("--config="))
         assert (ROOT / file).exists()
-        assert config_bridge.unknown_overrides(arguments) == []
+        assert unknown_overrides(arguments) == []
 
 
 def snippet() -> str:

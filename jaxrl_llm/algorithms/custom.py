@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
 from jaxrl_llm.algorithms.lookup import FunctionError, resolve
 from jaxrl_llm.algorithms.losses import POLICY_LOSSES, minibatch_denominators, policy_objective
-from jaxrl_llm.config import AlgorithmConfig, ConfigError, is_import_path
+from jaxrl_llm.config import AlgorithmConfig, ConfigError
+from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.types import Minibatch
 
 _ROWS, _WIDTH, _TERMS = 4, 3, 2

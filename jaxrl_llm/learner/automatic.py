@@ -7,10 +7,9 @@ from typing import Any
 from absl import logging
 from jax.sharding import AbstractMesh
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, PlacementConfig, PoolConfig
 from jaxrl_llm.learner import places
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.placement import PlacementConfig, PoolConfig
 from jaxrl_llm.planning import devices as devices_lib
 from jaxrl_llm.planning import placement, shapes
 from jaxrl_llm.planning.devices import Device

@@ -7,8 +7,7 @@ from typing import Literal
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.config import Config, ConfigError, ModelConfig
-from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.models import attention, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape

@@ -8,10 +8,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import attention, flops
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.placement import ROLES
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import to_dict
+from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner.roles import LearnerState
 from jaxrl_llm.sharding import agreement

@@ -8,7 +8,7 @@ import jax
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import load_config
+from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import networks
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import Roles

@@ -22,8 +22,7 @@ import jax
 from absl import logging
 
 from jaxrl_llm.algorithms import lookup
-from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
 from jaxrl_llm.types import Rewards
 
 Numbers = Mapping[str, Any]

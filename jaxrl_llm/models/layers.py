@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.models.shape import RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain

@@ -20,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import attention, casting, cpu_kernels, lora, sequence_attention
 from jaxrl_llm.models.layers import (
     NO_ADAPTERS,

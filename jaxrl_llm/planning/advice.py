@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.placement import CHOICES
+from jaxrl_llm.config.placement import CHOICES
 from jaxrl_llm.planning import fit
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device, backend
 from jaxrl_llm.planning.fit import Plan

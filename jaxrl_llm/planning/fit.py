@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.placement import ROLES
 from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.memory import Parts, Setting

@@ -7,7 +7,7 @@ it goes through (`working`).
 import dataclasses
 from collections.abc import Collection
 
-from jaxrl_llm.placement import ROLES
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.planning import working
 from jaxrl_llm.planning.setting import PARTS, Parts, Setting, counted, resting, rollout_ends
 from jaxrl_llm.planning.sizes import ITEM_BYTES, num_params

@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
-from jaxrl_llm.placement import ROLES as ALL_ROLES
-from jaxrl_llm.placement import PlacementConfig, PoolConfig
+from jaxrl_llm.config import PlacementConfig, PoolConfig
+from jaxrl_llm.config.placement import ROLES as ALL_ROLES
 from jaxrl_llm.planning import memory, roofline
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding.mesh import Rules, partition_spec

@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxrl_llm.config import (
-    RewardFunctionConfig,
-    RewardModelConfig,
-    RewardsConfig,
-    is_import_path,
-)
+from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.pool import Call, Outcome, RewardError, RewardPool
 from jaxrl_llm.rewards.worker import LARGEST_SCORE

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config_rollout import NO_SPECULATION, SpeculationConfig
+from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.config.rollout import NO_SPECULATION
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import admission, prefixes, programs

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jaxrl_llm.config import Config, MeshConfig, ModelConfig
-from jaxrl_llm.config_rollout import SpeculationConfig
+from jaxrl_llm.config import Config, MeshConfig, ModelConfig, SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner import saved

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import ConfigError, MeshConfig
-from jaxrl_llm.placement import PlacementConfig, PoolConfig
+from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig, PoolConfig
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _COPIES = "copies"  # mesh axis over devices that hold the same

@@ -24,7 +24,7 @@ from absl import logging
 from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import claim_workdir
+from jaxrl_llm.config.folder import claim_workdir
 from jaxrl_llm.data import datasets
 from jaxrl_llm.folder_lock import FolderLock
 from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update

@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl_llm.algorithms.corrections import correct
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.recipes import REJECTIONS
+from jaxrl_llm.config.recipes import REJECTIONS
 
 MASK = jnp.array([[True, True, False], [True, False, False], [False, False, False]])
 OLD = jnp.log(jnp.array([[0.4, 0.4, 0.4], [0.1, 0.5, 0.5], [0.5, 0.5, 0.5]]))

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.losses import minibatch_denominators, policy_objective
 from jaxrl_llm.algorithms.safe_rlhf import safe_advantages, shaped_costs
 from jaxrl_llm.algorithms.shaping import kl_shaped
 from jaxrl_llm.config import AlgorithmConfig
-from jaxrl_llm.recipes import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES, RECIPES
+from jaxrl_llm.config.recipes import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES, RECIPES
 from jaxrl_llm.types import Minibatch
 
 CONFIGS = {name: AlgorithmConfig(**row) for name, row in RECIPES.items()}

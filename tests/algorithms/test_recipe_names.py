@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm import recipes
 from jaxrl_llm.algorithms.advantages import ESTIMATORS
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
 from jaxrl_llm.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
-from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config import AlgorithmConfig, recipes
 
 
 @pytest.mark.parametrize(

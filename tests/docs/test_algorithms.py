@@ -5,13 +5,12 @@ import re
 
 import pytest
 
-from jaxrl_llm import recipes
-from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config import AlgorithmConfig, recipes
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "algorithms.md").read_text()
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL))
-SOURCE = (ROOT / "jaxrl_llm" / "recipes.py").read_text()
+SOURCE = (ROOT / "jaxrl_llm" / "config" / "recipes.py").read_text()
 
 
 def columns(text):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import from_config_dict
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.recipes import RECIPES
 
 SEQUENCES = 64  # of a step
 # How long something took differs from run to run; all other numbers must not.

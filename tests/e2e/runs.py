@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 import runs
 
-from jaxrl_llm import config_bridge
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.folder import claim_workdir
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.trainer import rl
@@ -15,7 +15,7 @@ from jaxrl_llm.trainer import rl
 def test_every_mistake_of_a_config_file_is_named(tmp_path, cache):
     file = tmp_path / "run.py"
     file.write_text(
-        "from jaxrl_llm.config_bridge import default_config_dict\n"
+        "from jaxrl_llm.config.bridge import default_config_dict\n"
         "def get_config():\n"
         "    config = default_config_dict()\n"
         "    config.algorithm.clip_lwo = 0.1\n"
@@ -133,7 +133,7 @@ def test_an_unknown_reward_function_names_the_known_ones(tmp_path):
 def test_the_folder_of_another_run(tmp_path):
     config = runs.config("grpo_tiny", {"seed": 3})
     (tmp_path / "run").mkdir()
-    config_bridge.claim_workdir(config, tmp_path / "run")
+    claim_workdir(config, tmp_path / "run")
     with pytest.raises(ConfigError) as error:
         rl.train(runs.config("grpo_tiny"), tmp_path / "run")
     assert "belongs to another run; use another --workdir" in str(error.value)

@@ -5,7 +5,7 @@ import ast
 import pytest
 import runs
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 
 FILES = sorted((runs.ROOT / "configs").glob("*.py"))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import recipe_settings
 
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.trainer import rl
 
 everyone = pytest.mark.parametrize(

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.config_bridge import from_config_dict, to_dict
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.learner import roles as roles_lib
-from jaxrl_llm.metrics import alerts, writer
-from jaxrl_llm.recipes import (
+from jaxrl_llm.config.bridge import from_config_dict, to_dict
+from jaxrl_llm.config.recipes import (
     ADVANTAGES,
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -25,6 +21,10 @@ from jaxrl_llm.recipes import (
     RECIPES,
     REJECTIONS,
 )
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.metrics import alerts, writer
 
 BASE: Mapping[str, Any] = {
     "model": {

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.planning import devices

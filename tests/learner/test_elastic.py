@@ -11,7 +11,7 @@ import tiny
 
 from jaxrl_llm.checkpoint import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import networks, roles
 from jaxrl_llm.sharding import mesh as mesh_lib
 

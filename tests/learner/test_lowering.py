@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering, roles
 
 VALUES = {

@@ -10,14 +10,14 @@ from jaxrl_llm.config import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    PlacementConfig,
     RolloutConfig,
     TrainerConfig,
 )
+from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.learner import experience, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.placement import PlacementConfig
-from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
 

@@ -10,8 +10,15 @@ import optax
 import pytest
 import tiny
 
-from jaxrl_llm.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig, TrainerConfig
-from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.config import (
+    AlertConfig,
+    AlertsConfig,
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from jaxrl_llm.data import packing
 from jaxrl_llm.learner import filling, optimizer, roles, update
 from jaxrl_llm.learner.batches import Layout

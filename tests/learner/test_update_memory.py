@@ -6,7 +6,7 @@ import jax
 import pytest
 import tiny
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 
 

@@ -11,9 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config_bridge import default_config_dict, from_config_dict
-from jaxrl_llm.config_records import AlertConfig, AlertsConfig
+from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
+from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts
 from jaxrl_llm.types import Rewards

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm.config_model import LoraConfig
+from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import casting, lora
 
 B, T = 2, 24

@@ -12,7 +12,8 @@ import tiny
 import torch
 import transformers
 
-from jaxrl_llm.config_model import PROJECTIONS, LoraConfig
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.config.model import PROJECTIONS
 from jaxrl_llm.models import huggingface, lora, peft_folder
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network

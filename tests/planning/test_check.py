@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import devices
 

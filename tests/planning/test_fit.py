@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import advice, devices, fit
 from jaxrl_llm.planning.devices import DEVICES

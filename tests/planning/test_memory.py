@@ -7,7 +7,7 @@ import pathlib
 import jax
 import pytest
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import compiled, lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES

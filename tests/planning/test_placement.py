@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.planning import advice, fit, placement, report, roofline
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.shapes import SHAPES

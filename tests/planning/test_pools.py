@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl_llm.config_bridge import from_config_dict
-from jaxrl_llm.placement import ROLES
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.planning import fit, memory, placement, report
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.shapes import SHAPES

@@ -20,8 +20,7 @@ from engine_work import (
     workload,
 )
 
-from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.config_rollout import SpeculationConfig
+from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.rollout import capacity, prefill, prefixes
 from jaxrl_llm.rollout import engine as engine_lib

@@ -21,7 +21,7 @@ from engine_work import (
     workload,
 )
 
-from jaxrl_llm.config_rollout import SpeculationConfig
+from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.rollout import prefill, prefixes, programs, speculation
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams

@@ -6,8 +6,8 @@ import pytest
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import ConfigError, MeshConfig
-from jaxrl_llm.placement import CHOICES, ROLES, PlacementConfig, PoolConfig
+from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig, PoolConfig
+from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.sharding import pools
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.config import OptimizerConfig, SupervisedConfig
-from jaxrl_llm.config_bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.data import supervised as examples
 from jaxrl_llm.learner import experience
 from jaxrl_llm.learner import roles as roles_lib

@@ -14,14 +14,13 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import config_bridge
-from jaxrl_llm.config import AlgorithmConfig, Config
-from jaxrl_llm.config_bridge import ConfigError, default_config_dict, from_config_dict
-from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.config import AlgorithmConfig, Config, ConfigError, bridge, folder
+from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
+from jaxrl_llm.config.recipes import RECIPES
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = """
-from jaxrl_llm.config_bridge import default_config_dict
+from jaxrl_llm.config.bridge import default_config_dict
 
 def get_config():
     config = default_config_dict()
@@ -130,9 +129,9 @@ def test_unknown_keys_of_the_command_line_are_all_named(tmp_path):
     launch.write_text(
         "from absl import app\n"
         "from ml_collections import config_flags\n"
-        "from jaxrl_llm import config_bridge\n"
+        "from jaxrl_llm.config.flags import parse_flags\n"
         "CONFIG = config_flags.DEFINE_config_file('config')\n"
-        "app.run(lambda argv: print(CONFIG.value.seed), flags_parser=config_bridge.parse_flags)\n"
+        "app.run(lambda argv: print(CONFIG.value.seed), flags_parser=parse_flags)\n"
     )
 
     def run(*overrides):
@@ -272,7 +271,7 @@ def test_a_field_without_default_is_required():
 
     Needy.__annotations__.update(size=int, name=str)
     errors: list[str] = []
-    config_bridge._build(Needy, {}, "config.needy", errors, {"name": "x"})
+    bridge._build(Needy, {}, "config.needy", errors, {"name": "x"})
     assert errors == ["config.needy.size: required int, not set"]
 
 
@@ -287,48 +286,48 @@ def test_to_dict_is_json_and_is_undone():
             }
         )
     )
-    text = json.dumps(config_bridge.to_dict(config), allow_nan=False)
+    text = json.dumps(bridge.to_dict(config), allow_nan=False)
     assert from_config_dict(json.loads(text)) == config
 
 
 def test_a_workdir_belongs_to_one_run(tmp_path):
     config = from_config_dict(minimal())
-    config_bridge.claim_workdir(config, tmp_path / "run")
-    config_bridge.claim_workdir(config, tmp_path / "run")
-    assert config_bridge.load_config(tmp_path / "run") == config
+    folder.claim_workdir(config, tmp_path / "run")
+    folder.claim_workdir(config, tmp_path / "run")
+    assert folder.load_config(tmp_path / "run") == config
 
     longer = from_config_dict(minimal(trainer={"num_steps": 7}, mesh={"tensor": 2}))
-    config_bridge.claim_workdir(longer, tmp_path / "run")
-    assert config_bridge.load_config(tmp_path / "run").trainer.num_steps == 7
-    assert config_bridge.fingerprint(longer) == config_bridge.fingerprint(config)
+    folder.claim_workdir(longer, tmp_path / "run")
+    assert folder.load_config(tmp_path / "run").trainer.num_steps == 7
+    assert folder.fingerprint(longer) == folder.fingerprint(config)
 
     other = from_config_dict(minimal(seed=3, algorithm={"clip_low": 0.1}))
-    assert config_bridge.fingerprint(other) != config_bridge.fingerprint(config)
+    assert folder.fingerprint(other) != folder.fingerprint(config)
     with pytest.raises(ConfigError) as error:
-        config_bridge.claim_workdir(other, tmp_path / "run")
+        folder.claim_workdir(other, tmp_path / "run")
     assert error.value.problems[1:] == (
         "config.algorithm.clip_low: 0.1 here, 0.2 there",
         "config.seed: 3 here, 0 there",
     )
-    assert config_bridge.load_config(tmp_path / "run").seed == 0
+    assert folder.load_config(tmp_path / "run").seed == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
 def test_what_no_run_described_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("of something else\n")
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no config\.json.*--workdir"):
-        config_bridge.claim_workdir(from_config_dict(minimal()), tmp_path)
+        folder.claim_workdir(from_config_dict(minimal()), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read .*is this a run's folder"):
-        config_bridge.load_config(tmp_path)
+        folder.load_config(tmp_path)
 
 
 def test_every_resumable_field_exists():
     """A renamed field must not silently become one that forbids a resume."""
-    for path in config_bridge.RESUMABLE:
+    for path in folder.RESUMABLE:
         value_at(Config(), path)
 
 

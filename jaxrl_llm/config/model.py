@@ -1,10 +1,11 @@
-"""The policy network of a run: where it comes from, its numbers and memory, its adapters."""
+"""The networks of a run: where they come from, numbers and memory, adapters of the policy."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Literal
 
+from jaxrl_llm.config.optimizer import OptimizerConfig
 from jaxrl_llm.errors import Problem
 
 
@@ -81,3 +82,24 @@ class LoraConfig:
                 yield "targets", f"unknown projection {name!r}; known: {', '.join(PROJECTIONS)}"
         if self.rank and not self.targets:
             yield "targets", "names no projection; nothing would be trained"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value network of PPO; used when the advantage is `gae`."""
+
+    path: str = ""  # Hugging Face folder (one-label classifier or causal LM); "": policy's weights
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen policy of the KL terms."""
+
+    path: str = ""  # "": the policy's weights when RL begins
+
+    def problems(self) -> Iterator[Problem]:
+        yield from ()

@@ -1,7 +1,7 @@
-"""Which devices each model of a run has: pools of devices, and a pool for every role.
+"""Which devices a run has and each of its models: the mesh, pools, a pool for every role.
 
 Roles that share a pool take turns on it; those on different pools work at the same time. This
-file holds the nouns and their rules, `sharding/pools.py` makes meshes of them.
+file holds the nouns and their rules, `sharding/` makes meshes of them.
 """
 
 import dataclasses
@@ -21,6 +21,31 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "hybrid": (("policy", "rollout"), ("critic", "reference", "reward")),
     "standalone": tuple((role,) for role in ROLES),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
+
+    data: int = 1
+    fsdp: int = -1
+    sequence: int = 1
+    tensor: int = 1
+    # How devices that share a row's length attend: swap length for heads, or pass keys around.
+    sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
+    # Rollout weights: split by tensor; as in training; over all model axes; whole on each device.
+    rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
+    on_host: tuple[str, ...] = ()  # rests in host memory between uses: "optimizer", "reference"
+
+    def problems(self) -> Iterator[Problem]:
+        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
+        if sum(size == -1 for size in sizes.values()) > 1:
+            yield "fsdp", f"at most one axis may be -1 (the rest), got {sizes}"
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                yield name, f"must be positive or -1 (the rest), got {size}"
+        if unknown := set(self.on_host) - {"optimizer", "reference"}:
+            yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,7 @@ import pytest
 
 from jaxrl_llm.config import Config
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
-# What is read there does not count: the bridge reads every field, whatever it is for.
-BOOKKEEPING = {
-    "config.py",
-    "config_model.py",
-    "config_records.py",
-    "config_rollout.py",
-    "config_bridge.py",
-    "placement.py",
-    "recipes.py",
-}
+PACKAGE = pathlib.Path(__file__).parents[2] / "jaxrl_llm"
 
 
 def _leaves(cls):
@@ -33,7 +23,8 @@ def _leaves(cls):
 
 @pytest.fixture(scope="module")
 def source():
-    files = [p for p in PACKAGE.rglob("*.py") if p.name not in BOOKKEEPING]
+    # The description itself does not count: the bridge reads every field, whatever it is for.
+    files = [p for p in PACKAGE.rglob("*.py") if PACKAGE / "config" not in p.parents]
     return "\n".join(path.read_text() for path in files)
 
 

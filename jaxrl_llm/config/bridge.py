@@ -1,0 +1,201 @@
+"""The bridge between config files and the typed `Config`.
+
+`configs/*.py` start from `default_config_dict()`; `launch/` calls `from_config_dict` once. What a
+field means and what is allowed stands beside it in `config/`, not here.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ml_collections import config_dict as ml_config
+
+from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.recipes import RECIPES
+from jaxrl_llm.config.run import Config
+from jaxrl_llm.errors import ConfigError
+
+
+def default_config_dict() -> ml_config.ConfigDict:
+    """Returns every key of `Config`, for a config file to change.
+
+    Fields of `algorithm` are unset placeholders, because a recipe may set them; all other
+    fields hold their defaults. Groups of named entries (`rewards.functions`) are empty and
+    take entries as dicts or ConfigDicts.
+    """
+    return _defaults(Config())
+
+
+def _defaults(group: Any) -> ml_config.ConfigDict:
+    hints = typing.get_type_hints(type(group))
+    # A wrong type is no exception in the user's file; `from_config_dict` reports it with the rest.
+    values = ml_config.ConfigDict(type_safe=False)
+    for name, value in _values(group).items():
+        if dataclasses.is_dataclass(value):
+            values[name] = _defaults(value)
+        elif isinstance(value, Mapping):
+            values[name] = ml_config.ConfigDict()
+        elif isinstance(group, AlgorithmConfig):
+            values[name] = ml_config.placeholder(_runtime_type(hints[name]))
+        else:
+            values[name] = value
+    return values
+
+
+def _values(group: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass instance by name."""
+    return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+
+
+def _runtime_type(expected: Any) -> type:
+    """Returns the class of the values that a scalar or tuple annotation admits."""
+    origin = typing.get_origin(expected)
+    if origin is Literal:
+        return type(typing.get_args(expected)[0])
+    return origin or expected
+
+
+def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> Config:
+    """Returns the typed, validated config.
+
+    A field that is missing or None takes the value of the recipe named by
+    `algorithm.recipe`, then the default of its dataclass; an explicit value wins over both.
+
+    Args:
+      values: Nested groups, as a ConfigDict or plain dicts (`to_dict` is undone).
+
+    Raises:
+      ConfigError: Listing every problem: unknown fields, wrong types, values outside their
+        range, and fields that contradict each other (checked once all groups could be built).
+    """
+    errors: list[str] = []
+    config = _build(Config, values, "config", errors, _class_defaults(Config))
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+_INVALID: Any = object()
+
+
+def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mapping[str, Any]) -> Any:
+    """Returns an instance of dataclass `cls`, or `_INVALID` after reporting to `errors`."""
+    if not isinstance(values, (Mapping, ml_config.ConfigDict)):
+        errors.append(f"{path}: expected a group of {cls.__name__} fields, got {values!r}")
+        return _INVALID
+    hints = typing.get_type_hints(cls)
+    errors.extend(unknown_field(name, hints, path) for name in values if name not in hints)
+    given = {name: value for name, value in values.items() if value is not None}
+    if cls is AlgorithmConfig:
+        recipe = given.get("recipe", defaults["recipe"])
+        given = {**(RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}), **given}
+    fields = {}
+    for name, expected in hints.items():
+        where = f"{path}.{name}"
+        if dataclasses.is_dataclass(expected):
+            # Built even when not given: a recipe may say what no default says.
+            nested = _values(defaults[name]) if name in defaults else _class_defaults(expected)
+            fields[name] = _build(expected, given.get(name, {}), where, errors, nested)
+        elif name in given:
+            fields[name] = _convert(expected, given[name], where, errors)
+        elif name in defaults:
+            fields[name] = defaults[name]
+        else:
+            errors.append(f"{where}: required {described(expected)}, not set")
+            fields[name] = _INVALID
+    if any(value is _INVALID for value in fields.values()):
+        return _INVALID
+    built = cls(**fields)
+    errors.extend(f"{path}.{name}: {message}" for name, message in built.problems())
+    return built
+
+
+def _class_defaults(cls: Any) -> dict[str, Any]:
+    """Returns the defaults of a dataclass; fields without one are left out."""
+    defaults = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
+
+
+def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
+    """Returns `value` as the annotation `expected` admits it, or `_INVALID`."""
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if dataclasses.is_dataclass(expected):
+        return _build(expected, value, path, errors, _class_defaults(expected))
+    if origin is Mapping:
+        if isinstance(value, (Mapping, ml_config.ConfigDict)):
+            entries = {
+                name: _convert(args[1], entry, f"{path}.{name}", errors)
+                for name, entry in value.items()
+                if entry is not None
+            }
+            valid = all(entry is not _INVALID for entry in entries.values())
+            return types.MappingProxyType(entries) if valid else _INVALID
+    elif origin is tuple:
+        if isinstance(value, (tuple, list)):
+            items = [_convert(args[0], v, f"{path}[{i}]", errors) for i, v in enumerate(value)]
+            return _INVALID if any(item is _INVALID for item in items) else tuple(items)
+    elif origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in args):
+            return value
+        errors.append(
+            f"{path}: expected one of {', '.join(map(repr, args))},"
+            f" got {value!r}{_suggestion(value, args)}"
+        )
+        return _INVALID
+    elif expected is float:
+        if type(value) in (int, float):
+            return float(value)
+        if value in ("inf", "-inf"):  # how `to_dict` writes them; JSON has no infinity
+            return float(value)
+    elif type(value) is expected:
+        return value
+    errors.append(f"{path}: expected {described(expected)}, got {value!r}")
+    return _INVALID
+
+
+def unknown_field(name: str, known: Mapping[str, Any] | Sequence[str], path: str) -> str:
+    hint = _suggestion(name, list(known)) or f"; known: {', '.join(known)}"
+    return f"{path}.{name}: unknown field{hint}"
+
+
+def _suggestion(value: Any, known: Sequence[Any]) -> str:
+    guess = difflib.get_close_matches(str(value), [str(choice) for choice in known], n=1)
+    return f"; did you mean {guess[0]!r}?" if guess else ""
+
+
+def described(expected: Any) -> str:
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if origin is tuple:
+        return f"a tuple of {args[0].__name__}"
+    if origin is Mapping:
+        return f"named groups of {args[1].__name__} fields"
+    return str(expected.__name__)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Returns `config` as plain nested dicts that JSON can hold.
+
+    Tuples become lists, infinities the strings "inf" and "-inf"; `from_config_dict` undoes it.
+    """
+    return _plain(config)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        value = _values(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
+    return value

@@ -1,0 +1,125 @@
+"""The folder of a run: `config.json` in it describes the run, so that only the same one goes on."""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.config.bridge import from_config_dict, to_dict
+from jaxrl_llm.config.run import Config
+from jaxrl_llm.errors import ConfigError, naming
+
+# What a resumed run may change: how long it goes on, what is reported and saved, and how the
+# work is laid out on the machine. The rest decides which numbers are computed.
+RESUMABLE = (
+    "trainer.num_steps",
+    "trainer.max_tokens_per_microbatch",
+    "evaluation",
+    "checkpoint",
+    "metrics",
+    "alerts",
+    "profiler",
+    "mesh",
+    "placement",
+    "model.remat",
+    "model.attention",
+    "rollout.num_slots",
+    "rollout.chunk_steps",
+    "rollout.speculation",
+    "rewards.num_workers",
+    "rewards.timeout_s",
+    "rewards.memory_gib",
+    "rewards.environment",
+)
+
+# What a run writes beside its config; never into a folder that had it before.
+OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted path, value) of everything in nested dicts that is not a dict."""
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            yield from _leaves(value, where)
+        else:
+            yield where, value
+
+
+def differences(config: Config, other: Config) -> list[str]:
+    """Returns `path: value in config, value in other` of fields that a resume must not change.
+
+    Fields in `RESUMABLE` are left out.
+    """
+    here, there = dict(_leaves(to_dict(config))), dict(_leaves(to_dict(other)))
+    return [
+        f"config.{path}: {here.get(path, 'not set')!r} here, {there.get(path, 'not set')!r} there"
+        for path in sorted(here.keys() | there.keys())
+        if not _resumable(path) and here.get(path) != there.get(path)
+    ]
+
+
+def _resumable(path: str) -> bool:
+    return any(path == name or path.startswith(name + ".") for name in RESUMABLE)
+
+
+def fingerprint(config: Config) -> str:
+    """Returns 16 hex digits that two configs share if one may resume the other."""
+    decisive = {path: v for path, v in _leaves(to_dict(config)) if not _resumable(path)}
+    text = json.dumps(decisive, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool = True) -> None:
+    """Makes `workdir` the folder of this run: `config.json` in it describes the run.
+
+    Args:
+      config: The run.
+      workdir: Its folder; made if missing.
+      write: Whether this process writes the file (one process of a run does).
+
+    Raises:
+      ConfigError: If the folder belongs to a run with other settings than may change between
+        resumes (`RESUMABLE`), or holds outputs that no run described; names them.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
+        raise ConfigError(
+            [
+                f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
+                " go on; use another --workdir"
+            ]
+        )
+    if path.exists() and (changed := differences(config, load_config(workdir))):
+        raise ConfigError(
+            [
+                f"{path} belongs to another run; use another --workdir, or the same settings",
+                *changed,
+            ]
+        )
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with naming(path):
+                partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def load_config(workdir: str | os.PathLike[str]) -> Config:
+    """Returns the config of the run in folder `workdir`.
+
+    Raises:
+      ConfigError: If the folder has no readable `config.json`.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); is this a run's folder?"]) from error
+    return from_config_dict(values)

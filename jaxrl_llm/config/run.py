@@ -1,0 +1,140 @@
+"""The whole of a run: its groups, and the rules between them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.data import DataConfig
+from jaxrl_llm.config.model import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
+from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
+from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
+from jaxrl_llm.config.rewards import RewardsConfig
+from jaxrl_llm.config.rollout import RolloutConfig
+from jaxrl_llm.config.trainer import EvaluationConfig, SupervisedConfig, TrainerConfig
+from jaxrl_llm.errors import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run."""
+
+    seed: int = 0
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    warm_start: SupervisedConfig = SupervisedConfig()
+    preference: SupervisedConfig = SupervisedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
+    mesh: MeshConfig = MeshConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.trainer.prompts_per_step * self.algorithm.samples_per_prompt
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.trainer.minibatch_size or self.sequences_per_step
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def evaluation_rewards(self) -> RewardsConfig:
+        """What held-out answers are judged by: `evaluation.functions`, or all that RL uses."""
+        if not self.evaluation.functions:
+            return self.rewards
+        return dataclasses.replace(
+            self.rewards,
+            functions=self.evaluation.functions,
+            models={},
+            cost_functions={},
+            cost_models={},
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        if not 0 <= self.seed < 2**32:
+            yield "seed", f"must lie in [0, 2**32), got {self.seed}"
+        sequences = self.sequences_per_step
+        if sequences > 0 < self.minibatch_size and sequences % self.minibatch_size:
+            near = [n for n in range(1, sequences + 1) if sequences % n == 0]
+            near = sorted(sorted(near, key=lambda n: abs(n - self.minibatch_size))[:2])
+            yield (
+                "trainer.minibatch_size",
+                f"{self.minibatch_size} does not divide the {sequences} sequences of a step"
+                f" ({self.trainer.prompts_per_step} prompts x"
+                f" {self.algorithm.samples_per_prompt} samples);"
+                f" use {' or '.join(map(str, near))}",
+            )
+        shards = self.mesh.sequence  # -1: known when the devices are
+        if self.max_sequence_tokens > self.trainer.max_tokens_per_microbatch * shards > 0:
+            yield (
+                "trainer.max_tokens_per_microbatch",
+                f"{self.trainer.max_tokens_per_microbatch} cannot hold one sequence of"
+                f" data.max_prompt_tokens + rollout.max_response_tokens ="
+                f" {self.max_sequence_tokens}; use at least that",
+            )
+        if self.algorithm.overlong_buffer_tokens > self.rollout.max_response_tokens:
+            yield (
+                "algorithm.overlong_buffer_tokens",
+                f"{self.algorithm.overlong_buffer_tokens} exceeds"
+                f" rollout.max_response_tokens={self.rollout.max_response_tokens}",
+            )
+        if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
+            yield (
+                "rollout.temperature",
+                "0 (greedy) makes all samples of a prompt the same; set it above 0",
+            )
+        costs = bool(self.rewards.cost_functions or self.rewards.cost_models)
+        if self.algorithm.safe and not costs:
+            yield (
+                "rewards.cost_models",
+                "algorithm.safe needs a cost: add cost_models or cost_functions",
+            )
+        untrained = [
+            f"{group}.{name}"
+            for group in ("models", "cost_models")
+            for name, model in getattr(self.rewards, group).items()
+            if not model.path
+        ]
+        if untrained and not self.preference.num_steps:
+            yield (
+                f"rewards.{untrained[0]}.path",
+                "required: a folder, or preference.num_steps > 0 to train one first",
+            )
+        if self.warm_start.num_steps and self.data.task == "files":
+            yield (
+                "warm_start.num_steps",
+                "needs worked examples; data.task='files' has none, use 'arithmetic' or 'gsm8k'",
+            )
+        if self.preference.num_steps and self.data.task != "arithmetic":
+            yield (
+                "preference.num_steps",
+                f"needs preference pairs; data.task={self.data.task!r} has none, use 'arithmetic'",
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yields settings that have no effect in this run."""
+        algorithm = self.algorithm
+        if algorithm.kl_in == "none" and self.reference.path:
+            yield "config.reference.path: no effect, algorithm.kl_in is 'none'"
+        if not algorithm.needs_critic and self.critic.path:
+            yield f"config.critic.path: no effect, advantage={algorithm.advantage!r} has no critic"
+        if not algorithm.needs_critic and algorithm.critic_warmup_steps:
+            yield "config.algorithm.critic_warmup_steps: no effect without a critic"
+        costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
+        if costs and not algorithm.safe:
+            yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
+        if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
+            yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
