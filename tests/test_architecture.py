@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 FLOORS = (
     (("types",), ("errors", "folder_lock", "config")),
     (("algorithms",), ("sharding",)),
-    (("models",), ("data",), ("seal", "checkpoint"), ("metrics",), ("sandbox",)),
+    (("models",), ("data",), ("seal", "checkpoint"), ("metrics",)),
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.sandbox import Limits, protections, run_python
+from jaxrl_llm.rewards.sandbox import Limits, protections, run_python
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 MAX_TESTS = 64
@@ -18,7 +18,7 @@ def code(
 
     `passed` is the share of tests it passes up to and with the first that fails, `failure` how
     that one ended, `sandbox` what holds the program back on this machine. The program is
-    untrusted: see `jaxrl_llm/sandbox.py`.
+    untrusted: see `jaxrl_llm/rewards/sandbox.py`.
 
     Args:
       ground_truth: A mapping, or its JSON: `inputs` and `outputs`, texts for stdin and what stdout

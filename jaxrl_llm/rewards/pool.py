@@ -25,11 +25,12 @@ from typing import IO, Any, Literal
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import messages
+from jaxrl_llm.rewards.sandbox import clean_environment
 from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
-from jaxrl_llm.sandbox import clean_environment
 
 START_TIMEOUT_S = 120.0  # to import the module of a reward function
 CLOSE_TIMEOUT_S = 2.0
+KILL_TIMEOUT_S = 10.0  # for a worker's descendants to be gone
 MAX_SHOWN_BYTES = 1 << 16  # of what one process prints; the rest is read and dropped
 
 logger = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ class _Worker:
         self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "jaxrl_llm.rewards.supervisor", str(theirs.fileno())],
                 # The same modules are found as here, a user's function that imports jax cannot
                 # take the devices of the run, and the run's secrets stay where they are.
                 env={
@@ -232,7 +233,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # killed with its children; deaf to Ctrl-C
+                start_new_session=True,  # deaf to Ctrl-C
             )
         self._functions = functions
         assert self._process.stdout
@@ -281,15 +282,16 @@ class _Worker:
 
     def end(self, patience_s: float) -> str:
         """Ends the process, by force after `patience_s`; returns how it ended."""
-        if self._process.returncode is None:  # once it is known, the id may be another's
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it may have started, too
-        code = self._process.wait()
+        assert self._process.stdin
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        self._process.stdin.close()  # its supervisor ends it and all that it has started
+        try:
+            code = self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
         self.connection.close()
-        if self._process.stdin:
-            self._process.stdin.close()
         self._reader.join(CLOSE_TIMEOUT_S)  # it closes the pipe
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

@@ -1,6 +1,6 @@
 """A process that calls reward functions, one at a time, in its main thread.
 
-Run by the pool as `python -m jaxrl_llm.rewards.worker FD`, where FD is a socket to the pool. It
+Started by `supervisor.py` with a socket to the pool. It
 receives the names of the functions and its bound on memory, answers whether it found them, then
 answers one call after the other until the socket closes. It must not import jax: the devices
 belong to the process that trains.
@@ -11,10 +11,7 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import resource
-import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -116,13 +113,7 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _leave_with_parent() -> None:
-    """Ends this process, even in the middle of a call, when the pool's end of stdin closes."""
-    os.read(0, 1)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, ConnectionError):  # the pool has gone
-        serve(Connection(int(sys.argv[1])))
+def main(connection_fd: int) -> None:
+    """Serves on a socket to the pool until that has gone."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(Connection(connection_fd))

@@ -23,9 +23,19 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
         while True:
             pass
     if solution_str == "hang with child":
-        child = subprocess.Popen(["sleep", "600"])
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         open(extra_info["pids"], "w").write(f"{os.getpid()} {child.pid}")
         child.wait()
+    if solution_str.startswith("flee"):
+        seconds = 1_000_000 + os.getpid()
+        for _ in range(50):  # in sessions of their own, with and without a parent
+            command = f"setsid sleep {seconds} & sleep {seconds}"
+            subprocess.Popen(["sh", "-c", command], start_new_session=True)
+        open(extra_info["pids"], "w").write(f"sleep {seconds}")
+        while subprocess.run(["pgrep", "-cfx", f"sleep {seconds}"], stdout=-1).stdout != b"100\\n":
+            time.sleep(0.01)
+        if solution_str == "flee and die":
+            os.kill(os.getpid(), 9)
     if solution_str == "raise":
         raise KeyError("the user's own mistake")
     if solution_str == "exit":
@@ -217,6 +227,15 @@ def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_pa
     assert not any(alive(pid) for pid in pids.read_text().split())
 
 
+@pytest.mark.parametrize("solution", ["flee", "flee and die"])
+def test_nothing_that_a_call_has_started_outlives_its_worker(user_file, tmp_path, solution):
+    pids, name = tmp_path / "pids", f"{user_file}:misbehave"
+    with RewardPool([name], 1, timeout_s=60.0, on_failure="score") as pool:
+        (outcome,) = pool.run(calls(name, solution, extra_info={"pids": str(pids)}))
+        assert ("ended with signal SIGKILL" in outcome.failure) == (solution == "flee and die")
+    assert subprocess.run(["pgrep", "-fx", pids.read_text()], check=False).returncode == 1
+
+
 def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file):
     name = f"{user_file}:misbehave"
     with RewardPool([name], 2, timeout_s=100.0) as pool:
@@ -237,7 +256,7 @@ def test_a_worker_that_died_between_calls_is_replaced(user_file):
         (first,) = pool.run(calls(name, "modules"))
         os.kill(first.details["pid"], 9)
         # Until the last of its threads is gone its end of the socket is open.
-        os.waitid(os.P_PID, first.details["pid"], os.WEXITED | os.WNOWAIT)
+        wait_until(lambda: not alive(first.details["pid"]))
         (second,) = pool.run(calls(name, "modules"))
         assert second.details["pid"] != first.details["pid"]
     assert not alive(second.details["pid"])
@@ -290,8 +309,7 @@ def test_workers_leave_when_their_run_is_killed(user_file, tmp_path):
         run.kill()
         run.wait()
     worker, child = pids.read_text().split()
-    os.kill(int(child), 9)
-    wait_until(lambda: not alive(worker))
+    wait_until(lambda: not alive(worker) and not alive(child))
 
 
 def wait_until(condition):

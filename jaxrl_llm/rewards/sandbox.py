@@ -76,7 +76,8 @@ class Protections:
 
     # "namespace": there is no network, no /proc to read the run's environment in, and no process
     # but its own, which end with it; "python": its socket module refuses, /proc is as the user may
-    # read it, and a process that leaves its group lives on within the limits.
+    # read it, and a process that leaves its group lives on within the limits, until the reward
+    # process that started the program ends.
     network: str
     user: str  # "nobody": it can read what all may read; "own": what the run may read
 

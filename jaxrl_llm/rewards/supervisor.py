@@ -1,0 +1,86 @@
+"""The process between the pool and one worker: what the worker has started ends with it.
+
+Run by the pool as `python -m jaxrl_llm.rewards.supervisor FD`. It forks the worker and waits. When
+the worker ends, however it does, or the pool closes this process's stdin, it kills all that is
+left of the worker's descendants, those in sessions and groups of their own too, and then ends as
+the worker did. No privilege is needed: the kernel makes it the parent of every orphan below it.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import resource
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(connection_fd: int) -> None:
+    """Returns in the worker; this process ends when the worker and its descendants have."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervisor = os.getpid()
+    worker = os.fork()
+    if not worker:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        return
+    os.close(connection_fd)  # so that the pool sees the end of the worker at once
+    threading.Thread(target=_kill_with_pool, args=(worker,), daemon=True).start()
+    pid = 0
+    while pid != worker:  # orphans come first
+        pid, status = os.wait()
+    end_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(supervisor, -code)
+    os._exit(code)
+
+
+def _kill_with_pool(worker: int) -> None:
+    os.read(0, 1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+
+
+def end_descendants() -> None:
+    """Kills every descendant of this process, which adopts orphans; returns when none is left."""
+    while True:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Returns the processes below `ancestor`, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found = [ancestor]
+    for pid in found:  # grows
+        found += children.get(pid, [])
+    return found[1:]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    from jaxrl_llm.rewards import worker  # in the worker alone: the supervisor stays small
+
+    worker.main(int(sys.argv[1]))
