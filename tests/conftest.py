@@ -17,6 +17,17 @@ MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 20_000  # Linux allows a process 65,530; a compiled program takes several
 
 
+@pytest.fixture(scope="session")
+def torch():
+    """What tests marked `parity` compare with, live, besides transformers and peft."""
+    try:
+        import peft  # noqa: F401
+        import torch
+    except ModuleNotFoundError as error:
+        pytest.fail(f"{error}; this test needs pip install -e '.[parity]'")
+    return torch
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Lets go of the programs of earlier test files before memory maps run out."""

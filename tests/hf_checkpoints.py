@@ -1,68 +1,78 @@
-"""Small random checkpoints of each family, made by transformers."""
+"""Small random checkpoints of each family, as transformers writes them, and what it computes.
 
+All of it is kept in `goldens/FAMILY.safetensors`, made by `goldens/make_transformers.py`.
+"""
+
+import functools
 import json
+import pathlib
 
-import torch
-import transformers
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-    "pad_token_id": 0,
-}
-# Of the four wavelengths (6, 30, 140 and 660 tokens) one is kept, one blended, two stretched.
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CONFIGS = {
-    "llama": (
-        transformers.LlamaConfig,
-        {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
-    ),
-    "qwen2": (
-        transformers.Qwen2Config,
-        {"tie_word_embeddings": False, "rope_parameters": {"rope_theta": 1e4}},
-    ),
-    "qwen3": (
-        transformers.Qwen3Config,
-        {"tie_word_embeddings": False, "head_dim": 16, "rope_parameters": {"rope_theta": 1e6}},
-    ),
-}
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+FAMILIES = ("llama", "qwen2", "qwen3")
+OF_ONE_HEAD = {"lm_head.weight": "lm", "score.weight": "scalar"}
 
 
-def make(folder, family, head="lm", dtype="float32", seed=0, max_shard_size="5GB", **changes):
-    """Saves a random model of `family` in `folder` and returns it."""
-    config_class, own = CONFIGS[family]
-    config = config_class(**{**SIZES, **own, **changes})
-    torch.manual_seed(seed)
-    if head == "scalar":
-        config.num_labels = 1
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():  # biases and norms too: their defaults would hide a mistake
-        for name, parameter in model.named_parameters():
-            kind = 1.0 if "norm" in name else 0.0
-            parameter.copy_(kind + torch.randn_like(parameter) * (0.5 if kind else 0.15))
-    model = model.to(getattr(torch, dtype)).eval()
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return model
+@functools.cache
+def kept(family):
+    """Returns all arrays of a family by name, and its documents."""
+    with safetensors.safe_open(GOLDENS / f"{family}.safetensors", "np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        documents = {name: json.loads(text) for name, text in file.metadata().items()}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays, documents
+
+
+def expected(family, prefix="rows"):
+    """Returns the arrays `PREFIX.NAME` of a family by NAME."""
+    arrays, _ = kept(family)
+    start = prefix + "."
+    return {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
+
+
+def adapters(family):
+    """Returns what `peft` writes of a family's adapters: tensors by name, and its config."""
+    arrays, documents = kept(family)
+    return {k: v for k, v in arrays.items() if k.startswith("base_model.")}, documents["adapters"]
+
+
+def make(folder, family, head="lm", dtype="float32", max_shard_bytes=0):
+    """Writes a family's checkpoint: in files of so many bytes at most, or in a single one."""
+    arrays, documents = kept(family)
+    number_type = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    tensors = {
+        name: np.ascontiguousarray(array.astype(number_type))
+        for name, array in arrays.items()
+        if name.startswith("model.") or OF_ONE_HEAD.get(name) == head
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**documents[head], "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if not max_shard_bytes:
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    shards, room = [], 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        safetensors.numpy.save_file(shard, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def edit_config(folder, **changes):
-    """Changes keys of a folder's config.json; `...` removes one."""
+    """Changes keys of a folder's config.json."""
     path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

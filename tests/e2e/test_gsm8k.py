@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import runs
 import tokenizers
-import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl_llm.learner import saved
+from jaxrl_llm.models import huggingface, safetensors_file
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -68,27 +70,17 @@ def model(tmp_path_factory, gsm8k) -> pathlib.Path:
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
     )
-    tokenizer.save_pretrained(folder)
-    config = transformers.Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    network = transformers.AutoModelForCausalLM.from_config(config)
-    network.save_pretrained(folder)
+    network = Network(Shape("qwen2", 512, 64, 2, 4, 2, 16, 128, qkv_bias=True))
+    params = network.init(jax.random.key(0))
+    huggingface.save(folder, network, params, tokenizer, eos_token_ids=[tokenizer.eos_token_id])
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe, samples", [("grpo", 4), ("ppo", 1)])
-def test_three_steps_then_export(recipe, samples, tmp_path, cache, gsm8k, model):
-    workdir, out = tmp_path / "run", tmp_path / "export"
+@pytest.fixture(scope="module", params=[("grpo", 4), ("ppo", 1)], ids=["grpo", "ppo"])
+def trained(request, tmp_path_factory, cache, gsm8k, model) -> pathlib.Path:
+    """The folder of a run of three steps."""
+    recipe, samples = request.param
+    workdir = tmp_path_factory.mktemp(recipe) / "run"
     settings = {
         "model.path": model,
         "model.compute_dtype": "float32",
@@ -110,35 +102,48 @@ def test_three_steps_then_export(recipe, samples, tmp_path, cache, gsm8k, model)
         *(f"--config.{name}={value}" for name, value in settings.items()),
     ]
     runs.launch("train", [*arguments, f"--workdir={workdir}"], cache)
+    return workdir
 
-    found = runs.metrics(workdir)
+
+@pytest.fixture(scope="module")
+def exported(trained, cache) -> pathlib.Path:
+    out = trained.parent / "export"
+    runs.launch("export", [f"--workdir={trained}", f"--out={out}"], cache)
+    return out
+
+
+@pytest.mark.slow
+def test_three_steps(trained, exported, gsm8k, model):
+    found = runs.metrics(trained)
     assert list(found) == [0, 1, 2, 3]
     assert "val-core/openai/gsm8k/mean@1" in found[0].keys() & found[3].keys()
     # Prompts are real questions in the template, with their own answers.
     answers = {row["question"]: row["answer"] for row in rows_of(gsm8k["train"])}
-    dump = (workdir / "rollouts" / "1.jsonl").read_text().splitlines()
+    dump = (trained / "rollouts" / "1.jsonl").read_text().splitlines()
     assert len(dump) == 16
     for row in map(json.loads, dump):
         question = row["input"].removeprefix("<|im_start|>user\n").partition(" Let's think")[0]
         assert row["input"].endswith("<|im_end|>\n<|im_start|>assistant\n")
         assert answers[question].rpartition("#### ")[2].replace(",", "") == row["gts"]
 
-    runs.launch("export", [f"--workdir={workdir}", f"--out={out}"], cache)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    before = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    moved = [
-        float((a - b).abs().max())
-        for a, b in zip(theirs.parameters(), before.parameters(), strict=True)
-    ]
+    before, after = (safetensors_file.open_folder(folder) for folder in (model, exported))
+    assert before.keys() == after.keys()
+    moved = [float(np.abs(after[k].view() - before[k].view()).max()) for k in before]
     assert max(moved) > 1e-4  # three steps of 1e-3 did something
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    messages = [{"role": "user", "content": next(iter(answers))}]
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_transformers_computes_the_same(trained, exported, gsm8k, torch):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    messages = [{"role": "user", "content": rows_of(gsm8k["train"])[0]["question"]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     tokens = np.array([tokenizer(text, add_special_tokens=False)["input_ids"]])
 
     with torch.no_grad():
-        expected = theirs(torch.tensor(tokens)).logits[0].numpy()
-    roles, params, step = saved.load_policy(workdir)
+        expected = theirs.eval()(torch.tensor(tokens)).logits[0].numpy()
+    roles, params, step = saved.load_policy(trained)
     assert step == 3
     positions = np.arange(tokens.shape[1])[None]
 

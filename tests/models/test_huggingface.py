@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 import transformers
 
 from jaxrl_llm.config import MeshConfig
@@ -18,6 +17,14 @@ from jaxrl_llm.models import families, huggingface, safetensors_file
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding.mesh import TRAIN, make_mesh, shardings
+
+STORED = (
+    ("llama", "lm", "float32"),
+    ("llama", "scalar", "float16"),
+    ("qwen2", "lm", "bfloat16"),
+    ("qwen3", "lm", "float16"),
+    ("qwen3", "scalar", "bfloat16"),
+)
 
 
 class Tokenizer:
@@ -38,8 +45,8 @@ class Tokenizer:
 
 def hf_shape():
     """A small tied Qwen2."""
-    config = {**hf_checkpoints.SIZES, "model_type": "qwen2", "tie_word_embeddings": True}
-    return families.shape_from_config({**config, "architectures": ["Qwen2ForCausalLM"]})
+    config = {**hf_checkpoints.kept("qwen2")[1]["lm"], "tie_word_embeddings": True}
+    return families.shape_from_config(config)
 
 
 def tensors_of(folder):
@@ -61,19 +68,10 @@ def assert_same_tree(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize(
-    "family, head, dtype",
-    [
-        ("llama", "lm", "float32"),
-        ("llama", "scalar", "float16"),
-        ("qwen2", "lm", "bfloat16"),
-        ("qwen3", "lm", "float16"),
-        ("qwen3", "scalar", "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize("family, head, dtype", STORED)
 def test_import_then_export_gives_the_same_bits(family, head, dtype, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    hf_checkpoints.make(source, family, head, dtype, max_shard_size="20KB")
+    hf_checkpoints.make(source, family, head, dtype, max_shard_bytes=20_000)
     assert (source / safetensors_file.INDEX).exists()
     network = Network(huggingface.read_shape(source), head)
     # Held in float32 the low-precision numbers are exact, and come back as they were.
@@ -89,10 +87,11 @@ def test_import_then_export_gives_the_same_bits(family, head, dtype, tmp_path):
     assert tensors_of(tmp_path / "single") == tensors_of(source)
 
 
-@pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
+@pytest.mark.parity
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-def test_transformers_loads_an_export(family, head, tmp_path):
-    theirs = hf_checkpoints.make(tmp_path / "source", family, head)
+def test_transformers_loads_an_export(family, head, torch, tmp_path):
+    hf_checkpoints.make(tmp_path / "source", family, head)
     network = Network(huggingface.read_shape(tmp_path / "source"), head)
     params = huggingface.load(tmp_path / "source", network)
     huggingface.save(tmp_path / "out", network, params, Tokenizer(), max_shard_bytes=30_000)
@@ -100,12 +99,46 @@ def test_transformers_loads_an_export(family, head, tmp_path):
         "lm": transformers.AutoModelForCausalLM,
         "scalar": transformers.AutoModelForSequenceClassification,
     }[head]
+    theirs = auto.from_pretrained(tmp_path / "source").eval()
     again, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert again.config.eos_token_id == 2 and again.config.pad_token_id == 0
     tokens = torch.arange(4, 44).reshape(2, 20)
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family, head, dtype", STORED)
+def test_checkpoints_are_what_transformers_writes(family, head, dtype, torch, tmp_path):
+    """Those of the other tests, in several files too."""
+    import make_transformers
+
+    auto = make_transformers.KINDS[head]
+    hf_checkpoints.make(tmp_path / "ours", family, head, dtype)
+    model = auto.from_pretrained(tmp_path / "ours", dtype=getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / safetensors_file.INDEX).exists()
+    assert tensors_of(tmp_path / "theirs") == tensors_of(tmp_path / "ours")
+    assert families.read_config(tmp_path / "theirs") == families.read_config(tmp_path / "ours")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_kept_numbers_are_those_of_transformers(family, torch):
+    import make_transformers
+
+    arrays, documents = make_transformers.compute(family)
+    kept, kept_documents = hf_checkpoints.kept(family)
+    assert arrays.keys() == kept.keys()
+    for name, array in arrays.items():
+        if name in ("rows.logits", "rows.scores", "rows.adapted_logits"):
+            # Another processor adds in another order; a tenth of what parity allows.
+            np.testing.assert_allclose(kept[name], array, atol=2e-6 * np.abs(array).max())
+        else:
+            np.testing.assert_array_equal(kept[name], array)
+    for head in make_transformers.KINDS:
+        assert json.loads(documents[head]) == kept_documents[head]
 
 
 def test_each_shard_holds_its_part(tmp_path):
@@ -234,7 +267,7 @@ def test_faults_of_weights_are_named(tmp_path, monkeypatch):
 
 
 def test_faults_of_an_index_are_named(tmp_path):
-    hf_checkpoints.make(tmp_path, "qwen2", max_shard_size="20KB")
+    hf_checkpoints.make(tmp_path, "qwen2", max_shard_bytes=20_000)
     network = Network(huggingface.read_shape(tmp_path))
     index = tmp_path / safetensors_file.INDEX
     contents = json.loads(index.read_text())

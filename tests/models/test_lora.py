@@ -1,16 +1,19 @@
 """Adapters: beside the kernels, merged into them, and as `peft` reads them."""
 
+import collections
 import dataclasses
+import json
+import re
 
 import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
+import safetensors.numpy
 import tiny
-import torch
 import transformers
+from flax import traverse_util
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.config.model import PROJECTIONS
@@ -20,6 +23,7 @@ from jaxrl_llm.models.transformer import Network
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 NETWORK = dataclasses.replace(tiny.NETWORK, lora=LORA)
+PEFT_NAME = r"base_model\.model\.model\.layers\.(\d)\.(\w+)\.(\w+)_proj\.(lora_[AB])\.weight"
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 12)).astype(np.int32)
 
 
@@ -30,9 +34,9 @@ def adapters(network=NETWORK, size=0.3):
     return jax.tree.map(lambda a: size * random.standard_normal(a.shape).astype(np.float32), found)
 
 
-def logits(network, params):
-    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    hidden = network.hidden(params, TOKENS, positions, jnp.ones_like(TOKENS))
+def logits(network, params, tokens=TOKENS):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = network.hidden(params, tokens, positions, jnp.ones_like(tokens))
     return network.logits(params, hidden)
 
 
@@ -73,8 +77,43 @@ def test_trees_are_taken_apart_and_put_together():
     assert lora.joined({}, whole) == whole
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_peft_loads_what_is_written(family, tmp_path):
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
+    """The same logits as with the adapters that it made, and the same tensors and settings."""
+    tensors, config = hf_checkpoints.adapters(family)
+    theirs = hf_checkpoints.expected(family)
+    hf_checkpoints.make(tmp_path / "base", family)
+    targets = tuple(name.removesuffix("_proj") for name in config["target_modules"])
+    settings = LoraConfig(rank=config["r"], alpha=float(config["lora_alpha"]), targets=targets)
+    network = Network(huggingface.read_shape(tmp_path / "base"), lora=settings)
+    layers = collections.defaultdict(dict)
+    for name in sorted(tensors):  # layer after layer
+        _, block, projection, factor = re.fullmatch(PEFT_NAME, name).groups()
+        path = "layers", {"self_attn": "attention"}.get(block, block), projection, factor.lower()
+        layers[path][name] = tensors[name].T
+    learned = traverse_util.unflatten_dict(
+        {path: np.stack(list(found.values())) for path, found in layers.items()}
+    )
+    base = huggingface.load(tmp_path / "base", network)
+    row = theirs["tokens"][-1:, : theirs["lengths"][-1]]
+    ours, wanted = logits(network, lora.joined(base, learned), row)[0], theirs["adapted_logits"]
+    assert np.abs(wanted - theirs["logits"][-len(wanted) :]).max() > 0.1
+    np.testing.assert_allclose(ours, wanted, atol=3e-5 * np.abs(wanted).max())
+    peft_folder.save(tmp_path / "adapters", network, learned)
+    written = safetensors.numpy.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    document = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert sorted(document.pop("target_modules")) == sorted(config.pop("target_modules"))
+    assert document.items() <= config.items()
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_peft_loads_what_is_written(family, torch, tmp_path):
+    import peft
+
     hf_checkpoints.make(tmp_path / "base", family)
     targets = ("q", "v", "o", "gate", "down")
     network = Network(

@@ -6,21 +6,18 @@ import hf_checkpoints
 import jax
 import numpy as np
 import pytest
-import torch
 
 from jaxrl_llm.models import heads, huggingface
 from jaxrl_llm.models.transformer import Network
 
-LENGTHS = (64, 40, 1, 17)
 # float32 rounding of three layers on logits of size about 10, two orders of summation.
 RELATIVE = 2e-5
 
 
-@pytest.fixture(scope="module")
-def rows():
-    tokens = np.random.default_rng(0).integers(4, 96, (len(LENGTHS), 64)).astype(np.int32)
-    mask = np.arange(64) < np.array(LENGTHS)[:, None]
-    return np.where(mask, tokens, 0), mask
+def rows_of(found):
+    """Returns the token rows of what transformers said, and where they are no padding."""
+    tokens, lengths = found["tokens"], found["lengths"]
+    return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
 
 
 def our_hidden(network, params, tokens, mask):
@@ -33,25 +30,23 @@ def assert_close(got, want):
     assert np.abs(got - want).max() <= RELATIVE * np.abs(want).max()
 
 
-@pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
-def test_logits_equal_transformers(family, rows, tmp_path):
-    tokens, mask = rows
-    theirs = hf_checkpoints.make(tmp_path, family)
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_logits_equal_transformers(family, tmp_path):
+    theirs = hf_checkpoints.expected(family)
+    tokens, mask = rows_of(theirs)
+    hf_checkpoints.make(tmp_path, family)
     network = Network(huggingface.read_shape(tmp_path))
     params = huggingface.load(tmp_path, network)
-    with torch.no_grad():
-        want = theirs(
-            torch.tensor(tokens, dtype=torch.long), attention_mask=torch.tensor(mask)
-        ).logits.numpy()
     got = np.asarray(network.logits(params, our_hidden(network, params, tokens, mask)))
-    assert_close(got[mask], want[mask])
+    assert_close(got[mask], theirs["logits"])
 
 
-def test_stretched_rotary_matters_here(rows, tmp_path):
+def test_stretched_rotary_matters_here(tmp_path):
     # Without this, the Llama parity above would hold with no scaling at all.
-    tokens, mask = rows
+    tokens, mask = rows_of(hf_checkpoints.expected("llama"))
     hf_checkpoints.make(tmp_path / "scaled", "llama")
-    hf_checkpoints.make(tmp_path / "plain", "llama", rope_parameters={"rope_theta": 500.0})
+    hf_checkpoints.make(tmp_path / "plain", "llama")
+    hf_checkpoints.edit_config(tmp_path / "plain", rope_parameters={"rope_theta": 500.0})
     logits = []
     for name in ("scaled", "plain"):
         network = Network(huggingface.read_shape(tmp_path / name))
@@ -61,26 +56,23 @@ def test_stretched_rotary_matters_here(rows, tmp_path):
     assert np.abs(scaled - plain).max() > 0.01 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize("family", hf_checkpoints.CONFIGS)
-def test_classifier_scores_equal_transformers(family, rows, tmp_path):
-    tokens, mask = rows
-    theirs = hf_checkpoints.make(tmp_path, family, head="scalar")
+@pytest.mark.parametrize("family", hf_checkpoints.FAMILIES)
+def test_classifier_scores_equal_transformers(family, tmp_path):
+    theirs = hf_checkpoints.expected(family)
+    tokens, mask = rows_of(theirs)
+    hf_checkpoints.make(tmp_path, family, head="scalar")
     network = Network(huggingface.read_shape(tmp_path), head="scalar")
     params = huggingface.load(tmp_path, network)
-    with torch.no_grad():
-        want = theirs(
-            torch.tensor(tokens, dtype=torch.long), attention_mask=torch.tensor(mask)
-        ).logits.numpy()
     got = heads.sequence_scores(
         our_hidden(network, params, tokens, mask),
         network.head_weight(params),
-        np.array(LENGTHS, np.int32) - 1,
+        theirs["lengths"] - 1,
     )
-    assert_close(np.asarray(got), want[:, 0])
+    assert_close(np.asarray(got), theirs["scores"])
 
 
-def test_packed_rows_equal_rows_of_their_own(rows, tmp_path):
-    tokens, _ = rows
+def test_packed_rows_equal_rows_of_their_own(tmp_path):
+    tokens = hf_checkpoints.expected("qwen2")["tokens"]
     hf_checkpoints.make(tmp_path, "qwen2")
     network = Network(huggingface.read_shape(tmp_path))
     params = huggingface.load(tmp_path, network)
