@@ -69,7 +69,7 @@ KINDS = {
 
 
 def randomize(model):
-    """Biases and norms too: their defaults would hide a mistake. Scores are large enough to tell."""
+    """Biases and norms too: their defaults would hide a mistake. Scores large enough to tell."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm, score = "norm" in name, "score" in name
