@@ -8,6 +8,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.models import finite
 
 Tree = Any
 
@@ -67,22 +68,23 @@ def apply_if_finite(
     params: Tree,
     allowed: Bool[Array, ""] | bool = True,
 ) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
-    """Takes one update, or none if it is not allowed or the gradient's norm is not finite.
+    """Takes one update, or none if it is not allowed or anything it makes is not finite.
+
+    What the optimizer made of the gradient decides, not the gradient alone: a finite one becomes
+    0/0 in Adam with `eps=0`, or infinite by a learning rate that is.
 
     Returns:
       params and optimizer state, the global gradient norm before clipping, and whether the
       update was skipped. A skipped update changes nothing, the schedule's count included.
     """
     norm = optax.tree.norm(gradients)
-    take = allowed & jnp.isfinite(norm)
     updates, next_state = transformation.update(gradients, opt_state, params)
-
-    def choose(taken, kept):
-        return jnp.where(take, taken, kept)
-
     # Added in the wider dtype, rounded once.
-    params = jax.tree.map(lambda p, u: choose((p + u).astype(p.dtype), p), params, updates)
-    return params, jax.tree.map(choose, next_state, opt_state), norm, ~take
+    moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+    after = moved, next_state
+    take = allowed & jnp.isfinite(norm) & finite.all_finite(after)
+    chosen = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, (params, opt_state))
+    return *chosen, norm, ~take
 
 
 def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:

@@ -70,8 +70,9 @@ def take_update(
 ) -> tuple[Trainable, Metrics]:
     """Returns the role after one update on a plan's sequences, and the metrics of the update.
 
-    A loss or gradient that is not finite changes nothing, nor does one whose `actor/ppo_kl` is
-    above `max_kl`. That is decided within the program, and counted in `PREFIX/skipped_updates`.
+    An update changes nothing if its loss or gradient, or a parameter or moment after it, is not
+    finite, or its `actor/ppo_kl` is above `max_kl`. That is decided within the program, and
+    counted in `PREFIX/skipped_updates`.
     Gradients have the dtype that their backward pass computes in until the optimizer reads them;
     sums over microbatches are float32.
     """

@@ -51,9 +51,10 @@ class Alert:
 
 ALERTS: Mapping[str, Alert] = {
     "nonfinite": Alert(
-        "loss or gradient not finite (1: so)",
+        "loss, gradient or updated weights not finite (1: so)",
         "above",
-        "the update was not taken; lower the learning rate, look at the step's rollouts",
+        "the update was not taken; lower the learning rate, look at the step's rollouts and at the"
+        " optimizer's eps and weight_decay",
     ),
     "kl": Alert(
         "KL of the policy against itself when the step began",
@@ -159,6 +160,11 @@ class Alerts:
           on_host: Means over the updates, tokens and seconds of the phases.
         """
         readings = _readings({**jax.device_get(dict(of_estimates)), **on_host}, rewards)
+        for role in ("actor", "critic", "cost_critic"):
+            # Skipped for one of two reasons; the other is the KL's alert.
+            beyond = role == "actor" and self._rule("kl").action == "skip"
+            if on_host.get(f"{role}/skipped_updates") and not beyond:
+                readings["nonfinite"] = 1.0
         try:
             usage = shutil.disk_usage(self._workdir)
             readings["disk"] = usage.free / usage.total

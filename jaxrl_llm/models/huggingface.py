@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models import families, safetensors_file, written_folder
+from jaxrl_llm.models import families, finite, safetensors_file, written_folder
 from jaxrl_llm.models.families import CheckpointFormatError, TensorName
 from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
 from jaxrl_llm.models.shape import Shape
@@ -84,6 +84,7 @@ def load(
     Raises:
       CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
         Everything is checked before device memory is used.
+      NotFiniteError: If a number is NaN or infinite.
     """
     names, stored, absent = _checked(pathlib.Path(folder), network)
     leaves = traverse_util.flatten_dict(network.abstract())
@@ -101,7 +102,9 @@ def load(
             tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
             read = functools.partial(_read_block, name, tensors, dtype)
         arrays[name.path] = _assemble(leaves[name.path].shape, places[name.path], read)
-    return traverse_util.unflatten_dict(arrays)
+    params = traverse_util.unflatten_dict(arrays)
+    finite.check(params, str(folder), "the folder is damaged, take another copy of it")
+    return params
 
 
 def _checked(folder: pathlib.Path, network: Network):

@@ -35,6 +35,7 @@ from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.models import finite
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import supervised
@@ -101,6 +102,11 @@ def _train(
     first, extra = 0, dict[str, Any]()
     if saver.latest_step():
         state, extra, first = saver.restore(roles_lib.abstract(state))
+        finite.check(
+            state,
+            f"{workdir}/checkpoints/{first}",
+            "remove this step to go on from the one before it, or start in another --workdir",
+        )
         prompts.set_state(extra["prompts"])
         roles.layout.set_state(extra["layout"])
         logging.info("resumed after step %d", first)

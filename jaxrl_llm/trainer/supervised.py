@@ -140,6 +140,14 @@ def _stage(
                 config.num_steps,
                 float(metrics[f"{folder.name}/loss"]),
             )
+    if skipped := config.num_steps - int(role.num_updates):
+        logging.warning(
+            "%s: %d of %d updates were skipped, their results were not finite;"
+            " lower the learning rate, or raise the optimizer's eps",
+            folder.name,
+            skipped,
+            config.num_steps,
+        )
     checkpoint.save_tree(folder, role.params, {"num_steps": config.num_steps})
     return role.params
 

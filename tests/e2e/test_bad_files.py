@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.finite import NotFiniteError
 from jaxrl_llm.models.safetensors_file import open_folder
 from jaxrl_llm.trainer import rl
 
@@ -54,6 +55,17 @@ def test_a_missing_model_folder(tmp_path, role):
 def test_a_missing_folder_of_a_reward_model(tmp_path):
     settings = {"rewards.models": {"judge": {"path": str(tmp_path / "none")}}}
     assert "none: no such folder" in refused(tmp_path, settings, CheckpointFormatError)
+
+
+def test_weights_that_are_no_numbers(tmp_path, folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(NotFiniteError, match="NaN or infinite numbers") as raised:
+        rl.train(runs.config("grpo_tiny", {"model.path": str(folder)}), tmp_path / "run")
+    said = str(raised.value)
+    assert said.startswith(str(folder)) and "layers.mlp.up" in said and "is damaged" in said
 
 
 def test_safetensors_that_are_cut_short(tmp_path, folder):

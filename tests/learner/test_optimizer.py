@@ -86,6 +86,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, want))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"eps": 0.0}, {"learning_rate": np.inf}, {"weight_decay": np.inf}, {"learning_rate": 1e38}],
+    ids=lambda settings: str(settings),
+)
+def test_what_the_optimizer_makes_of_a_finite_gradient_decides(settings):
+    """0/0 where there is no gradient, infinite steps, and a sum that bfloat16 does not hold."""
+    config = OptimizerConfig(**{"learning_rate": 0.1, **settings})
+    make = optimizer.make(config, 10)
+    params = {"a": jnp.array([1.0, -2.0]), "b": jnp.full((2, 2), -3.3e38, jnp.bfloat16)}
+    gradient = {"a": jnp.array([1.0, 0.0]), "b": jnp.full((2, 2), 2.0)}
+    state = make.init(params)
+    apply = jax.jit(lambda *args: optimizer.apply_if_finite(make, *args))
+    kept, kept_state, norm, skipped = apply(gradient, state, params)
+    assert skipped and np.isfinite(norm)
+    jax.tree.map(np.testing.assert_array_equal, (kept, kept_state), (params, state))
+
+
 def test_norms_of_modules_make_the_whole():
     layers = {"mlp": {"up": jnp.full((2, 3), 2.0)}, "attention": {"q": jnp.full((2, 2), 0.5)}}
     gradients = {"embed": jnp.array([3.0, 4.0]), "layers": layers}

@@ -1,0 +1,46 @@
+"""Whether weights are numbers at all."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import resting
+
+Tree = Any
+
+
+class NotFiniteError(UserError, ValueError):
+    """Weights with NaN or infinities: where they are, which, and what to do."""
+
+
+def all_finite(tree: Tree) -> Bool[Array, ""]:
+    """Returns whether no number of a tree is NaN or infinite."""
+    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    return jnp.stack([jnp.array(True), *leaves]).all()
+
+
+_leaf_is_finite = jax.jit(all_finite)
+
+
+def check(tree: Tree, where: str, remedy: str) -> None:
+    """Raises NotFiniteError if weights are not finite; updates that begin so are all skipped.
+
+    Args:
+      tree: Arrays, in host memory too: one at a time is brought to the devices.
+      where: They come from; the error begins with it.
+      remedy: What the user can do; the error ends with it.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = [(path, _leaf_is_finite(resting.working(leaf))) for path, leaf in leaves]
+    bad = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, fine in found if not fine
+    ]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NotFiniteError(
+            f"{where}: NaN or infinite numbers in {', '.join(bad[:3])}{more};"
+            f" nothing can be learned from them; {remedy}"
+        )

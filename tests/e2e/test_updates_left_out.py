@@ -1,0 +1,33 @@
+"""Updates that must not be taken: what they would leave is not finite."""
+
+import jax
+import numpy as np
+import recipe_settings
+import runs
+
+from jaxrl_llm.trainer import rl
+
+QUICK = {
+    "model.hidden_size": 16,
+    "model.num_heads": 1,
+    "model.mlp_size": 32,
+    "warm_start.num_steps": 0,
+    "trainer.num_steps": 1,
+    "trainer.minibatch_size": 16,
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+}
+
+
+def test_what_the_optimizer_makes_of_gradients_decides(tmp_path, one_device, caplog):
+    # Each is finite, and so are the gradients; decay of 1e60 in a step is not.
+    settings = {**QUICK, "warm_start.num_steps": 1}
+    for optimizer in ("trainer.optimizer", "warm_start.optimizer"):
+        settings |= {f"{optimizer}.learning_rate": 1e30, f"{optimizer}.weight_decay": 1e30}
+    state = rl.train(runs.config("grpo_tiny", settings), tmp_path / "run")
+    assert "warm_start: 1 of 1 updates were skipped" in caplog.text
+    found = recipe_settings.metrics(tmp_path / "run")[1]
+    assert found["actor/skipped_updates"] == found["alerts/nonfinite"] == 1
+    assert np.isfinite(found["actor/grad_norm"]) and state.policy.num_updates == 0
+    assert jax.tree.all(jax.tree.map(lambda a: bool(np.isfinite(a).all()), state))
+    assert "updated weights not finite" in caplog.text
