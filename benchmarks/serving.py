@@ -174,7 +174,7 @@ def main():
                 for line in server.stderr
                 if "serving on " in line
             )
-            while httpx.get(url + "/health").status_code != 200:
+            while "jaxrl_llm_warm_up_programs 0.0" not in httpx.get(url + "/metrics").text:
                 time.sleep(0.1)
             alone = Alone(folder, options.num_slots, options.chunk_steps)
             clients = Clients(url, "random", options.clients)

@@ -6,7 +6,7 @@ accepted requests are done; reads the newest weights on SIGHUP. See docs/serving
 
 import sys
 
-from absl import flags
+from absl import flags, logging
 
 from jaxrl_llm import program
 from jaxrl_llm.serving.driver import Driver
@@ -47,13 +47,16 @@ def main():
         source = loading.from_run(WORKDIR.value)
     served = loading.served(source, NAME.value, MAX_TOKENS.value)
     engine = loading.engine(source, served, SLOTS.value, CHUNK.value, DRAFT.value)
+    logging.info("reading the weights of %s", source.name)
     params = source.read()
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
     app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
-    prepare = loading.warm_up(engine, params, WARM_UP.value)
+    longest = served.max_tokens - 1  # leaves room for one token
+    filters = (False, True) if WARM_UP.value else ()
+    programs = engine.programs(WARM_UP.value, longest, filters)
     del params  # or these would stay in memory beside those that SIGHUP brings
-    life = server.Lifetime(prepare, source.read, GRACE_S.value, max(256, 4 * driver.capacity))
+    life = server.Lifetime(programs, source.read, GRACE_S.value, max(256, 4 * driver.capacity))
     server.run(app, driver, listener, life)
 
 

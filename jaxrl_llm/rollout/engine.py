@@ -17,12 +17,12 @@ from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.rollout import NO_SPECULATION
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import admission, prefixes, programs
+from jaxrl_llm.rollout import admission, prefixes, programs, warm_up
+from jaxrl_llm.rollout.checks import Limits
 from jaxrl_llm.rollout.compiled import Compiled
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import (
     MAX_TOP_LOG_PROBS,
-    NUM_STOP_TOKENS,
     Completion,
     Progress,
     Request,
@@ -31,8 +31,7 @@ from jaxrl_llm.rollout.requests import (
 from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 from jaxrl_llm.rollout.tally import Statistics, Tally
-
-_MOVES = 4  # samples moved by one call
+from jaxrl_llm.rollout.warm_up import MOVES, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +87,7 @@ class Engine:
         self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self._places = 1 + speculation.draft_tokens  # tokens that a step may give a slot
         self._decode = decode
+        self._limits = Limits(max_tokens, network.shape.vocab_size, decode is not _no_decoder)
         self.compiled = Compiled(
             network,
             mesh,
@@ -140,48 +140,39 @@ class Engine:
         read = s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s
         return *read, s.occupancy, s.tokens_per_forward, s.acceptance
 
-    def warm_up(self, params: Params, num_prompts: int, prompt_tokens: int) -> None:
-        """Compiles what requests without filters and likeliest tokens run.
+    def programs(
+        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
+    ) -> list[Program]:
+        """Returns what to `compile` for requests of these kinds (see `warm_up.programs`).
 
-        Afterwards nothing compiles while they come in groups of `num_prompts` that are read
-        together (4096 tokens, padding included), each prompt of up to `prompt_tokens`. Otherwise
-        programs compile when they are first needed.
-
-        Raises:
-          ValueError: If submitted samples are not finished.
+        Afterwards nothing compiles while up to `num_prompts` are read together (4096 tokens,
+        padding included), each of up to `prompt_tokens`. Otherwise programs compile when they
+        are first needed.
         """
-        self._want_idle("warm_up")
-        compiled, switches = self.compiled, self._switches([])
-        nowhere = np.full(_MOVES, self.num_slots, np.int32)
+        return warm_up.programs(
+            self.compiled,
+            max_tokens=self.max_tokens,
+            num_slots=self.num_slots,
+            insert_sizes=self._insert_sizes,
+            num_prompts=num_prompts,
+            prompt_tokens=prompt_tokens,
+            filters=filters,
+        )
+
+    def compile(self, params: Params, program: Program) -> None:
+        """Compiles a program of `programs`; may be called between any two turns of `step`."""
         with jax.set_mesh(self.mesh):
-            state = compiled.empty()
-            for prompts in prefixes.batches(num_prompts, prompt_tokens, self.max_tokens):
-                prefix = compiled.prefill(params, prompts)
-                for size in self._insert_sizes:
-                    nobody = admission.lay_out([], [], [], size, self.num_slots)
-                    state, _ = compiled.insert(state, prefix, nobody, **switches)
-            state = compiled.move(state, nowhere, nowhere)
-            state = compiled.release(state, np.ones(self.num_slots, bool))
-            for slots in compiled.slot_counts:
-                for window in compiled.windows:
-                    # All slots are free: no step is taken.
-                    state, _ = compiled.generate(
-                        params,
-                        state,
-                        np.int32(slots),
-                        num_slots=slots,
-                        window=window,
-                        **switches,
-                    )
+            state = self.compiled.empty() if self._state is None else self._state
+            self._state = program.call(params, state)
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number, never given twice between two resets.
 
         Raises:
-          ValueError: If the engine cannot serve it: an empty prompt, prompt and response longer
-            than the cache, too many stop tokens or likeliest tokens.
+          RequestError: If the engine cannot serve it: an empty prompt, token ids outside the
+            vocabulary, prompt and response longer than the cache, a number out of its range.
         """
-        self._check(request, "request")
+        self._limits.check(request, "request")
         return self._scheduler.add(request)
 
     def abort(self, number: int) -> list[Completion]:
@@ -202,7 +193,7 @@ class Engine:
             anew, slots keep the keys and values that the earlier weights gave.
 
         Returns:
-          One entry for each sample that got tokens; none if there is nothing to do.
+          One entry for each sample that got tokens, or failed; none if there is nothing to do.
         """
         return self._turn(params, ahead=False)
 
@@ -235,17 +226,26 @@ class Engine:
           requests: Prompts with what to draw of each.
 
         Raises:
-          ValueError: If a request does not fit (see `submit`), or submitted ones are not finished.
+          RequestError: If a request does not fit (see `submit`).
+          ValueError: If submitted ones are not finished.
+          Exception: What was raised on behalf of a sample, such as by `decode`.
         """
-        self._want_idle("generate")
+        if self.num_waiting or self.num_active:
+            raise ValueError(
+                f"generate: {self.num_waiting} submitted samples are waiting and"
+                f" {self.num_active} running; finish them with step, abort them, or reset"
+            )
         for i, request in enumerate(requests):
-            self._check(request, f"request {i}")
+            self._limits.check(request, f"request {i}")
         self.reset()
-        completions = {self.submit(r): [Completion() for _ in r.params] for r in requests}
+        add = self._scheduler.add
+        completions = {add(r): [Completion() for _ in r.params] for r in requests}
         try:
             while self.num_waiting or self.num_active:
                 # No request comes or goes meanwhile, so the host may be a chunk behind.
                 for p in self._turn(params, ahead=True):
+                    if p.error is not None:
+                        raise p.error
                     completion = completions[p.request][p.sample]
                     completion.tokens += p.tokens
                     completion.log_probs += p.log_probs
@@ -258,47 +258,6 @@ class Engine:
         finally:
             # The cache's memory, and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
-
-    def _want_idle(self, name: str) -> None:
-        if self.num_waiting or self.num_active:
-            raise ValueError(
-                f"{name}: {self.num_waiting} submitted samples are waiting and"
-                f" {self.num_active} running; finish them with step, abort them, or reset"
-            )
-
-    def _check(self, request: Request, name: str) -> None:
-        length = len(request.tokens)
-        if not 1 <= length < self.max_tokens:
-            raise ValueError(
-                f"{name}: a prompt of {length} tokens; this engine takes 1 to {self.max_tokens - 1}"
-            )
-        if request.keys.shape != (len(request.params), 2):
-            raise ValueError(
-                f"{name}: keys of shape {request.keys.shape} for {len(request.params)} samples;"
-                " give one raw key of two numbers for each"
-            )
-        for params in request.params:
-            if length + params.max_tokens > self.max_tokens or params.max_tokens < 1:
-                raise ValueError(
-                    f"{name}: max_tokens={params.max_tokens} after a prompt of {length}"
-                    f" must lie between 1 and {self.max_tokens - length}"
-                )
-            if len(params.stop_tokens) > NUM_STOP_TOKENS:
-                raise ValueError(
-                    f"{name}: {len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
-                )
-            most = min(MAX_TOP_LOG_PROBS, self.network.shape.vocab_size)
-            if not 0 <= params.num_top_log_probs <= most:
-                raise ValueError(
-                    f"{name}: num_top_log_probs={params.num_top_log_probs}"
-                    f" must lie between 0 and {most}"
-                )
-            if params.stop_strings and self._decode is _no_decoder:
-                raise ValueError(
-                    f"{name}: stop strings need the text of tokens; give the engine `decode`"
-                )
-            if "" in params.stop_strings:
-                raise ValueError(f"{name}: a stop string is empty; leave it out")
 
     def _admit(self, prefix: Prefix, places: list[int], placements: list[Placement]) -> None:
         size = next(size for size in self._insert_sizes if size >= len(placements))
@@ -323,9 +282,9 @@ class Engine:
         scheduler = self._scheduler
         num_slots = self._num_slots_for(scheduler.num_active)
         moves = scheduler.compact(num_slots)
-        for i in range(0, len(moves), _MOVES):
-            pairs = np.full((_MOVES, 2), self.num_slots, np.int32)
-            pairs[: len(moves[i : i + _MOVES])] = moves[i : i + _MOVES]
+        for i in range(0, len(moves), MOVES):
+            pairs = np.full((MOVES, 2), self.num_slots, np.int32)
+            pairs[: len(moves[i : i + MOVES])] = moves[i : i + MOVES]
             self._state = self.compiled.move(self._state, pairs[:, 0], pairs[:, 1])
         if stale := [slot for slot in scheduler.stale_slots() if slot < self.num_slots]:
             mask = np.zeros(self.num_slots, bool)

@@ -10,8 +10,9 @@ import numpy as np
 NUM_STOP_TOKENS = 16
 MAX_TOP_LOG_PROBS = 32
 
-# "": still running; "stop": a stop token or a stop string; "length": its limit of tokens.
-FinishReason = Literal["", "stop", "length", "abort"]
+# "": still running; "stop": a stop token or a stop string; "length": its limit of tokens; "error":
+# what the host does for this sample alone raised.
+FinishReason = Literal["", "stop", "length", "abort", "error"]
 # Of one place in a sequence: (token, log-prob) pairs, the likeliest first.
 TopLogProbs = tuple[tuple[int, float], ...]
 
@@ -26,7 +27,7 @@ class SamplingParams:
     """
 
     max_tokens: int
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy; else at least MIN_TEMPERATURE
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -78,3 +79,4 @@ class Progress:
     log_probs: tuple[float, ...]
     top_log_probs: tuple[TopLogProbs, ...]  # empty if off
     finish_reason: FinishReason  # "" while the sample is running
+    error: Exception | None = None  # why, if that is "error"

@@ -46,17 +46,16 @@ def sample(
       sampler: Keys and parameters of the rows.
       filtered: Whether any row uses top_k, top_p or min_p; static, False skips their cost.
     """
-    greedy = sampler.temperature == 0.0
-    scaled = logits / jnp.where(greedy, 1.0, sampler.temperature)[:, None]
-    peak = scaled.max(-1, keepdims=True)
-    mass = jnp.exp(scaled - peak)  # unnormalized probabilities, the largest is 1
+    scaled = _scaled(logits, sampler)
+    mass = jnp.exp(scaled)  # unnormalized probabilities, the largest is 1
     log_total = jnp.log(mass.sum(-1))
 
     allowed = _filter(mass, sampler) if filtered else mass
     tokens = _inverse_cdf(allowed, _uniforms(sampler.keys, positions))
+    greedy = sampler.temperature == 0.0
     tokens = jnp.where(greedy, jnp.argmax(logits, -1), tokens).astype(jnp.int32)
 
-    chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - log_total
 
 
@@ -73,9 +72,18 @@ def top_log_probs(
     if not count:
         shape = (logits.shape[0], 0)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    temperature = jnp.where(sampler.temperature == 0.0, 1.0, sampler.temperature)
-    log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits / temperature[:, None]), count)
+    log_probs, tokens = lax.top_k(jax.nn.log_softmax(_scaled(logits, sampler)), count)
     return tokens, log_probs
+
+
+def _scaled(logits: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S V"]:
+    """Returns the logits at each row's temperature (1 for greedy rows), less their largest.
+
+    The largest is taken off first: a difference of quotients is rounded as the quotients are, and
+    those are as large as the temperature is small.
+    """
+    temperature = jnp.where(sampler.temperature == 0.0, 1.0, sampler.temperature)
+    return (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
 
 
 def _uniforms(keys, positions) -> Float[Array, "S 2"]:
@@ -140,4 +148,6 @@ def _threshold(mass: Float[Array, "S V"], enough, start: Bool[Array, " S"] | boo
 
     # Entries do not exceed 1, so the sign bit and the highest exponent bit stay zero.
     low = lax.fori_loop(1, 31, bit, jnp.zeros(mass.shape[0], jnp.int32))
-    return jnp.where(start, lax.bitcast_convert_type(low, jnp.float32), 0.0)
+    # The largest entry, 1, stays: a top_p that rounds to 0 would be enough with none.
+    largest = jnp.minimum(lax.bitcast_convert_type(low, jnp.float32), 1.0)
+    return jnp.where(start, largest, 0.0)

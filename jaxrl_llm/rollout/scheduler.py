@@ -39,6 +39,7 @@ class _Sample:
         self.prompt_tokens = prompt_tokens
         self.completion = Completion()
         self.num_reported = 0
+        self.error: Exception | None = None
 
     def extend(self, sampled: Sampled, column: int) -> int:
         """Takes in one column; returns how many tokens it held."""
@@ -70,6 +71,7 @@ class _Sample:
             tuple(c.log_probs[first:]),
             tuple(c.top_log_probs[first:]),
             c.finish_reason,
+            self.error,
         )
 
 
@@ -194,14 +196,17 @@ class Scheduler:
         count = sample.extend(sampled, column)
         if sampled.remaining[column] <= 0:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
-        if count and sample.params.stop_strings:
-            strings = sample.params.stop_strings
-            length = stopping.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
+        if count and (strings := sample.params.stop_strings):
+            ended, length = c.finish_reason, 0
+            try:
+                length = stopping.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
+            except Exception as error:  # of the user's decoder: it ends this sample alone
+                sample.error, c.finish_reason = error, "error"
             if length:
                 sample.cut(length)
-                if not c.finish_reason:
-                    self._stale.add(slot)
                 c.finish_reason = "stop"
+            if c.finish_reason and not ended:
+                self._stale.add(slot)
         if count:
             self._touched[sample] = None
         if c.finish_reason:

@@ -4,11 +4,13 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi
+from absl import logging
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -16,7 +18,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl_llm.rollout.requests import Progress
 from jaxrl_llm.serving import wanted as wanted_lib
-from jaxrl_llm.serving.driver import Driver, Event, NotServing, QueueFull, Refused, Ticket, Unfit
+from jaxrl_llm.serving.driver import (
+    Driver,
+    Event,
+    NotServing,
+    QueueFull,
+    Refused,
+    RequestFailed,
+    Ticket,
+    Unfit,
+)
 from jaxrl_llm.serving.limits import BodyLimit
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
@@ -25,6 +36,9 @@ from jaxrl_llm.serving.transcript import TokenNames, decoder
 from jaxrl_llm.serving.wanted import Served, Wanted
 
 Format = CompletionFormat | ChatFormat
+
+# What went wrong is in the log, which clients do not see.
+_FAULT = ApiError(500, "internal error", kind="server_error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +106,7 @@ def make_app(
 
     @app.exception_handler(Exception)
     async def fault(request: fastapi.Request, error: Exception) -> JSONResponse:
-        # What went wrong is in the log, which clients do not see.
-        return JSONResponse(ApiError(500, "internal error", kind="server_error").body, 500)
+        return JSONResponse(_FAULT.body, 500)
 
     app.add_middleware(BodyLimit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
     app.add_middleware(_Count, metrics=metrics)
@@ -222,7 +235,7 @@ class _Work:
 class _Stream(StreamingResponse):
     """Server-sent events; gives the work up however it ends, even before the first event."""
 
-    def __init__(self, events: AsyncIterator[str], work: _Work):
+    def __init__(self, events: AsyncIterator[bytes], work: _Work):
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -233,11 +246,12 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncIterator[str]:
-    def event(chunk: dict[str, Any]) -> str:
+async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncIterator[bytes]:
+    def event(chunk: dict[str, Any]) -> bytes:
         if include_usage:
             chunk = {"usage": None, **chunk}
-        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        return f"data: {data}\n\n".encode()
 
     prompt_tokens = work.wanted.num_prompt_tokens
     try:
@@ -250,9 +264,12 @@ async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncI
                 yield event(form.chunk(index, piece))
         if include_usage:
             yield event(form.closing(prompt_tokens, work.num_tokens))
-        yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status is sent already
-        yield f"data: {json.dumps(error.body)}\n\n"
+        yield b"data: [DONE]\n\n"
+    except Exception as error:  # the status is sent already
+        if not isinstance(error, ApiError):
+            logging.exception("a stream failed")
+            error = _FAULT
+        yield f"data: {json.dumps(error.body)}\n\n".encode()
 
 
 async def _whole(work: _Work, form: Format) -> Response:
@@ -294,6 +311,8 @@ def _as_api_error(error: Refused) -> ApiError:
             return ApiError(503, message, kind="server_error", code="not_serving", retry_after_s=5)
         case Unfit():
             return ApiError(400, message)
+        case RequestFailed():
+            return ApiError(500, message, kind="server_error", code="request_failed")
         case _:
             return ApiError(500, message, kind="server_error", code="engine_failed")
 
@@ -305,9 +324,10 @@ def _malformed(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden":  # inside of a field
         message = "no such field"
-    shown = "" if isinstance(first.get("input"), dict) else f"; got {first.get('input')!r:.100}"
+    given = first.get("input")
+    shown = "" if isinstance(given, dict) else f"; got {reprlib.repr(given)}"
     return ApiError(
         400, f"{'.'.join(place) or 'body'}: {message}{shown}", param=place[0] if place else ""
     )

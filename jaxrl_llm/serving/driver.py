@@ -4,15 +4,19 @@ The engine itself knows no threads. Everything that reaches it goes through an i
 emptied between two of its steps: requests, cancellations, other weights, the end.
 """
 
+import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from absl import logging
 
+from jaxrl_llm.rollout.checks import RequestError
 from jaxrl_llm.rollout.requests import Progress, Request
 from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.rollout.warm_up import Program
 
 State = Literal["starting", "ready", "stopping", "failed"]
 Params = Any
@@ -37,6 +41,8 @@ class SteppedEngine(Protocol):
 
     def step(self, params: Params) -> Sequence[Progress]: ...
 
+    def compile(self, params: Params, program: Program) -> None: ...
+
 
 class Refused(Exception):
     """A request that was not served, or not to its end."""
@@ -47,11 +53,15 @@ class QueueFull(Refused):
 
 
 class NotServing(Refused):
-    """The driver is starting or stopping, or stopped before the request was done."""
+    """The driver has not started or is stopping, or stopped before the request was done."""
 
 
 class Unfit(Refused):
     """The engine cannot serve such a request; trying again will not help."""
+
+
+class RequestFailed(Refused):
+    """Something went wrong on behalf of this request; others do not notice."""
 
 
 class EngineFailed(Refused):
@@ -96,6 +106,7 @@ class Driver:
         self._state: State = "starting"
         self._inbox: dict[Ticket, None] = {}
         self._cancelled: list[Ticket] = []
+        self._programs: collections.deque[Program] = collections.deque()
         self._num_unfinished = 0
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -120,26 +131,32 @@ class Driver:
         return self._engine.num_compilations()
 
     @property
+    def num_programs_left(self) -> int:
+        """Programs of the warm-up that are still to be compiled."""
+        return len(self._programs)
+
+    @property
     def tokens_per_forward(self) -> float:
         """Tokens that a sample got in a decode step; more than 1 with guesses that were right."""
         return self._engine.statistics.tokens_per_forward
 
     def start(
         self,
-        prepare: Iterable[object] = (),
+        programs: Sequence[Program] = (),
         call: Callable[[Callable[[], None]], object] = _at_once,
     ) -> None:
         """Begins to serve.
 
         Args:
-          prepare: Is gone through first, in the driver's thread, while the state is "starting".
+          programs: Are compiled one by one while there is nothing else to do, the first ones first.
           call: Runs a function where listeners are to be called, once for all that a step told;
             by default in the driver's thread. An event loop's `call_soon_threadsafe` will do.
         """
         self._call = call
-        self._thread = threading.Thread(
-            target=self._run, args=(prepare,), name="engine driver", daemon=True
-        )
+        self._programs.extend(programs)
+        self._num_programs = len(programs)
+        self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
+        self._state = "ready"
         self._thread.start()
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> Ticket:
@@ -174,7 +191,7 @@ class Driver:
         with self._lock:
             if ticket in self._inbox:
                 del self._inbox[ticket]
-                self._finish(ticket)
+                self._finish(ticket, ticket.num_unfinished)
             elif ticket.num_unfinished:
                 self._cancelled.append(ticket)
                 self._lock.notify_all()
@@ -189,6 +206,7 @@ class Driver:
         with self._lock:
             if self._state != "failed":
                 self._state = "stopping"
+            self._programs.clear()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is unfinished; returns whether it came to that in time."""
@@ -198,22 +216,15 @@ class Driver:
     def close(self) -> None:
         """Ends the thread after its step; tickets that are unfinished hear `NotServing`."""
         with self._lock:
-            if self._state != "failed":
-                self._state = "stopping"
+            self.refuse()
             self._closing = True
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, prepare: Iterable[object]) -> None:
+    def _run(self) -> None:
         end: Refused
         try:
-            for _ in prepare:
-                if self._closing:
-                    break
-            with self._lock:
-                if self._state == "starting":
-                    self._state = "ready"
             while self._turn():
                 pass
             end = NotServing("the server stopped before this request was done")
@@ -225,29 +236,50 @@ class Driver:
         self._end(end)
 
     def _turn(self) -> bool:
-        """Empties the inbox and takes a step; returns whether to go on."""
+        """Empties the inbox and takes a step, or warms up; returns whether to go on."""
         with self._lock:
-            while not (self._inbox or self._cancelled or self._owners or self._closing):
-                self._lock.wait()
+            self._lock.wait_for(
+                lambda: (
+                    self._inbox
+                    or self._cancelled
+                    or self._owners
+                    or self._closing
+                    or self._programs
+                )
+            )
             if self._closing:
                 return False
             arrived, self._inbox = list(self._inbox), {}
             cancelled, self._cancelled = self._cancelled, []
             params = self._params
+            is_idle = not (arrived or cancelled or self._owners)
+            program = self._programs.popleft() if is_idle else None
         events: list[tuple[Ticket, Event]] = []
         for ticket in cancelled:
             self._abort(ticket)
         for ticket in arrived:
             try:
                 self._submit(ticket)
-            except ValueError as error:
-                self._abort(ticket)
-                events.append((ticket, Unfit(str(error))))
+            except Exception as error:
+                events.append((ticket, self._failed(ticket, error)))
         if self._owners:
             events += self._events(self._engine.step(params))
+        if program is not None:
+            self._compile(params, program)
         if events:
             self._tell(events)
         return True
+
+    def _compile(self, params: Params, program: Program) -> None:
+        began = time.monotonic()
+        self._engine.compile(params, program)
+        logging.info(
+            "compiled %d of %d: %s, %.1f s",
+            self._num_programs - self.num_programs_left,
+            self._num_programs,
+            program.name,
+            time.monotonic() - began,
+        )
 
     def _submit(self, ticket: Ticket) -> None:
         first = 0
@@ -257,32 +289,39 @@ class Driver:
             self._owners[number] = (ticket, first)
             first += len(request.params)
 
+    def _failed(self, ticket: Ticket, error: Exception) -> Refused:
+        """Gives up a ticket on whose behalf something was raised; returns what it is told."""
+        self._abort(ticket)
+        if isinstance(error, RequestError):
+            return Unfit(str(error))
+        logging.error("a request failed", exc_info=error)
+        return RequestFailed(f"the request failed: {type(error).__name__}")
+
     def _abort(self, ticket: Ticket) -> None:
         for number in ticket.numbers:
             if self._owners.pop(number, None):
                 self._engine.abort(number)
-        with self._lock:
-            self._finish(ticket)
+        self._finish(ticket, ticket.num_unfinished)
 
-    def _finish(self, ticket: Ticket) -> None:
-        self._num_unfinished -= ticket.num_unfinished
-        ticket.num_unfinished = 0
-        self._lock.notify_all()
+    def _finish(self, ticket: Ticket, count: int) -> None:
+        """Counts samples of a ticket as finished or given up."""
+        with self._lock:
+            self._num_unfinished -= count
+            ticket.num_unfinished -= count
+            self._lock.notify_all()
 
     def _events(self, progress: Sequence[Progress]) -> list[tuple[Ticket, Event]]:
         events: list[tuple[Ticket, Event]] = []
-        ended: list[Ticket] = []
         for p in progress:
+            if p.request not in self._owners:
+                continue  # another sample of its ticket failed in this step
             ticket, first = self._owners[p.request]
+            if p.error is not None:
+                events.append((ticket, self._failed(ticket, p.error)))
+                continue
             events.append((ticket, (first + p.sample, p)))
             if p.finish_reason:
-                ended.append(ticket)
-        with self._lock:
-            for ticket in ended:
-                ticket.num_unfinished -= 1
-                self._num_unfinished -= 1
-            self._lock.notify_all()
-        for ticket in ended:
+                self._finish(ticket, 1)
             if not ticket.num_unfinished:
                 for number in ticket.numbers:
                     self._owners.pop(number, None)
@@ -291,7 +330,11 @@ class Driver:
     def _tell(self, events: list[tuple[Ticket, Event]]) -> None:
         def tell():
             for ticket, event in events:
-                ticket.listener(event)
+                try:
+                    ticket.listener(event)
+                except Exception:  # its own matter; the next event is another's
+                    logging.exception("a listener failed; its request is given up")
+                    self.cancel(ticket)
 
         self._call(tell)
 
@@ -301,7 +344,7 @@ class Driver:
             self._inbox, self._cancelled = {}, []
             left = [ticket for ticket in left if ticket.num_unfinished]
             for ticket in left:
-                self._finish(ticket)
+                self._finish(ticket, ticket.num_unfinished)
         self._owners.clear()
         if left:
             self._tell([(ticket, reason) for ticket in left])

@@ -2,13 +2,11 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from jaxrl_llm.config import Config, MeshConfig, ModelConfig, SpeculationConfig
-from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner import saved
 from jaxrl_llm.learner.roles import Roles
@@ -16,12 +14,10 @@ from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.serving.transcript import decoder
 from jaxrl_llm.serving.wanted import Served
 
 _MOST_TOKENS = 4096  # by default, where the model would take more
-_SMALLEST_PROMPT = 32  # shorter ones share its programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,31 +126,3 @@ def engine(
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
     )
-
-
-def warm_up(target: Engine, params: Params, max_prompts: int = 1) -> Iterator[None]:
-    """Compiles what serving will need, a piece at a time.
-
-    Args:
-      target: Without requests; it has none afterwards.
-      params: Rollout parameters.
-      max_prompts: Prompts of one length that may arrive together; for more of them, and for
-        log-probs of likeliest tokens, programs are compiled when they are first needed.
-    """
-    longest = target.max_tokens - 2
-    for filtered in (False, True):
-        sampling = SamplingParams(2, top_p=0.5 if filtered else 1.0)
-        count = 1
-        while count <= max_prompts:
-            width = 1
-            while True:
-                prompt = Request((0,) * width, np.zeros((1, 2), np.uint32), (sampling,))
-                for _ in range(count):
-                    target.submit(prompt)
-                while target.num_waiting or target.num_active:
-                    target.step(params)
-                yield
-                if width == longest:
-                    break
-                width = min(bucket(width + 1, smallest=_SMALLEST_PROMPT), longest)
-            count *= 2

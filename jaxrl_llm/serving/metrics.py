@@ -71,6 +71,11 @@ class _Slots(Collector):
             ("queue_samples", "Samples that wait for a slot.", waiting),
             ("compilations", "Programs compiled so far.", self._driver.num_compilations),
             (
+                "warm_up_programs",
+                "Programs still to be compiled ahead of need.",
+                self._driver.num_programs_left,
+            ),
+            (
                 "tokens_per_forward",
                 "Tokens that a sample got in a decode step.",
                 self._driver.tokens_per_forward,

@@ -4,10 +4,13 @@ Every field that is not served is refused by name, unless its value asks for not
 """
 
 import math
-from typing import Any, Literal
+import reprlib
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
+
+from jaxrl_llm.rollout.checks import is_text, number_problem
 
 MAX_SAMPLES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request
@@ -31,6 +34,10 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
+
+# Of a list with a million wrong entries, the first is told.
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class ApiError(Exception):
@@ -59,6 +66,23 @@ class ApiError(Exception):
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
 
 
+def _surrogate_place(value: Any) -> list[str] | None:
+    """Returns the way to half of a surrogate pair in a JSON value, None if there is none."""
+    left: list[tuple[list[str], Any]] = [([], value)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, str) and not is_text(value):
+            return place
+        if isinstance(value, dict):
+            for key, inside in value.items():
+                if not is_text(key):
+                    return [*place, ascii(key)]
+                left.append(([*place, key], inside))
+        if isinstance(value, list):
+            left.extend(([*place, str(i)], inside) for i, inside in enumerate(value))
+    return None
+
+
 class StreamOptions(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
@@ -75,35 +99,48 @@ class _Body(pydantic.BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None  # of no consequence
     # Beyond OpenAI's.
     top_k: int | None = Field(None, ge=0, lt=2**31)
     min_p: float | None = Field(None, ge=0.0, lt=1.0)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+    def _check_fields(cls, values: Any) -> Any:
+        """Refuses what is no text and no field; drops fields that ask for nothing."""
         if not isinstance(values, dict):
             return values
+        if (place := _surrogate_place(values)) is not None:
+            message = "holds half of a surrogate pair, which is no text; leave it out"
+            raise ApiError(400, f"{'.'.join(place)}: {message}", param=place[0])
         kept = {}
         for name, value in values.items():
-            if name in cls.model_fields or name not in _NOTHING:
+            if name in cls.model_fields:
                 kept[name] = value
+            elif name not in _NOTHING:
+                raise ApiError(400, f"{name[:100]}: no such field", param=name[:100])
             elif value is not None and not any(_same(value, v) for v in _NOTHING[name]):
                 raise ApiError(
                     400,
-                    f"{name}={str(value)[:100]!r} is not supported by this server; leave it out",
+                    f"{name}={reprlib.repr(value)} is not supported by this server; leave it out",
                     param=name,
                     code="unsupported_parameter",
                 )
         return kept
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float | None) -> float | None:
+        if temperature is not None and (problem := number_problem("temperature", temperature)):
+            raise ValueError(problem)
+        return temperature
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -137,8 +174,8 @@ class _Body(pydantic.BaseModel):
 class CompletionBody(_Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(None, ge=1)
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
     best_of: int | None = None
 
@@ -173,7 +210,7 @@ class ChatMessage(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -186,9 +223,9 @@ class ChatMessage(pydantic.BaseModel):
 class ChatBody(_Body):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
 

@@ -6,13 +6,14 @@ import dataclasses
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 from absl import logging
 from starlette.types import ASGIApp
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout.warm_up import Program
 from jaxrl_llm.serving.driver import Driver, Params
 
 _FLUSH_S = 10  # for replies that are done to reach their clients, before the process ends
@@ -27,7 +28,7 @@ class ServerError(UserError):
 class Lifetime:
     """How a server begins, renews its weights, and ends."""
 
-    prepare: Iterable[object]  # gone through before requests are accepted
+    programs: Sequence[Program]  # compiled while no request is there
     reload: Callable[[], Params]  # other weights, read when SIGHUP comes
     grace_s: float  # for accepted requests to finish after SIGTERM or SIGINT
     max_connections: int
@@ -60,7 +61,6 @@ def run(app: ASGIApp, driver: Driver, listener: socket.socket, lifetime: Lifetim
       ServerError: If the engine broke.
     """
     listener.listen(1024)
-    logging.info("serving on http://%s:%d", *listener.getsockname()[:2])
     asyncio.run(_run(app, driver, listener, lifetime))
     if driver.state == "failed":
         raise ServerError("the engine failed; its error is above. Start the server again")
@@ -95,8 +95,13 @@ async def _run(app: ASGIApp, driver: Driver, listener: socket.socket, life: Life
         timeout_graceful_shutdown=_FLUSH_S,
     )
     server = _Uvicorn(settings)
-    driver.start(life.prepare, loop.call_soon_threadsafe)
+    driver.start(life.programs, loop.call_soon_threadsafe)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.001)
+    logging.info("ready, serving on http://%s:%d", *listener.getsockname()[:2])
+    if life.programs:
+        logging.info("%d programs are compiled while no request is there", len(life.programs))
     while not (stop.is_set() or serving.done() or driver.state == "failed"):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _LOOK_S)
