@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+from jaxrl_llm.rollout.checks import RequestError
 from jaxrl_llm.rollout.requests import Progress
 from jaxrl_llm.rollout.tally import Tally
 
@@ -16,6 +17,8 @@ class CountingEngine:
 
     num_slots: int = 4
     too_long: int = 1000  # requests with longer prompts do not fit
+    cursed: int = 1000  # what is done for a request with this token raises,
+    fails_in: str = ""  # in "submit" or, on behalf of its last sample, in "step"
     may_step: threading.Event = dataclasses.field(default_factory=threading.Event)
     breaks: bool = False
     num_steps: int = 0
@@ -41,11 +44,18 @@ class CountingEngine:
     def submit(self, request):
         self.threads.add(threading.get_ident())
         if len(request.tokens) > self.too_long:
-            raise ValueError(f"a prompt of {len(request.tokens)} tokens")
+            raise RequestError(f"a prompt of {len(request.tokens)} tokens")
+        if self.fails_in == "submit" and self.cursed in request.tokens:
+            raise KeyError("a defect")
         number, self._count = self._count, self._count + 1
         for i, params in enumerate(request.params):
-            self._samples[number, i] = [params, 0]
+            is_cursed = self.cursed in request.tokens and i == len(request.params) - 1
+            self._samples[number, i] = [params, 0, is_cursed]
         return number
+
+    def compile(self, params, program):
+        self.threads.add(threading.get_ident())
+        program.call(params, None)
 
     def abort(self, number):
         self.threads.add(threading.get_ident())
@@ -63,7 +73,10 @@ class CountingEngine:
             sample = self._samples[key]
             sample[1] += 1
             reason = "length" if sample[1] == sample[0].max_tokens else ""
-            told.append(Progress(*key, (9 + sample[1],), (float(params),), (), reason))
+            error = None
+            if self.fails_in == "step" and sample[2] and sample[1] == 2:
+                reason, error = "error", KeyError("a defect")
+            told.append(Progress(*key, (9 + sample[1],), (float(params),), (), reason, error))
             if reason:
                 del self._samples[key]
         return told

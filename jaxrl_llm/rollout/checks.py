@@ -116,7 +116,9 @@ class Limits:
             return p
         most, count = min(MAX_TOP_LOG_PROBS, self.vocab_size), params.num_top_log_probs
         if not (isinstance(count, Integral) and 0 <= int(count) <= most):
-            return f"num_top_log_probs={count!r:.100} must lie between 0 and {most} and be an integer"
+            return (
+                f"num_top_log_probs={count!r:.100} must lie between 0 and {most} and be an integer"
+            )
         if params.stop_strings and not self.takes_stop_strings:
             return "stop strings need the text of tokens; give the engine `decode`"
         for string in params.stop_strings:

@@ -56,12 +56,12 @@ def programs(
         for (rows, width), prompts in batches.items():
             name = f"prefill of {rows} x {width} tokens{after}"
             call = _prefill(compiled, prompts, insert_sizes, num_slots, switches)
-            found.append(((filtered, compiled.slot_counts[0], width, rows), Program(name, call)))
+            found.append(((filtered, compiled.slot_counts[0], width, 0, rows), Program(name, call)))
         for slots in compiled.slot_counts:
             for window in compiled.windows:
                 name = f"decoding of {slots} slots x {window} tokens{after}"
                 call = _generate(compiled, slots, window, switches)
-                found.append(((filtered, slots, window, 0), Program(name, call)))
+                found.append(((filtered, slots, window, 1, 0), Program(name, call)))
     return [program for _, program in sorted(found, key=lambda entry: entry[0])]
 
 

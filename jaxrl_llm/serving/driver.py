@@ -154,7 +154,7 @@ class Driver:
         """
         self._call = call
         self._programs.extend(programs)
-        self._num_programs = len(programs)
+        self._num_programs, self._num_compiled = len(programs), 0
         self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
         self._state = "ready"
         self._thread.start()
@@ -273,9 +273,10 @@ class Driver:
     def _compile(self, params: Params, program: Program) -> None:
         began = time.monotonic()
         self._engine.compile(params, program)
+        self._num_compiled += 1
         logging.info(
             "compiled %d of %d: %s, %.1f s",
-            self._num_programs - self.num_programs_left,
+            self._num_compiled,
             self._num_programs,
             program.name,
             time.monotonic() - began,

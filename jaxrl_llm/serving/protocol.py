@@ -79,7 +79,11 @@ def _surrogate_place(value: Any) -> list[str] | None:
                     return [*place, ascii(key)]
                 left.append(([*place, key], inside))
         if isinstance(value, list):
-            left.extend(([*place, str(i)], inside) for i, inside in enumerate(value))
+            left.extend(
+                ([*place, str(i)], inside)
+                for i, inside in enumerate(value)
+                if isinstance(inside, str | list | dict)
+            )
     return None
 
 

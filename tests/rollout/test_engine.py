@@ -271,6 +271,34 @@ def test_stop_strings_end_samples_in_the_middle_of_a_chunk(one_window):
         engine_of().submit(wanted)
 
 
+def test_what_the_text_of_one_sample_raises_ends_it_alone(one_window):
+    whole = expected()[0]
+
+    def decode(tokens):
+        if list(tokens[:2]) == whole[2].tokens[:2]:
+            raise KeyError("a defect")
+        return "".join(map(chr, tokens))
+
+    engine = Engine(tiny.NETWORK, ONE, num_slots=4, max_tokens=LIMIT, decode=decode)
+    params = tuple(dataclasses.replace(p, stop_strings=("~~~",)) for p in workload()[0].params)
+    watched = dataclasses.replace(workload()[0], params=params)
+    bad, good = engine.submit(watched), [engine.submit(r) for r in workload()[1:]]
+    errors, found = {}, {}
+    while engine.num_waiting or engine.num_active:
+        for p in engine.step(rollout_params()):
+            found.setdefault((p.request, p.sample), []).extend(p.tokens)
+            if p.error is not None:
+                errors[p.request, p.sample] = p.finish_reason, type(p.error)
+    assert errors == {(bad, 2): ("error", KeyError)}
+    for number, completions in zip([bad, *good], expected(), strict=True):
+        for i, completion in enumerate(completions):
+            if (number, i) not in errors:
+                assert found[number, i] == completion.tokens
+    with pytest.raises(KeyError, match="a defect"):
+        engine.generate(rollout_params(), [watched])
+    assert_same(engine.generate(rollout_params(), workload()[1:]), expected()[1:])
+
+
 def order_of_chunks(engine, budgets, monkeypatch, **params):
     """Runs samples; returns what was done, d: a chunk dispatched, r: a chunk (or insert) read."""
     events, generate, read = [], engine.compiled.generate, engine_lib._read
@@ -403,6 +431,25 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     assert all(state == split for state in states)
 
 
+def test_programs_compiled_between_turns_change_no_sample(one_window):
+    engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT, chunk_steps=4)
+    params = rollout_params()
+    names = [program.name for program in engine.programs(8, 40, filters=(False, True))]
+    assert len(set(names)) == len(names) >= 7
+    # What a first short request needs comes first.
+    assert names[1].startswith("prefill of 1 x 64 tokens") and "filtered" in names[-1]
+    numbers, found = [engine.submit(r) for r in workload()], {}
+    while engine.num_waiting or engine.num_active:
+        for p in engine.step(params):
+            found.setdefault((p.request, p.sample), []).extend(p.tokens)
+        for program in engine.programs(num_prompts=1, prompt_tokens=40):
+            engine.compile(params, program)
+    for number, completions in zip(numbers, expected(), strict=True):
+        assert [found[number, i] for i in range(len(completions))] == [
+            c.tokens for c in completions
+        ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
@@ -416,7 +463,8 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
         chunk_steps=4,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
     )
-    engine.warm_up(rollout, num_prompts=6, prompt_tokens=100)
+    for program in engine.programs(num_prompts=6, prompt_tokens=100):
+        engine.compile(rollout, program)
     count = engine.num_compilations()
     random, finished, best = np.random.default_rng(4), 0, 0.0
     used = set()

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 from distributions import FILTERS, assert_drawn_from, distribution
 
+from jaxrl_llm.config.rollout import MIN_TEMPERATURE
 from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.sampling import SamplerState
 
@@ -89,6 +90,40 @@ def test_log_prob_is_of_the_whole_vocabulary(temperature):
     want = np.take_along_axis(want, tokens[:, None], -1)[:, 0]
     # float32 of numbers up to about 30.
     np.testing.assert_allclose(log_probs, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 1e-3, 0.03])
+def test_log_probs_are_right_down_to_the_smallest_temperature(temperature):
+    """Against float64, where the logits are nearly even and where they are not."""
+    random = np.random.default_rng(5)
+    logits = (30 + 5 * random.standard_normal((400, 300))).astype(np.float32)
+    # Rows in which several tokens may be drawn at so low a temperature.
+    near = 60 + np.float32(temperature) * random.uniform(-3, 3, (200, 300))
+    logits[:200] = np.where(random.random((200, 300)) < 0.05, near, logits[:200])
+    want = scipy.special.log_softmax(logits.astype(np.float64) / np.float32(temperature), -1)
+    for filters in ({"filtered": False}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.01}):
+        tokens, log_probs = sample(logits, temperature=temperature, **filters)
+        assert np.isfinite(log_probs).all()
+        np.testing.assert_allclose(
+            log_probs, np.take_along_axis(want, tokens[:, None], -1)[:, 0], atol=1e-5
+        )
+        assert (log_probs[:200] < -0.1).mean() > 0.2  # more than one token was possible
+    likeliest, log_probs = sampling.top_log_probs(
+        jnp.asarray(logits), state(400, temperature=temperature), 5
+    )
+    assert np.isfinite(log_probs).all()
+    # float32 has 24 bits; the fifth may be as far as -3e5.
+    np.testing.assert_allclose(
+        log_probs, np.take_along_axis(want, np.asarray(likeliest), -1), rtol=3e-7, atol=1e-5
+    )
+
+
+def test_the_smallest_filters_leave_the_likeliest():
+    logits = 2 * np.random.default_rng(6).standard_normal((50, 200))
+    for filters in ({"top_p": 1e-30}, {"top_p": 1e-300}, {"top_k": 1}, {"min_p": 1 - 1e-12}):
+        tokens, log_probs = sample(logits, **filters)
+        np.testing.assert_array_equal(tokens, logits.astype(np.float32).argmax(-1))
+        assert np.isfinite(log_probs).all()
 
 
 def test_zero_temperature_takes_the_first_of_the_largest():

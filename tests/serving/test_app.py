@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import httpx
@@ -20,15 +21,13 @@ BODY = {"model": "m", "prompt": "abc", "max_tokens": 5}
 
 
 @contextlib.asynccontextmanager
-async def running(engine, limits=LIMITS, prepare=(), max_waiting=2):
+async def running(engine, limits=LIMITS, max_waiting=2, served=SERVED):
     """Gives a client of an application in this event loop, and its driver."""
     driver = Driver(engine, 0.0, max_waiting=max_waiting)
-    app = make_app(SERVED, driver, Metrics(driver, engine.num_slots), limits)
-    driver.start(prepare, asyncio.get_running_loop().call_soon_threadsafe)
+    app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
+    driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        while driver.state == "starting" and not prepare:
-            await asyncio.sleep(0.001)
         try:
             yield client, driver
         finally:
@@ -70,31 +69,22 @@ def test_a_full_queue_is_429_and_then_served():
     asyncio.run(scenario())
 
 
-def test_starting_and_stopping_are_503():
+def test_stopping_is_503():
     async def scenario():
         engine = CountingEngine()
-
-        def prepare():
-            engine.may_step.wait(30)
-            yield
-
-        engine.may_step.clear()
-        async with running(engine, prepare=prepare()) as (client, driver):
+        async with running(engine) as (client, driver):
             health = await client.get("/health")
-            assert (health.status_code, health.json()) == (503, {"status": "starting"})
-            reply = await complete(client)
-            assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
-            assert error_of(reply) == ("server_error", "not_serving")
-            engine.may_step.set()
-            while driver.state != "ready":
-                await asyncio.sleep(0.001)
+            assert (health.status_code, health.json()) == (200, {"status": "ready"})
             engine.may_step.clear()
             accepted = asyncio.create_task(complete(client))
             while not driver.num_unfinished:
                 await asyncio.sleep(0.001)
             driver.refuse()
-            assert (await complete(client)).status_code == 503
-            assert (await client.get("/health")).json() == {"status": "stopping"}
+            reply = await complete(client)
+            assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
+            assert error_of(reply) == ("server_error", "not_serving")
+            health = await client.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "stopping"})
             engine.may_step.set()
             assert (await accepted).json()["usage"]["completion_tokens"] == 5
 
@@ -143,6 +133,56 @@ def test_what_only_the_engine_refuses_is_400():
             reply = await complete(client, prompt="abcdef")
             assert reply.status_code == 400
             assert "a prompt of 6 tokens" in reply.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("place", ["submit", "step", "text"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_one_request_raises_is_its_500_alone(stream, place):
+    """In the engine's thread, for one of its samples; or in the event loop, making its text."""
+
+    class Cursed:
+        """A tokenizer that cannot decode the tenth token."""
+
+        def __getattr__(self, name):
+            return getattr(SERVED.tokenizer, name)
+
+        def __call__(self, text):
+            return SERVED.tokenizer(text)
+
+        backend_tokenizer = None
+
+        def decode(self, tokens, **kwargs):
+            if 19 in list(tokens):
+                raise KeyError("a defect")
+            return SERVED.tokenizer.decode(tokens, **kwargs)
+
+    async def scenario():
+        engine = CountingEngine(cursed=7, fails_in=place)
+        served = dataclasses.replace(SERVED, tokenizer=Cursed())
+        async with running(engine, served=served, max_waiting=8) as (client, driver):
+            engine.may_step.clear()
+            good = [asyncio.create_task(complete(client, prompt=[5, 6])) for _ in range(3)]
+            bad = {"prompt": [7, 7], "n": 2, "max_tokens": 11, "stream": stream}
+            failing = asyncio.create_task(complete(client, **bad))
+            while driver.num_unfinished < 5:
+                await asyncio.sleep(0.001)
+            engine.may_step.set()
+            for reply in await asyncio.gather(*good):
+                assert reply.json()["usage"]["completion_tokens"] == 5
+            reply = await failing
+            if stream:  # the status is long sent
+                last = reply.text.strip().rpartition("data: ")[2]
+                error = json.loads(last)["error"]
+                assert reply.status_code == 200 and "[DONE]" not in reply.text
+            else:
+                error = reply.json()["error"]
+                assert reply.status_code == 500
+            assert error["type"] == "server_error" and "a defect" not in error["message"]
+            while driver.num_unfinished:
+                await asyncio.sleep(0.001)
+            assert engine.num_active == 0 and (await client.get("/health")).status_code == 200
 
     asyncio.run(scenario())
 

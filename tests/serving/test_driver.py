@@ -10,12 +10,21 @@ import pytest
 from serving_engine import CountingEngine
 
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.driver import Driver, EngineFailed, NotServing, QueueFull, Refused, Unfit
+from jaxrl_llm.rollout.warm_up import Program
+from jaxrl_llm.serving.driver import (
+    Driver,
+    EngineFailed,
+    NotServing,
+    QueueFull,
+    Refused,
+    RequestFailed,
+    Unfit,
+)
 
 
-def request(max_tokens=3, samples=1, prompt_tokens=2):
+def request(max_tokens=3, samples=1, prompt_tokens=2, token=0):
     keys = np.zeros((samples, 2), np.uint32)
-    return Request((0,) * prompt_tokens, keys, (SamplingParams(max_tokens),) * samples)
+    return Request((token,) * prompt_tokens, keys, (SamplingParams(max_tokens),) * samples)
 
 
 class Heard:
@@ -52,14 +61,12 @@ class Heard:
 def make():
     drivers = []
 
-    def make(engine, params=0.0, max_waiting=4, prepare=()):
+    def make(engine, params=0.0, max_waiting=4, programs=()):
         driver = Driver(engine, params, max_waiting=max_waiting)
+        with pytest.raises(NotServing, match="the server is starting"):
+            driver.submit([request()], Heard())
         drivers.append(driver)
-        driver.start(prepare)
-        end = time.monotonic() + 300
-        while driver.state == "starting" and not prepare:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        driver.start(programs)
         return driver
 
     yield make
@@ -183,23 +190,74 @@ def test_what_the_engine_refuses_leaves_nothing_behind(make):
     assert after.wait(1).tokens == {0: [10, 11, 12]}
 
 
-def test_requests_wait_for_the_preparation(make):
-    prepared = threading.Event()
+@pytest.mark.parametrize("place", ["submit", "step"])
+def test_what_one_request_raises_ends_it_alone(make, place):
+    engine = CountingEngine(num_slots=8, cursed=7, fails_in=place)
+    driver = make(engine, max_waiting=8)
+    engine.may_step.clear()
+    before, bad, after = Heard(), Heard(), Heard()
+    driver.submit([request(4)], before)
+    driver.submit([request(9), request(9, samples=2, token=7)], bad)
+    driver.submit([request(4)], after)
+    engine.may_step.set()
+    for heard in (before, after):
+        assert heard.wait(1).tokens == {0: [10, 11, 12, 13]} and heard.error is None
+    assert type(bad.wait(3).error) is RequestFailed and "KeyError" in str(bad.error)
+    assert driver.drain(30) and engine.num_active == 0 and driver.state == "ready"
 
-    def prepare():
-        yield
-        assert prepared.wait(30)
-        yield
 
-    driver = make(CountingEngine(), prepare=prepare())
-    with pytest.raises(NotServing, match="the server is starting"):
-        driver.submit([request()], Heard())
-    prepared.set()
-    end = time.monotonic() + 300
-    while driver.state != "ready":
-        assert time.monotonic() < end
-    driver.submit([request()], heard := Heard())
-    assert heard.wait(1).reasons == {0: "length"}
+def test_a_listener_that_raises_is_given_up_alone(make):
+    engine = CountingEngine()
+    driver, heard = make(engine), Heard()
+    engine.may_step.clear()
+
+    def deaf(event):
+        raise KeyError("a defect")
+
+    driver.submit([request(10**9)], deaf)
+    driver.submit([request(5)], heard)
+    engine.may_step.set()
+    assert heard.wait(1).tokens == {0: [10, 11, 12, 13, 14]}
+    assert driver.drain(30) and engine.num_active == 0 and driver.state == "ready"
+
+
+def test_programs_are_compiled_while_no_request_is_there(make, caplog):
+    engine, may_compile, compiled = CountingEngine(), threading.Event(), []
+
+    def program(i):
+        def call(params, state):
+            assert may_compile.wait(30)
+            compiled.append((i, engine.num_steps))
+
+        return Program(f"program {i}", call)
+
+    with caplog.at_level("INFO", "absl"):
+        driver, heard = make(engine, programs=[program(i) for i in range(3)]), Heard()
+        assert driver.state == "ready"
+        driver.submit([request(5)], heard)  # while the first is compiled
+        may_compile.set()
+        heard.wait(1)
+        end = time.monotonic() + 300
+        while len(compiled) < 3:
+            assert time.monotonic() < end
+    # The request went before the second.
+    assert compiled == [(0, 0), (1, 5), (2, 5)] and driver.num_programs_left == 0
+    assert "compiled 2 of 3: program 1, 0.0 s" in caplog.text
+
+
+def test_a_driver_that_stops_compiles_no_more(make):
+    reached, may_compile = threading.Event(), threading.Event()
+
+    def call(params, state):
+        reached.set()
+        assert may_compile.wait(30)
+
+    driver = make(CountingEngine(), programs=[Program("program", call)] * 50)
+    assert reached.wait(30)
+    driver.refuse()
+    assert driver.num_programs_left == 0
+    may_compile.set()
+    driver.close()
 
 
 def test_nothing_is_lost_or_told_twice_among_many_threads(make):

@@ -249,7 +249,7 @@ def test_filters_leave_the_likeliest(client):
         ({"n": 33}, 400, None, "33 samples in one request; this server holds 1 to 32"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 2.5}, 400, "max_tokens", "valid integer"),
-        ({"echo": True}, 400, "echo", "echo='True' is not supported"),
+        ({"echo": True}, 400, "echo", "echo=True is not supported"),
         ({"suffix": "x"}, 400, "suffix", "not supported"),
         ({"best_of": 2}, 400, None, "best_of=2 must be n=1"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
