@@ -11,6 +11,7 @@ from absl import flags, logging
 
 from jaxrl_llm import program
 from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.rollout.checks import number_problem
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.serving import loading
 
@@ -28,6 +29,8 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0)
 def main():
     if bool(MODEL.value) == bool(WORKDIR.value):
         program.refuse([("model", "give either --model or --workdir")])
+    if problem := number_problem("temperature", TEMPERATURE.value):
+        program.refuse([("temperature", problem)])
     # JetStream may be missing; what is wrong with the flags is told first.
     from jaxrl_llm.serving import jetstream_adapter
 

@@ -151,3 +151,11 @@ def metric(url, name):
     found = [line for line in lines if line.startswith(f"jaxrl_llm_{name}")]
     assert found, name
     return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def wait_idle(url):
+    """Waits until no sample stands in a slot or waits for one."""
+    end = time.monotonic() + HANGS_S
+    while metric(url, "active_slots") + metric(url, "queue_samples"):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -98,13 +98,6 @@ async def round_of(url, seeds):
     return texts, outcomes
 
 
-def idle(url):
-    end = time.monotonic() + HANGS_S
-    while serving_model.metric(url, "active_slots") + serving_model.metric(url, "queue_samples"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_sixty_four_clients(folder):
     with serving_model.serving(folder, "--num_slots=16", "--max_waiting=200") as (server, url):
         first, outcomes = asyncio.run(round_of(url, range(400)))
@@ -113,7 +106,7 @@ def test_sixty_four_clients(folder):
         while len(sizes) < 4 or programs[-3] < programs[-1]:
             assert len(sizes) < ROUNDS, programs
             texts, again = asyncio.run(round_of(url, range(400)))
-            idle(url)
+            serving_model.wait_idle(url)
             sizes.append(server.rss_bytes())
             programs.append(serving_model.metric(url, "compilations"))
             # Seeds answer for the replies: none is lost, another's, or half of it twice.
@@ -133,7 +126,7 @@ def test_a_full_server_says_so_and_goes_on(folder):
         texts, outcomes = asyncio.run(round_of(url, range(300)))
         assert outcomes["full"] > 10
         assert sum(outcomes.values()) == 300 + outcomes["full"]
-        idle(url)
+        serving_model.wait_idle(url)
         reply = httpx.get(url + "/metrics").text
         assert f'rejected_total{{reason="queue_full"}} {float(outcomes["full"])}' in reply
         # With less to wait for at one time the same replies come.
