@@ -9,6 +9,7 @@ From Python, a run is a config and a call; nothing is imported before it is need
     state = jaxrl_llm.train(config, "runs/from_python")
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
     from jaxrl_llm.config import Config
     from jaxrl_llm.learner.roles import LearnerState
+
+# It is right: tokenizers are all that is used of that library.
+logging.getLogger("transformers").addFilter(
+    lambda record: "PyTorch was not found" not in record.getMessage()
+)
 
 
 def default_config() -> "ConfigDict":

@@ -14,6 +14,7 @@ from absl import app, flags, logging
 from jaxrl_llm import compiler_flags
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import parse_flags
+from jaxrl_llm.console import compiling, screen
 from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, Problem, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
@@ -53,10 +54,11 @@ def run(main: Callable[[], None]) -> None:
     def guarded(_):
         compiler_flags.set_defaults()
         logging.set_verbosity(logging.INFO)
-        logging.get_absl_handler().addFilter(_is_ours)
+        _speak()
         try:
             address = cluster.Address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
             hosts.join(cluster.find(os.environ, _START.value, address))
+            screen.SCREEN.silent = not hosts.is_first()
             main()
             hosts.leave()
         except Interrupted as ended:  # all processes end together
@@ -81,8 +83,17 @@ def run(main: Callable[[], None]) -> None:
     app.run(guarded, flags_parser=parse_flags)
 
 
+def _speak() -> None:
+    """Sends the log to people: plain lines, above the bars that show what is going on."""
+    root = std_logging.getLogger()
+    root.removeHandler(logging.get_absl_handler())
+    root.addHandler(_HANDLER)  # once
+    compiling.show()
+
+
 def _end(message: str) -> NoReturn:
-    logging.error("%s", message)
+    screen.SCREEN.close()
+    print(f"error: {message}", file=sys.stderr, flush=True)
     hosts.abandon(message)
     sys.exit(EXIT_MENDABLE)
 
@@ -93,6 +104,7 @@ def _leave(code: int) -> NoReturn:
     A signal may have cut a library short between the start of a thread and the note that it is to
     be told of the end: Python would wait for that thread for ever.
     """
+    screen.SCREEN.close()
     logging.flush()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -110,6 +122,10 @@ def _is_ours(record: std_logging.LogRecord) -> bool:
         return False  # raised once more, and reported by who asked for the save
     chatty = any(name in record.pathname for name in _CHATTY)
     return record.levelno >= std_logging.WARNING or not chatty
+
+
+_HANDLER = screen.LogHandler()
+_HANDLER.addFilter(_is_ours)
 
 
 def keep_compilations(workdir: str | os.PathLike[str]) -> None:

@@ -9,7 +9,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm import program
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.trainer import rl
+from jaxrl_llm.console import screen
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
@@ -19,6 +19,8 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missi
 def main():
     config = from_config_dict(CONFIG.value)
     program.keep_compilations(WORKDIR.value)
+    with screen.work("loading the libraries"):
+        from jaxrl_llm.trainer import rl
     rl.train(config, WORKDIR.value)
 
 

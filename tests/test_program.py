@@ -38,11 +38,12 @@ def raising(error):
         (PermissionError(errno.EACCES, "Permission denied", "/a"), "Permission denied: '/a'"),
     ],
 )
-def test_what_the_user_can_mend_is_a_message(run, caplog, error, message):
+def test_what_the_user_can_mend_is_a_message(run, capsys, error, message):
     with pytest.raises(SystemExit) as ended:
         run(raising(error))
     assert ended.value.code == 1
-    assert message in caplog.text and "Traceback" not in caplog.text
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and message in shown and "Traceback" not in shown
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x")])

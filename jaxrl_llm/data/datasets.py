@@ -12,12 +12,17 @@ import grain
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.console import screen
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.files import Row
 from jaxrl_llm.data.tasks import Split, task_rows
-from jaxrl_llm.data.tokenizer import render_prompts
+from jaxrl_llm.data.token_bound import token_bound
+from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens
 from jaxrl_llm.types import Prompt, PromptBatch
 
 T = TypeVar("T")
+
+_PIECE_CHARACTERS = 1 << 18  # tokenized in one call, between two signs of progress
 
 logger = logging.getLogger(__name__)
 
@@ -61,26 +66,18 @@ def load_dataset(
         `max_prompt_tokens` and `filter_long_prompts` is off; no prompt is left.
     """
     rows = task_rows(config, split, seed)
-    tokens, texts = render_prompts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
     prompts = [
         Prompt(
-            tokens=row_tokens,
+            tokens=tokens,
             text=text,
             data_source=row["data_source"],
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row["extra_info"],
             index=index,
         )
-        for index, (row, row_tokens, text) in enumerate(zip(rows, tokens, texts, strict=True))
-        if fits(config, split, index, len(row_tokens))
+        for index, row, tokens, text in fitting(config, tokenizer, split, rows)
     ]
     num_dropped = len(rows) - len(prompts)
-    if not prompts:
-        raise DataError(
-            f"config.data.max_prompt_tokens: all {len(rows)} prompts of the {split} split are"
-            f" longer than {config.max_prompt_tokens} tokens, the shortest has"
-            f" {min(map(len, tokens))}; raise it"
-        )
     if num_dropped:
         logger.warning(
             "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d",
@@ -92,20 +89,69 @@ def load_dataset(
     return Dataset(prompts, num_dropped)
 
 
-def fits(config: DataConfig, split: Split, index: int, num_tokens: int) -> bool:
-    """Returns whether a prompt is kept.
+def fitting(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, rows: Sequence[Row]
+) -> list[tuple[int, Row, tuple[int, ...], str]]:
+    """Returns index, row, tokens and text of every prompt that is short enough.
+
+    A text that cannot fit is not tokenized.
 
     Raises:
-      DataError: an empty prompt, or one that is too long while `filter_long_prompts` is off.
+      DataError: a prompt is empty, or too long while `filter_long_prompts` is off; none is left.
     """
-    if not num_tokens:
-        raise DataError(f"{split} split, row {index}: the prompt has no tokens")
+    texts = prompt_texts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
+    bound = token_bound(tokenizer)
+    fewest = [bound(text) for text in texts]  # tokens that each has at least
+    candidates = [i for i, num in enumerate(fewest) if _fits(config, split, i, num, "at least ")]
+    kept = []
+    num_characters = sum(len(texts[index]) for index in candidates)
+    with screen.work(f"tokenizing the {split} split", num_characters) as advance:
+        for piece in _pieces(candidates, texts):
+            found = prompt_tokens(tokenizer, [texts[i] for i in piece], config.chat_template)
+            for index, tokens in zip(piece, found, strict=True):
+                fewest[index] = len(tokens)
+                if not tokens:
+                    raise DataError(f"{split} split, row {index}: the prompt has no tokens")
+                if _fits(config, split, index, len(tokens)):
+                    kept.append((index, rows[index], tokens, texts[index]))
+                advance(len(texts[index]))
+    if not kept:
+        raise DataError(
+            f"config.data.max_prompt_tokens: all {len(rows)} prompts of the {split} split are"
+            f" longer than {config.max_prompt_tokens} tokens, the shortest has"
+            f"{'' if candidates else ' at least'} {min(fewest)}; raise it"
+        )
+    return kept
+
+
+def _pieces(indices: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yields the indices in order, each piece with about as much text as a second's work."""
+    piece: list[int] = []
+    num_characters = 0
+    for index in indices:
+        piece.append(index)
+        num_characters += len(texts[index])
+        if num_characters >= _PIECE_CHARACTERS:
+            yield piece
+            piece, num_characters = [], 0
+    if piece:
+        yield piece
+
+
+def _fits(
+    config: DataConfig, split: Split, index: int, num_tokens: int, at_least: str = ""
+) -> bool:
+    """Returns whether a prompt of so many tokens may be kept.
+
+    Raises:
+      DataError: it is too long while `filter_long_prompts` is off.
+    """
     if num_tokens <= config.max_prompt_tokens:
         return True
     if config.filter_long_prompts:
         return False
     raise DataError(
-        f"{split} split, row {index}: the prompt has {num_tokens} tokens, more than"
+        f"{split} split, row {index}: the prompt has {at_least}{num_tokens} tokens, more than"
         f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or set"
         " data.filter_long_prompts=True"
     )

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import pyarrow
 from pyarrow import parquet
 
+from jaxrl_llm.console import screen
 from jaxrl_llm.data import json_line
 from jaxrl_llm.data.errors import DataError
 
@@ -36,13 +37,15 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
         if not pathlib.Path(path).is_file():
             raise DataError(f"{path}: no such file")
         empty = True
-        for number, row in READERS[suffix](path):
-            empty = False
-            if not isinstance(row, Mapping):
-                raise DataError(
-                    f"{path}, row {number}: must be a mapping of columns, got {type(row).__name__}"
-                )
-            yield f"{path}, row {number}", dict(row)
+        with screen.work(f"reading {path}"):
+            for number, row in READERS[suffix](path):
+                empty = False
+                if not isinstance(row, Mapping):
+                    kind = type(row).__name__
+                    raise DataError(
+                        f"{path}, row {number}: must be a mapping of columns, got {kind}"
+                    )
+                yield f"{path}, row {number}", dict(row)
         if empty:
             raise DataError(f"{path}: no rows in this file")
 

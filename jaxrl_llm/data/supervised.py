@@ -5,11 +5,10 @@ import random
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.datasets import fits
+from jaxrl_llm.data.datasets import fitting
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row
 from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
-from jaxrl_llm.data.tokenizer import render_prompts
 
 Tokens = tuple[int, ...]
 
@@ -95,11 +94,8 @@ def _rows_and_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
 ) -> tuple[list[Row], list[Tokens]]:
     rows = task_rows(config, split, seed)
-    prompts, _ = render_prompts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
-    kept = [
-        index for index, tokens in enumerate(prompts) if fits(config, split, index, len(tokens))
-    ]
-    return [rows[index] for index in kept], [prompts[index] for index in kept]
+    kept = fitting(config, tokenizer, split, rows)
+    return [row for _, row, _, _ in kept], [tokens for _, _, tokens, _ in kept]
 
 
 def _responses(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:

@@ -111,20 +111,33 @@ def render_prompts(
     Raises:
       DataError: the tokenizer has no template, or its template refuses a prompt.
     """
-    if not prompts:
-        return [], []
+    texts = prompt_texts(tokenizer, prompts, chat_template)
+    return prompt_tokens(tokenizer, texts, chat_template), texts
+
+
+def prompt_texts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]], chat_template: bool
+) -> list[str]:
+    """Returns the text of each prompt; see `render_prompts`."""
     if not chat_template:
-        texts = ["\n".join(message["content"] for message in prompt) for prompt in prompts]
-    elif not tokenizer.chat_template:
+        return ["\n".join(message["content"] for message in prompt) for prompt in prompts]
+    if prompts and not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template; set model.chat_template to a Jinja file,"
             " or data.chat_template=False for plain text"
         )
-    else:
-        texts = [_templated(tokenizer, prompt) for prompt in prompts]
+    return [_templated(tokenizer, prompt) for prompt in prompts]
+
+
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], chat_template: bool
+) -> list[tuple[int, ...]]:
+    """Returns the tokens of each text that `prompt_texts` gave."""
+    if not texts:
+        return []
     # A template writes the special tokens itself.
-    encoded = tokenizer(texts, add_special_tokens=not chat_template)["input_ids"]
-    return [tuple(tokens) for tokens in encoded], texts
+    encoded = tokenizer(list(texts), add_special_tokens=not chat_template)["input_ids"]
+    return [tuple(tokens) for tokens in encoded]
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message]) -> str:

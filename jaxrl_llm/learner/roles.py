@@ -108,7 +108,7 @@ class Roles:
         old = self.resharder.empty() if old is None or apart else old
         with jax.set_mesh(pools.staging(source, target)):
             moved = self.resharder.reshard(old, lora.joined(self.base_params, params))
-        if first:
+        if first and self.meshes["policy"].size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
         return pools.move(moved, places.on(target, moved)) if apart else moved
 

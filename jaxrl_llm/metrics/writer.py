@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,22 +17,13 @@ from typing import Any
 import jax
 import tensorboardX
 from absl import logging
-from rich import console as rich_console
-from rich import progress
 
 from jaxrl_llm.config import ConfigError, MetricsConfig
 from jaxrl_llm.errors import naming
-from jaxrl_llm.metrics import dumps
+from jaxrl_llm.metrics import console, dumps
 from jaxrl_llm.types import Rewards, Rollouts
 
 Sink = Callable[[int, Mapping[str, float]], None]
-# What the progress bar shows beside the step, if a step has it.
-HEADLINE = (
-    ("reward", "critic/score/mean"),
-    ("length", "response_length/mean"),
-    ("kl", "actor/ppo_kl"),
-    ("s/step", "timing_s/step"),
-)
 
 
 class Writer:
@@ -160,27 +150,9 @@ class Writer:
         self._closers.append(file.close)
 
     def _open_console(self, first_step: int, total_steps: int) -> None:
-        if not sys.stdout.isatty():
-            self._sinks.append(_print_line)
-            return
-        bar = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[headline]}"),
-            console=rich_console.Console(),
-        )
-        task = bar.add_task("", total=total_steps or None, completed=first_step, headline="")
-
-        def sink(step: int, data: Mapping[str, float]) -> None:
-            shown = [f"{label} {data[name]:.4g}" for label, name in HEADLINE if name in data]
-            if shown:
-                bar.update(task, completed=step, headline="  ".join(shown))
-
-        bar.start()
-        self._sinks.append(sink)
-        self._closers.append(bar.stop)
+        lines = console.StepLines(first_step, total_steps)
+        self._sinks.append(lines.show)
+        self._closers.append(lines.close)
 
     def _open_tensorboard(self, first_step: int) -> None:
         writer = tensorboardX.SummaryWriter(
@@ -220,11 +192,6 @@ def check(config: MetricsConfig) -> None:
                 f" ({error}); pip install 'jaxrl_llm[wandb]', or set it to ''"
             ]
         ) from error
-
-
-def _print_line(step: int, data: Mapping[str, float]) -> None:
-    numbers = [f"{name}:{value:.6g}" for name, value in data.items()]
-    print(" - ".join([f"step:{step}", *numbers]), flush=True)
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:

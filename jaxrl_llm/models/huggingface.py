@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from jaxrl_llm.console import screen
 from jaxrl_llm.models import families, finite, safetensors_file, written_folder
 from jaxrl_llm.models.families import CheckpointFormatError, TensorName
 from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
@@ -95,7 +96,7 @@ def load(
         places = traverse_util.flatten_dict(shardings)
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
-    for name in names:
+    for name in screen.each(f"loading {folder}", names):
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)
         else:

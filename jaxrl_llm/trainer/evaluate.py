@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.models.transformer import Params
@@ -59,8 +60,9 @@ class Evaluator:
         answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
         size = max(1, _WAVE // n)
-        for wave, start in enumerate(range(0, len(self._prompts), size)):
-            prompts = PromptBatch(self._prompts[start : start + size])
+        waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
+        for wave, of_wave in enumerate(screen.each("evaluating", waves)):
+            prompts = PromptBatch(of_wave)
             rollouts = agent.rollout(
                 self._roles.engine,
                 rollout_params,

@@ -25,6 +25,7 @@ from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
 from jaxrl_llm.config.folder import claim_workdir
+from jaxrl_llm.console import screen
 from jaxrl_llm.data import datasets
 from jaxrl_llm.folder_lock import FolderLock
 from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
@@ -38,7 +39,7 @@ from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.sharding import hosts
-from jaxrl_llm.trainer import supervised
+from jaxrl_llm.trainer import report, supervised
 from jaxrl_llm.trainer.evaluate import Evaluator, judge
 from jaxrl_llm.trainer.interruption import Interruption
 
@@ -92,6 +93,7 @@ def _train(
         lock.take(workdir)
     claim_workdir(config, workdir, write=hosts.is_first())
     saver = checkpoint.Saver(workdir / "checkpoints", config.checkpoint)
+    tell_end = report.opened(roles, budget, workdir)
 
     # Policy, reference, critic, reward model: what each begins as.
     policy = supervised.warm_start(roles, roles_lib.initial_policy(roles), workdir)
@@ -101,7 +103,8 @@ def _train(
     del policy, trained
     first, extra = 0, dict[str, Any]()
     if saver.latest_step():
-        state, extra, first = saver.restore(roles_lib.abstract(state))
+        with screen.work("reading the last checkpoint"):
+            state, extra, first = saver.restore(roles_lib.abstract(state))
         finite.check(
             state,
             f"{workdir}/checkpoints/{first}",
@@ -216,5 +219,7 @@ def _train(
                 positions = {name: thing.get_state() for name, thing in tracked.items()}
                 saver.save(step, state, positions)
 
-    saver.close()
+    with screen.work("saving the last step"):
+        saver.close()
+    tell_end()
     return state

@@ -1,0 +1,198 @@
+"""What a program says of its work while it goes on, and where its log goes.
+
+On a terminal: bars at the bottom, gone when the work is done, the log above them. Elsewhere: a
+line when work turns out to be long, one now and then, and one at its end.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from rich import console as rich_console
+from rich import progress
+
+PATIENCE_S = 2.0  # shorter work is not spoken of
+LONGEST_SILENCE_S = 60.0
+_LOOK_S = 0.2
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """Something that is going on.
+
+    Attributes:
+      what: It, as "reading rows".
+      total: Steps of it; 0: not known.
+      note: What stands behind its bar.
+    """
+
+    what: str
+    total: int = 0
+    note: str = ""
+    done: int = 0
+    begin: float = dataclasses.field(default_factory=time.monotonic)
+    next_line: float = PATIENCE_S  # seconds from its begin
+    bar: progress.TaskID | None = None
+
+    def advance(self, steps: int = 1) -> None:
+        """Says that so many steps more are done."""
+        self.done += steps
+
+
+class Screen:
+    """Shows works as long as they last; one a process, `SCREEN`."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._bars: progress.Progress | None = None  # while there is one to be seen
+        self.silent = False  # true of all processes of a run but the first
+
+    def is_terminal(self) -> bool:
+        """Returns whether somebody looks: both outputs are a terminal."""
+        return sys.stderr.isatty() and sys.stdout.isatty()
+
+    def begin(self, work: Work) -> None:
+        """Takes notice of a work."""
+        with self._changed:
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="screen", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def end(self, work: Work) -> None:
+        """Takes a work away; says how long it was if it has been spoken of."""
+        with self._changed:
+            if work not in self._works:
+                return
+            self._works.remove(work)
+            if self._bars and work.bar is not None:
+                self._bars.remove_task(work.bar)
+                if not self._bars.tasks:
+                    self._stop_bars()
+        if work.what and (work.bar is not None or work.next_line > PATIENCE_S):
+            logger.info("%s: done in %s", work.what, duration(time.monotonic() - work.begin))
+
+    def close(self) -> None:
+        """Takes all away, before the process ends."""
+        with self._changed:
+            self._works.clear()
+            self._stop_bars()
+
+    def _stop_bars(self) -> None:
+        if self._bars:
+            self._bars.stop()
+            self._bars = None
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                while not self._works:
+                    self._changed.wait()
+                lines = [] if self.silent else [self._shown(work) for work in self._works]
+            for line in filter(None, lines):
+                logger.info("%s", line)
+            time.sleep(_LOOK_S)
+
+    def _shown(self, work: Work) -> str:
+        """Brings a work's bar up to date; returns the line to log of it, if it is time."""
+        seconds = time.monotonic() - work.begin
+        share = f"{100 * work.done / work.total:.0f} %" if work.total else ""
+        if self.is_terminal():
+            if seconds < PATIENCE_S and work.what:
+                return ""
+            if self._bars is None:
+                self._bars = progress.Progress(
+                    progress.TextColumn("{task.description}"),
+                    progress.BarColumn(bar_width=24),
+                    progress.TextColumn("{task.fields[note]}"),
+                    console=rich_console.Console(stderr=True),
+                    refresh_per_second=4,
+                    transient=True,
+                    redirect_stdout=True,
+                    redirect_stderr=True,
+                )
+                self._bars.start()
+            if work.bar is None:
+                work.bar = self._bars.add_task(work.what, total=work.total or None, note="")
+            note = work.note or f"{share} {duration(seconds)}".strip()
+            self._bars.update(work.bar, completed=work.done, note=note)
+            return ""
+        if not work.what or seconds < work.next_line:
+            return ""
+        first = work.next_line == PATIENCE_S
+        work.next_line = seconds + min(max(2 * seconds, 4 * PATIENCE_S), LONGEST_SILENCE_S)
+        return (
+            f"{work.what} ..."
+            if first and not share
+            else f"{work.what}: " + ", ".join(filter(None, (share, duration(seconds))))
+        )
+
+
+SCREEN = Screen()
+
+
+@contextlib.contextmanager
+def work(what: str, total: int = 0) -> Iterator[Callable[[int], None]]:
+    """Says what is done inside, if it takes longer than `PATIENCE_S`.
+
+    Args:
+      what: "reading rows", "compiling the update".
+      total: Steps of it; 0: not known.
+
+    Yields:
+      A function to call with the number of steps that are done since the last call.
+    """
+    mine = Work(what, total)
+    SCREEN.begin(mine)
+    try:
+        yield mine.advance
+    finally:
+        SCREEN.end(mine)
+
+
+def each(what: str, items: Sequence[T]) -> Iterator[T]:
+    """Yields the items; says what is done with them and how far it is, as `work` does."""
+    with work(what, len(items)) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as people say it.
+
+    >>> duration(3.21), duration(75), duration(7384)
+    ('3.2 s', '1 min 15 s', '2 h 03 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class LogHandler(logging.Handler):
+    """Writes the log for people: time, level where it matters, text; above the bars if any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record to stderr, whatever that is now."""
+        try:
+            when = time.strftime("%H:%M:%S", time.localtime(record.created))
+            level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            sys.stderr.write(f"{when} {level}{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,87 @@
+"""What a run says of itself to people, before its first step and after its last."""
+
+import math
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.learner.planned import Budget
+from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.metrics import console
+from jaxrl_llm.planning import devices
+from jaxrl_llm.sharding import hosts
+
+_GIB = 2**30
+
+
+def opened(roles: Roles, budget: Budget, workdir: pathlib.Path) -> Callable[[], None]:
+    """Says what the run is; returns what says, after the last step, what came of it.
+
+    Args:
+      roles: Of the run.
+      budget: Its planned memory.
+      workdir: Its folder.
+    """
+    config = roles.config
+    if not (config.metrics.console and hosts.is_first()):
+        return lambda: None
+    begin = time.monotonic()
+    console.opening(_facts(roles, budget, workdir))
+
+    def close() -> None:
+        dumps = sorted((workdir / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
+        files = [("numbers", workdir / "metrics.jsonl")]
+        files += [("samples", path) for path in dumps[-1:]]
+        files.append(("weights", workdir / "checkpoints" / str(config.trainer.num_steps)))
+        console.closing(workdir, time.monotonic() - begin, files)
+
+    return close
+
+
+def _facts(roles: Roles, budget: Budget, workdir: pathlib.Path) -> list[tuple[str, str]]:
+    """Returns name and text of each thing worth knowing before a run."""
+    config = roles.config
+    num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(roles.policy.abstract()))
+    model = config.model.path or f"{config.model.family} with new weights"
+    trained = f", adapters of rank {config.lora.rank}" if config.lora.rank else ""
+    kind = roles.mesh.devices.flat[0].device_kind
+    split = " x ".join(f"{axis} {n}" for axis, n in roles.mesh.shape.items() if n > 1)
+    if roles.meshes["rollout"] != roles.mesh:
+        split += f"; {roles.meshes['rollout'].size} sample"
+    return [
+        ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
+        ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
+        ("memory", _memory(budget)),
+        ("steps", _steps(config)),
+        ("files", str(workdir.absolute())),
+    ]
+
+
+def _memory(budget: Budget) -> str:
+    if not budget.peak_bytes:
+        return "not planned, the devices are not known"
+    device = devices.present(jax.devices())
+    of = f" of {device.memory_bytes / _GIB:.3g}" if device else ""
+    return f"{budget.peak_bytes / _GIB:.3g}{of} GiB planned on each device"
+
+
+def _steps(config: Config) -> str:
+    trainer = config.trainer
+    return (
+        f"{trainer.num_steps}, each {trainer.prompts_per_step} prompts x"
+        f" {config.algorithm.samples_per_prompt} samples, {config.algorithm.advantage}"
+    )
+
+
+def _short(number: int) -> str:
+    """Returns a number with three digits and its thousands as a letter.
+
+    >>> _short(135_000_000), _short(104_000)
+    ('135 M', '104 k')
+    """
+    power = max(0, min(3, int(np.log10(max(number, 1))) // 3))
+    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'B'][power]}".strip()
