@@ -124,6 +124,7 @@ class Screen:
                     redirect_stderr=True,
                 )
                 self._bars.start()
+                self._bars.console.show_cursor(True)  # the process may end without a word
             if work.bar is None:
                 work.bar = self._bars.add_task(work.what, total=work.total or None, note="")
             note = work.note or f"{share} {duration(seconds)}".strip()
