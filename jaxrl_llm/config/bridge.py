@@ -6,6 +6,7 @@ field means and what is allowed stands beside it in `config/`, not here.
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -80,6 +81,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> Config
 
 
 _INVALID: Any = object()
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mapping[str, Any]) -> Any:
@@ -87,7 +89,7 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
     if not isinstance(values, (Mapping, ml_config.ConfigDict)):
         errors.append(f"{path}: expected a group of {cls.__name__} fields, got {values!r}")
         return _INVALID
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     errors.extend(unknown_field(name, hints, path) for name in values if name not in hints)
     given = {name: value for name, value in values.items() if value is not None}
     if cls is AlgorithmConfig:

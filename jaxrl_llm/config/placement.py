@@ -6,9 +6,13 @@ file holds the nouns and their rules, `sharding/` makes meshes of them.
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
+from jaxrl_llm.config.ranges import Group, Name, Range
 from jaxrl_llm.errors import Problem
+
+Axis = Annotated[int, Range("-1 or [1, 1000000]", "-1: the rest")]
+PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as config.mesh")]
 
 # Critic stands for both critics of Safe-RLHF, reward for all reward and cost models.
 ROLES = ("policy", "critic", "reference", "reward", "rollout")
@@ -24,58 +28,48 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Group):
     """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
 
-    data: int = 1
-    fsdp: int = -1
-    sequence: int = 1
-    tensor: int = 1
+    data: Axis = 1
+    fsdp: Axis = -1
+    sequence: Axis = 1
+    tensor: Axis = 1
     # How devices that share a row's length attend: swap length for heads, or pass keys around.
     sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
     # Rollout weights: split by tensor; as in training; over all model axes; whole on each device.
     rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
-    on_host: tuple[str, ...] = ()  # rests in host memory between uses: "optimizer", "reference"
+    on_host: tuple[Name, ...] = ()  # rests in host memory between uses: "optimizer", "reference"
 
-    def problems(self) -> Iterator[Problem]:
+    def rules(self) -> Iterator[Problem]:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "fsdp", f"at most one axis may be -1 (the rest), got {sizes}"
-        for name, size in sizes.items():
-            if size != -1 and size < 1:
-                yield name, f"must be positive or -1 (the rest), got {size}"
         if unknown := set(self.on_host) - {"optimizer", "reference"}:
             yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PoolConfig:
+class PoolConfig(Group):
     """Some of the devices and the mesh over them; a size of 0 is that of `config.mesh`."""
 
-    devices: int = -1  # of all hosts together, as many of each; -1: the rest
-    data: int = 0
-    fsdp: int = 0
-    sequence: int = 0
-    tensor: int = 0
-
-    def problems(self) -> Iterator[Problem]:
-        if self.devices != -1 and self.devices < 1:
-            yield "devices", f"must be positive or -1 (the rest), got {self.devices}"
-        for name in ("data", "fsdp", "sequence", "tensor"):
-            if getattr(self, name) < -1:
-                yield name, f"must be positive, -1 (the rest) or 0 (as config.mesh.{name})"
+    devices: Axis = -1  # of all hosts together, as many of each
+    data: PoolAxis = 0
+    fsdp: PoolAxis = 0
+    sequence: PoolAxis = 0
+    tensor: PoolAxis = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Group):
     """Where each role lives; "auto": where the planner finds a step to be fastest."""
 
     choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand", "auto"] = "colocate"
     # Of "by_hand": pools by name, and the pool of each role.
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
-    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 
-    def problems(self) -> Iterator[Problem]:
+    def rules(self) -> Iterator[Problem]:
         if self.choice != "by_hand":
             if self.pools or self.roles:
                 yield "choice", f"{self.choice!r} names no pools; set it to 'by_hand'"

@@ -1,12 +1,15 @@
 """The whole of a run: its groups, and the rules between them."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Annotated
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
 from jaxrl_llm.config.data import DataConfig
 from jaxrl_llm.config.model import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
+from jaxrl_llm.config.ranges import INT32_MAX, Group, Range
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.config.rewards import RewardsConfig
 from jaxrl_llm.config.rollout import RolloutConfig
@@ -15,10 +18,10 @@ from jaxrl_llm.errors import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Group):
     """One run."""
 
-    seed: int = 0
+    seed: Annotated[int, Range("[0, 4294967295]")] = 0
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     critic: CriticConfig = CriticConfig()
@@ -47,6 +50,17 @@ class Config:
         return self.trainer.minibatch_size or self.sequences_per_step
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer updates of the whole run; what a schedule decays over."""
+        minibatches = self.sequences_per_step // max(1, self.minibatch_size)
+        return self.trainer.num_steps * self.trainer.epochs * minibatches
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most, padding included."""
+        return self.sequences_per_step * self.max_sequence_tokens
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
@@ -63,16 +77,21 @@ class Config:
             cost_models={},
         )
 
-    def problems(self) -> Iterator[Problem]:
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2**32), got {self.seed}"
-        sequences = self.sequences_per_step
-        if sequences > 0 < self.minibatch_size and sequences % self.minibatch_size:
-            near = [n for n in range(1, sequences + 1) if sequences % n == 0]
-            near = sorted(sorted(near, key=lambda n: abs(n - self.minibatch_size))[:2])
+    def rules(self) -> Iterator[Problem]:
+        sequences, size = self.sequences_per_step, self.minibatch_size
+        for where, count, what in (
+            ("trainer.prompts_per_step", self.step_tokens, "tokens in a step"),
+            ("trainer.num_steps", self.num_updates, "updates in the run"),
+        ):
+            if count > INT32_MAX:
+                yield where, f"makes {count} {what}; at most {INT32_MAX} can be, use less"
+        if 0 < sequences <= INT32_MAX and size > 0 and sequences % size:
+            small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
+            near = sorted({*small, *(sequences // n for n in small)})
+            near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
             yield (
                 "trainer.minibatch_size",
-                f"{self.minibatch_size} does not divide the {sequences} sequences of a step"
+                f"{size} does not divide the {sequences} sequences of a step"
                 f" ({self.trainer.prompts_per_step} prompts x"
                 f" {self.algorithm.samples_per_prompt} samples);"
                 f" use {' or '.join(map(str, near))}",

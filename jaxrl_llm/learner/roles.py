@@ -84,9 +84,7 @@ class Roles:
     @property
     def num_updates(self) -> int:
         """Optimizer updates of the whole run; what a schedule decays over."""
-        trainer = self.config.trainer
-        minibatches = self.config.sequences_per_step // self.config.minibatch_size
-        return trainer.num_steps * trainer.epochs * minibatches
+        return self.config.num_updates
 
     @property
     def policy_optimizer(self) -> optax.GradientTransformation:

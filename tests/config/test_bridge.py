@@ -243,8 +243,8 @@ def test_rules_within_and_between_groups_are_reported_together():
         )
     )
     assert found == [
-        "config.algorithm.clip_low: must lie in (0, 1], got 0.0",
-        "config.trainer.epochs: must be at least 1, got 0",
+        "config.algorithm.clip_low: must be in (0, 1], got 0.0",
+        "config.trainer.epochs: must be in [1, 2147483647], got 0",
         "config.trainer.minibatch_size: 32 does not divide the 48 sequences of a step"
         " (8 prompts x 6 samples); use 16 or 24",
     ]
@@ -252,7 +252,7 @@ def test_rules_within_and_between_groups_are_reported_together():
 
 def test_numbers_below_one_do_not_hide_the_report():
     found = problems(minimal(algorithm={"samples_per_prompt": 0, "advantage": "gae"}))
-    assert found == ["config.algorithm.samples_per_prompt: must be at least 1, got 0"]
+    assert found == ["config.algorithm.samples_per_prompt: must be in [1, 65536], got 0"]
 
 
 def test_an_unknown_recipe_is_named_once():

@@ -29,7 +29,7 @@ def test_every_mistake_of_a_config_file_is_named(tmp_path, cache):
     assert "3 problems in this config" in said
     assert "config.algorithm.clip_lwo: unknown field; did you mean 'clip_low'?" in said
     assert "config.trainer.num_steps: expected int, got 'ten'" in said
-    assert "config.mesh.data: must be positive or -1 (the rest), got 0" in said
+    assert "config.mesh.data: must be -1 or in [1, 1000000] (-1: the rest), got 0" in said
     assert not workdir.exists()
 
 

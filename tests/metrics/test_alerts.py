@@ -198,8 +198,8 @@ def test_a_function_that_cannot_be_used_is_refused(tmp_path, content):
     "key, value, message",
     [
         ("disk.action", "skip", "'skip' comes too late"),
-        ("kl.steps", 0, "must be at least 1"),
-        ("entropy.limit", -1.0, "must not be negative"),
+        ("kl.steps", 0, r"must be in \[1, "),
+        ("entropy.limit", -1.0, r"must be in \[0, inf\]"),
         ("webhook", "file:///etc/passwd", "must begin with http"),
         ("function", "mine", "must be 'package.module:function'"),
         ("kl", {"action": "skip", "limit": 0.1, "steps": 2}, "skipped at once"),

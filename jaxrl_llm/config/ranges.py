@@ -1,0 +1,175 @@
+"""What a field may be: declared once, beside the field, and checked by what it declares.
+
+temperature: Annotated[float, Range("0 or [0.0001, 1000]", "0: greedy")] = 1.0
+path: Folder = ""
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from jaxrl_llm.errors import Problem
+
+_MAX_CHARACTERS = 4096  # as of a path on Linux
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a field may be.
+
+    Attributes:
+      text: Numbers and intervals with " or " between them: "-1 or [1, 8]", "(0, inf]". NaN is in
+        no interval; infinity only in one that is closed there.
+      note: What single numbers mean: "0: off".
+    """
+
+    text: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Returns the range as a message has it: "0 or in [1, 8] (0: off)"."""
+        parts = [part if _is_number(part) else f"in {part}" for part in self.text.split(" or ")]
+        return " or ".join(parts) + (f" ({self.note})" if self.note else "")
+
+    @functools.cached_property
+    def intervals(self) -> tuple[tuple[float, float, bool, bool], ...]:
+        """Returns (low, high, low is inside, high is inside) of each part."""
+        found = []
+        for part in self.text.split(" or "):
+            low, high = (part, part) if _is_number(part) else part[1:-1].split(", ")
+            found.append((float(low), float(high), part[0] != "(", part[-1] != ")"))
+        return tuple(found)
+
+    def __contains__(self, value: float) -> bool:
+        """Returns whether the number is inside; Python compares integers of any size exactly."""
+        return any(
+            low < value < high or (value == low and with_low) or (value == high and with_high)
+            for low, high, with_low, with_high in self.intervals
+        )
+
+    def problems(self, value: float) -> Iterator[str]:
+        """Yields what is wrong with a number."""
+        if value not in self:
+            yield f"must be {self}, got {_shown(value)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What a text means: a folder, a file, a function, an address or a name."""
+
+    kind: str = "a text"
+
+    def __str__(self) -> str:
+        return self.kind
+
+    def problems(self, value: str) -> Iterator[str]:
+        """Yields what is wrong with a text; whether a path exists is asked where it is read."""
+        if len(value) > _MAX_CHARACTERS:
+            yield f"must have at most {_MAX_CHARACTERS} characters, got {len(value)}"
+        elif "\0" in value:
+            yield f"must hold no NUL character, got {value!r}"
+        elif any("\ud800" <= character <= "\udfff" for character in value):
+            yield f"must be Unicode text, got half of a character (a surrogate) in {value!r}"
+        elif value and self == _FUNCTION and ":" not in value:
+            yield f"must be 'package.module:function' or 'path/file.py:function', got {value!r}"
+        elif value and self == _ADDRESS and not _is_address(value):
+            yield f"must begin with http:// or https:// and name a host, got {value!r}"
+
+
+_FUNCTION = Text("'package.module:function' or 'path/file.py:function'")
+_ADDRESS = Text("an address, http:// or https://")
+_ANY = Text()
+
+Folder = Annotated[str, Text("a folder")]
+File = Annotated[str, Text("a file")]
+Function = Annotated[str, _FUNCTION]
+Address = Annotated[str, _ADDRESS]
+Name = Annotated[str, Text("a name")]
+
+# Steps, tokens and sizes are int32 on devices.
+INT32_MAX = 2**31 - 1
+Tokens = Annotated[int, Range("[1, 1000000000]")]
+Count = Annotated[int, Range("[1, 2147483647]")]
+Every = Annotated[int, Range("[0, 2147483647]", "0: never")]
+Share = Annotated[float, Range("[0, 1]")]
+# Float32 overflows at 3.4e38; numbers up to a million may be multiplied a few times.
+Coefficient = Annotated[float, Range("[0, 1000000]")]
+Real = Annotated[float, Range("[-1000000, 1000000]")]
+Bound = Annotated[float, Range("(0, inf]", "inf: off")]
+
+
+class Group:
+    """A group of fields of a run."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields, each of which is what it may be."""
+        return iter(())
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong with fields by their declarations, or else between them."""
+        found = list(self._undeclared())
+        yield from found or self.rules()
+
+    def _undeclared(self) -> Iterator[Problem]:
+        cls: Any = type(self)
+        for name, rule, is_tuple in _declared(cls):
+            value = getattr(self, name)
+            for i, item in enumerate(value if is_tuple else [value]):
+                for message in rule.problems(item):
+                    yield f"{name}[{i}]" if is_tuple else name, message
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            for entry in value if isinstance(value, Mapping) else ():
+                for message in _ANY.problems(entry) if entry else ["an entry needs a name"]:
+                    yield field.name, message
+
+
+def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | Text | None]]:
+    """Yields (key, type, what it may be) of every field of a group and of the groups below it.
+
+    Entries of a mapping are called NAME; a choice of `Literal` and a bool declare nothing more.
+    """
+    rules = {name: rule for name, rule, _ in _declared(cls)}
+    for name, hint in typing.get_type_hints(cls).items():
+        where = f"{path}.{name}"
+        entries = typing.get_args(hint)[1] if typing.get_origin(hint) is Mapping else None
+        if dataclasses.is_dataclass(hint):
+            yield from listed(hint, where)
+        elif dataclasses.is_dataclass(entries):
+            yield from listed(entries, f"{where}.NAME")
+        else:
+            yield where, hint, rules.get(name)
+
+
+@functools.cache
+def _declared(cls: Any) -> tuple[tuple[str, Range | Text, bool], ...]:
+    """Returns (field, what it may be, whether that is said of each item) of texts and numbers."""
+    found = []
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        is_tuple = typing.get_origin(hint) is tuple
+        item = typing.get_args(hint)[0] if is_tuple else hint
+        if typing.get_origin(item) is Annotated:
+            found.append((name, item.__metadata__[0], is_tuple))
+        elif item is str:
+            found.append((name, _ANY, is_tuple))
+    return tuple(found)
+
+
+def _is_number(text: str) -> bool:
+    return text[0] not in "[("
+
+
+def _is_address(value: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(value)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != -1
+    except ValueError:  # a port or a bracket that cannot be read
+        return False
+
+
+def _shown(value: float) -> str:
+    return str(value) if math.isfinite(value) or isinstance(value, float) else repr(value)
