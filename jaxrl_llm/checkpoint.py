@@ -116,6 +116,11 @@ class Saver:
         """Returns the newest complete step, 0 if there is none."""
         return self._manager.latest_step() or 0
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written in the background."""
+        return bool(self._saving) and self._manager.is_saving_in_progress()
+
     def save(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step; returns when `state` is copied to the host, before it is on disk.
 

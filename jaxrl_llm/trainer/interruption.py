@@ -8,9 +8,11 @@ With several processes a signal may reach some of them only, and none may leave 
 operation alone: they agree between two steps.
 """
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -43,6 +45,9 @@ class Interruption:
         self._may_raise = True
         self._save: Callable[[], None] = lambda: None
         self._step = -1  # completed; -1: still at what comes before the steps
+        self._deaf_since = math.nan  # since when a request has waited for the step's end
+        self._num_measured = 0
+        self._outlasts = False
         self._before: dict[signal.Signals, Any] = {}
         self._watchdog = threading.Timer(0.0, lambda: None)
 
@@ -83,6 +88,7 @@ class Interruption:
         """
         self._step, self._save = step, save
         if jax.process_count() > 1:
+            self._deaf_since = time.monotonic()
             codes = multihost_utils.process_allgather(np.int32(self._exit_code))
             if codes.max():
                 self.request("another process was asked to end", int(codes.max()))
@@ -100,8 +106,28 @@ class Interruption:
         """
         if self._exit_code and self._may_raise:
             self._raise()
+        if jax.process_count() == 1:
+            self._deaf_since = time.monotonic()
         self._may_raise = False
         self._save = lambda: None  # its arrays are about to be given away
+
+    def outlasts_grace(self, saving: bool) -> bool:
+        """Returns whether the state after this step should be saved, for a step may be cut off.
+
+        A request in the next step may have to wait longer than the grace time, as one in an
+        earlier step would have. The first step of a start, which compiles, is not counted. The
+        same on every process.
+
+        Args:
+          saving: A save is still being written, which this one would wait for.
+        """
+        over = time.monotonic() - self._deaf_since > self._grace_s
+        if jax.process_count() > 1:
+            found = multihost_utils.process_allgather(np.array([over, saving]))
+            over, saving = (bool(column.any()) for column in found.T)
+        self._num_measured += 1
+        self._outlasts |= over and self._num_measured > 1
+        return self._outlasts and not saving
 
     def _raise(self) -> None:
         self._may_raise = False

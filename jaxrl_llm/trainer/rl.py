@@ -215,7 +215,8 @@ def _train(
                 writer.write_rollouts(step, rollouts, rewards)
 
             # Last, so that a step that was saved is a step whose numbers were written.
-            if saver.due(step, total, {**of_updates, **of_evaluation}):
+            due = saver.due(step, total, {**of_updates, **of_evaluation})
+            if interruption.outlasts_grace(saver.saving) or due:
                 positions = {name: thing.get_state() for name, thing in tracked.items()}
                 saver.save(step, state, positions)
 

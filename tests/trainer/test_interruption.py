@@ -2,10 +2,12 @@
 
 import functools
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import pytest
@@ -44,6 +46,22 @@ def test_while_a_step_learns_it_is_completed_first():
         reached.append("the end of the step")
         interruption.resume_point(7, lambda: saved.append(7))
     assert (saved, reached) == ([7], ["the end of the step"])
+
+
+def test_the_state_is_saved_after_steps_that_outlast_the_grace_time():
+    with Interruption(0.05) as interruption:
+
+        def wants_save(held_s, saving=False):
+            interruption.resume_point(1, lambda: None)
+            interruption.hold()
+            time.sleep(held_s)
+            return interruption.outlasts_grace(saving)
+
+        assert not wants_save(0.1)  # the first compiles
+        assert not wants_save(0.0)
+        assert wants_save(0.1)
+        assert wants_save(0.0)  # the next may be as long again
+        assert not wants_save(0.1, saving=True)
 
 
 def test_before_the_first_step_there_is_nothing_to_save():
@@ -117,6 +135,34 @@ def one_device(monkeypatch):
     """A run of this size on eight devices would wait for its own collectives."""
     make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
     monkeypatch.setattr(mesh_lib, "make_mesh", make)
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_update_that_outlasts_the_grace_time_loses_no_completed_step(tmp_path):
+    settings = {
+        "warm_start.num_steps": 0,
+        "trainer.num_steps": 5,
+        "trainer.minibatch_size": 16,
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        "checkpoint.grace_s": 3.0,
+    }
+    arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={tmp_path / 'run'}"]
+    program = pathlib.Path(__file__).with_name("long_update.py")
+    ended = subprocess.run(
+        [sys.executable, program, *arguments],
+        cwd=runs.ROOT,
+        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 75, ended.stderr[-4000:]
+    assert "the grace time of 3 s is over" in ended.stderr
+    assert max(runs.metrics_written(tmp_path / "run")) == 3
+    resumed = runs.finish(runs.start("train", arguments, tmp_path / "cache"))
+    assert resumed.returncode == 0 and "resumed after step 3" in resumed.stderr
+    assert list(runs.metrics(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

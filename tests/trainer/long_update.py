@@ -1,0 +1,25 @@
+"""Starts `launch/train.py` with updates of some seconds; a signal comes in the fourth."""
+
+import itertools
+import os
+import runpy
+import signal
+import sys
+import time
+
+from jaxrl_llm.learner import update
+
+take, calls = update.Updater.__call__, itertools.count(1)
+
+
+def long(*args, **kwargs):
+    call = next(calls)
+    if call == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(8.0 if call >= 2 else 0.0)
+    return take(*args, **kwargs)
+
+
+update.Updater.__call__ = long
+sys.argv = [os.path.join(os.getcwd(), "launch", "train.py"), *sys.argv[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
