@@ -7,7 +7,7 @@ Fig. 9 to 11): which placement is fastest at which size of the cluster.
 import time
 from collections.abc import Iterator
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.planning import advice, fit, placement
 from jaxrl_llm.planning.devices import DEVICES
@@ -38,7 +38,7 @@ SPLIT = (("policy", "reference"), ("critic", "reward"))
 ALONE = tuple((role,) for role in TOGETHER[0])
 
 
-def run(recipe: str) -> Config:
+def run(recipe: str) -> RLConfig:
     """Returns a run on sequences of 1024 + 1024 tokens with nothing saved."""
     config = default_config_dict()
     config.algorithm.recipe = recipe
@@ -57,7 +57,7 @@ def run(recipe: str) -> Config:
     return from_config_dict(config)
 
 
-def plan(config: Config, model: str, count: int, scored: bool) -> Plan:
+def plan(config: RLConfig, model: str, count: int, scored: bool) -> Plan:
     """Returns the plan on H200s; only the bytes needed are looked at."""
     shape = SHAPES[model]
     return fit.make(config, shape, (shape,) * scored, DEVICES["h200"], count)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-    from jaxrl_llm.config import Config
-    from jaxrl_llm.learner.roles import LearnerState
+    from jaxrl_llm.config import JobConfig
+    from jaxrl_llm.learner.weights import LearnerState, Trainable
 
 # It is right: tokenizers are all that is used of that library.
 logging.getLogger("transformers").addFilter(
@@ -26,20 +26,20 @@ logging.getLogger("transformers").addFilter(
 )
 
 
-def default_config() -> "ConfigDict":
-    """Returns every setting of a run, to be changed and given to `train`."""
+def default_config(job: str = "rl") -> "ConfigDict":
+    """Returns every setting of a job ("rl", "sft", "reward_model"), to be changed."""
     from jaxrl_llm.config.bridge import default_config_dict
 
-    return default_config_dict()
+    return default_config_dict(job)
 
 
 def train(
-    config: "Config | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
-) -> "LearnerState":
-    """Trains a policy with RL, as `launch/train.py` does, and returns the learner state.
+    config: "JobConfig | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
+) -> "LearnerState | Trainable":
+    """Runs the job that the config describes, as `launch/train.py` does; returns what it learned.
 
     Args:
-      config: What `default_config` returned, changed; nested dicts; or a validated `Config`.
+      config: What `default_config` returned, changed; nested dicts; or a validated `JobConfig`.
       workdir: Folder of the run, made if missing. The same one with the same config resumes it.
 
     Raises:
@@ -47,11 +47,11 @@ def train(
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
     """
     from jaxrl_llm import program
-    from jaxrl_llm.config import Config
+    from jaxrl_llm.config import JobConfig
     from jaxrl_llm.config.bridge import from_config_dict
-    from jaxrl_llm.trainer import rl
+    from jaxrl_llm.trainer import jobs
 
-    if not isinstance(config, Config):
+    if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     program.keep_compilations(workdir)
-    return rl.train(config, workdir)
+    return jobs.train(config, workdir)

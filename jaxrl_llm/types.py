@@ -36,6 +36,14 @@ class PromptBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Weights:
+    """The policy in the rollout layout, and which of its versions this is."""
+
+    params: dict[str, Any]
+    version: int  # completed steps
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Sampled sequences, prompt-major: the samples of a prompt stand next to each other.
 
@@ -45,6 +53,7 @@ class Rollouts:
     tokens: Int[np.ndarray, "B T"]  # prompt, then response, right-padded with 0
     response_mask: Bool[np.ndarray, "B T"]  # the policy chose this token
     rollout_log_probs: Float[np.ndarray, "B T"]  # as the engine reported; 0 outside the mask
+    versions: Int[np.ndarray, "B T"]  # of the weights that drew each token; 0 outside the mask
     lengths: Int[np.ndarray, " B"]  # tokens of prompt and response
     group_ids: Int[np.ndarray, " B"]  # position of the row's prompt in `prompts`
     stopped: Bool[np.ndarray, " B"]  # ended by a stop token, not by the length limit

@@ -14,6 +14,7 @@ from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import saved
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer.evaluate import Evaluator
+from jaxrl_llm.types import Weights
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 SAMPLES = flags.DEFINE_integer("samples_per_prompt", 1, "k of mean@k, pass@k and maj@k.")
@@ -24,26 +25,26 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
 
 def main():
     program.keep_compilations(WORKDIR.value)
-    roles, params, step = saved.load_policy(WORKDIR.value)
+    policy = saved.load_policy(WORKDIR.value)
     wanted = dataclasses.replace(
-        roles.config.evaluation,
+        policy.config.evaluation,
         samples_per_prompt=SAMPLES.value,
         temperature=TEMPERATURE.value,
         num_prompts=PROMPTS.value,
     )
     program.refuse(wanted.problems())
-    roles = dataclasses.replace(roles, config=dataclasses.replace(roles.config, evaluation=wanted))
-    config = roles.config
-    held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
+    config = dataclasses.replace(policy.config, evaluation=wanted)
+    held_out = datasets.load_dataset(config.data, policy.models.tokenizer, "eval", config.seed)
     rewards = config.evaluation_rewards
     if rewards.models:
         message = f"{WORKDIR.value}: this run's rewards are models; set evaluation.functions in it"
         program.refuse([("workdir", message)])
     only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
     with rewards_lib.build(only_functions, {}) as scorer:
-        evaluator = Evaluator(roles, held_out, scorer.score)
-        found = evaluator.run(roles.rollout_layout(params), jax.random.key(SEED.value))
-    print(json.dumps({"step": step, "data": found}))
+        key = jax.random.key(SEED.value)
+        evaluate = Evaluator(config, policy.sampler, held_out, scorer.score, key)
+        found = evaluate(Weights(policy.sampler.weights(policy.params), policy.step))
+    print(json.dumps({"step": policy.step, "data": found}))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from absl import flags
 from jaxrl_llm import program
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import saved
-from jaxrl_llm.rollout import agent
+from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import SamplingParams
-from jaxrl_llm.types import Prompt, PromptBatch
+from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 PROMPT = flags.DEFINE_multi_string("prompt", [], "A question; may be repeated.")
@@ -27,12 +27,12 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
 
 def main():
     program.keep_compilations(WORKDIR.value)
-    roles, params, _ = saved.load_policy(WORKDIR.value)
-    config = roles.config
+    policy = saved.load_policy(WORKDIR.value)
+    config, models, sampler = policy.config, policy.models, policy.sampler
     texts = PROMPT.value or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     messages = [[{"role": "user", "content": text}] for text in texts]
     tokens, rendered = tokenizer_lib.render_prompts(
-        roles.tokenizer, messages, config.data.chat_template
+        models.tokenizer, messages, config.data.chat_template
     )
     program.refuse(
         ("prompt", f"{text!r} has {len(ids)} tokens, the run allows {limit}")
@@ -47,12 +47,12 @@ def main():
         max_tokens=config.rollout.max_response_tokens,
         temperature=TEMPERATURE.value,
         top_p=TOP_P.value,
-        stop_tokens=roles.eos_tokens,
+        stop_tokens=models.eos_tokens,
     )
-    rollouts = agent.rollout(
-        roles.engine,
-        roles.rollout_layout(params),
-        roles.tokenizer,
+    rollouts = episodes.rollout(
+        sampler.engine,
+        Weights(sampler.weights(policy.params), policy.step),
+        models.tokenizer,
         PromptBatch(tuple(prompts)),
         [sampling] * SAMPLES.value,
         jax.random.key(SEED.value),

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import program
-from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import advice, fit, placement, report
 
@@ -36,7 +36,7 @@ def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
 
 
 def main():
-    config = from_config_dict(CONFIG.value)
+    config = rl_config(from_config_dict(CONFIG.value))
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
     if not (TOPOLOGY.value or DEVICE.value):

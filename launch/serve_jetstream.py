@@ -10,7 +10,7 @@ import threading
 from absl import flags, logging
 
 from jaxrl_llm import program
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import sampler
 from jaxrl_llm.rollout.checks import number_problem
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.serving import loading
@@ -38,10 +38,10 @@ def main():
     read = loading.from_folder if MODEL.value else loading.from_run
     source = read(MODEL.value or WORKDIR.value)
     served = loading.served(source, max_tokens=MAX_TOKENS.value)
-    roles = source.roles
+    models = source.models
     engine = jetstream_adapter.JetStreamEngine(
-        roles_lib.rollout_network(roles.config, roles.policy, roles.mesh),
-        roles.mesh,
+        sampler.rollout_network(source.config.rollout, models.policy, models.mesh),
+        models.mesh,
         served,
         source.read,
         num_slots=SLOTS.value,

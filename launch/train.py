@@ -20,8 +20,8 @@ def main():
     config = from_config_dict(CONFIG.value)
     program.keep_compilations(WORKDIR.value)
     with screen.work("loading the libraries"):
-        from jaxrl_llm.trainer import rl
-    rl.train(config, WORKDIR.value)
+        from jaxrl_llm.trainer import jobs
+    jobs.train(config, WORKDIR.value)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def tree(tmp_path):
     add("types.py", "")
     add("errors.py", "")
     add("config/__init__.py", "from jaxrl_llm.errors import ConfigError\n")
-    add("models/heads.py", "from jaxrl_llm.config import Config\nfrom jaxrl_llm.models import b\n")
+    add(
+        "models/heads.py", "from jaxrl_llm.config import RLConfig\nfrom jaxrl_llm.models import b\n"
+    )
     add("models/b.py", "import jax\nfrom jaxrl_llm import types\n")
     add("data/rows.py", "")
     add("learner/update.py", "from jaxrl_llm.models.heads import head\n")
@@ -160,7 +162,7 @@ def test_the_check_accepts_imports_from_below(tree):
         ("models/inside.py", "def f():\n    import jaxrl_llm.learner.update\n"),
         ("models/beside.py", "from jaxrl_llm import data\n"),
         ("models/__init__.py", "from jaxrl_llm.data.rows import Row\n"),
-        ("errors.py", "from jaxrl_llm.config import Config\n"),
+        ("errors.py", "from jaxrl_llm.config import RLConfig\n"),
         ("types.py", "from jaxrl_llm import config\n"),
     ],
 )

@@ -5,7 +5,6 @@ each token in `token_baselines`; this module has those that walk along the respo
 table of all, and `estimate`, which calls the one that the config names.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -193,21 +192,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "optimal_token_baseline": token_baselines.optimal_token_baseline,
     "tir_optimal_token_baseline": token_baselines.tir_optimal_token_baseline,
 }
-
-
-def reads(config: AlgorithmConfig, *names: str) -> bool:
-    """Returns whether the estimator `config.advantage` names any of these values.
-
-    Example:
-      >>> reads(AlgorithmConfig(advantage="grpo"), "old_log_probs", "values")
-      False
-      >>> reads(AlgorithmConfig(advantage="gae"), "old_log_probs", "values")
-      True
-    """
-    function = resolve(config.advantage, ESTIMATORS, "advantage estimator")
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return takes_all or any(name in parameters for name in names)
 
 
 def estimate(

@@ -24,6 +24,12 @@ from jaxrl_llm.config import AlgorithmConfig
 Metrics = dict[str, Float[Array, ""]]
 
 
+def reads(config: AlgorithmConfig) -> frozenset[str]:
+    """Returns what weights and rejections read of the models; nothing where both are off."""
+    active = config.correction != "none" or config.rejections
+    return frozenset({"old_log_probs", "rollout_log_probs"} if active else ())
+
+
 def raw_weights(
     level: str, log_ratios: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:

@@ -4,6 +4,7 @@ A function of the tables in this folder and a user's own are treated alike: each
 as parameters just the arrays and numbers that it needs.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -91,6 +92,42 @@ def resolve(
     return function
 
 
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What a function reads: it declares that by the names of its parameters."""
+
+    names: frozenset[str]
+    required: tuple[str, ...]  # those without a default
+    takes_rest: bool  # it has **rest, which gets whatever there is
+
+
+@functools.lru_cache(maxsize=256)
+def declared(function: Callable[..., Any]) -> Declared:
+    """Returns what a function reads.
+
+    Raises:
+      FunctionError: A parameter is positional-only.
+
+    Example:
+      >>> declared(lambda rewards, values=None: rewards).required
+      ('rewards',)
+    """
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise FunctionError(
+                f"parameter {parameter.name!r} is positional-only, but arguments are passed by"
+                " name; remove the '/' from the signature"
+            )
+    rest = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    named = [p for p in parameters if p.kind not in rest]
+    return Declared(
+        names=frozenset(p.name for p in named),
+        required=tuple(p.name for p in named if p.default is inspect.Parameter.empty),
+        takes_rest=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+    )
+
+
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
     """Returns `function` called with those of the `available` values that it names.
 
@@ -108,22 +145,16 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
       >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
       3
     """
-    arguments = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return function(**available)
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise FunctionError(
-                f"{where}: parameter {name!r} is positional-only, but arguments are passed by"
-                " name; remove the '/' from the signature"
-            )
-        if name in available:
-            arguments[name] = available[name]
-        elif parameter.default is inspect.Parameter.empty:
+    try:
+        reads = declared(function)
+    except FunctionError as error:
+        raise FunctionError(f"{where}: {error}") from None
+    for name in reads.required:
+        if name not in available:
             raise FunctionError(
                 f"{where}: parameter {name!r} is not available; available:"
                 f" {', '.join(sorted(available))}; rename it or give it a default"
             )
-    return function(**arguments)
+    if reads.takes_rest:
+        return function(**available)
+    return function(**{name: available[name] for name in reads.names if name in available})

@@ -132,6 +132,11 @@ SELECTIONS: dict[str, Callable[..., Bool[Array, "B T"]]] = {
 }
 
 
+def reads(config: AlgorithmConfig) -> frozenset[str]:
+    """Returns what the selection of `config.policy_loss` reads before the update."""
+    return frozenset({"old_log_probs"} if config.policy_loss in SELECTIONS else ())
+
+
 def select(
     config: AlgorithmConfig,
     log_probs: Float[Array, "B T"],

@@ -26,6 +26,11 @@ def outcome_rewards(
     return jnp.where(response_mask & (later == 1), scores[:, None], 0.0)
 
 
+def reads(config: AlgorithmConfig) -> frozenset[str]:
+    """Returns what `kl_shaped` reads of the models."""
+    return frozenset({"old_log_probs", "ref_log_probs"} if config.kl_in == "reward" else ())
+
+
 def kl_shaped(
     config: AlgorithmConfig,
     kl_coef: Float[Array, ""] | float,

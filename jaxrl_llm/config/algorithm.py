@@ -144,8 +144,6 @@ class AlgorithmConfig(Group):
             )
         if self.dynamic_sampling and self.samples_per_prompt < 2:
             yield "dynamic_sampling", "drops groups of equal reward; needs samples_per_prompt >= 2"
-        if self.dynamic_sampling and self.advantage == "remax":
-            yield "dynamic_sampling", "not defined with advantage='remax' (groups of one)"
         if self.correction_low > self.correction_high:
             yield (
                 "correction_low",
@@ -153,8 +151,6 @@ class AlgorithmConfig(Group):
                 f" {self.correction_high}",
             )
         yield from self._rejection_rules()
-        if self.safe and self.advantage != "gae":
-            yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
 
     def _rejection_rules(self) -> Iterator[Problem]:
         for name in self.rejections:
@@ -173,11 +169,3 @@ class AlgorithmConfig(Group):
         for name, low, high in bounds:
             if low > high:
                 yield "rejection_highs", f"{name} needs low <= high, got {low}, {high}"
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae"
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_in != "none"

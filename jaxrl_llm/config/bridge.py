@@ -1,4 +1,4 @@
-"""The bridge between config files and the typed `Config`.
+"""The bridge between config files and the typed `RLConfig`.
 
 `configs/*.py` start from `default_config_dict()`; `launch/` calls `from_config_dict` once. What a
 field means and what is allowed stands beside it in `config/`, not here.
@@ -16,19 +16,28 @@ from typing import Any, Literal
 from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.config.recipes import RECIPES
-from jaxrl_llm.config.run import Config
+from jaxrl_llm.config.rl import RLConfig
+from jaxrl_llm.config.supervised import RewardModelingConfig, SFTConfig
 from jaxrl_llm.errors import ConfigError
 
+# The jobs, by the value of `config.job`.
+JOBS: Mapping[str, type[JobConfig]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "reward_model": RewardModelingConfig,
+}
 
-def default_config_dict() -> ml_config.ConfigDict:
-    """Returns every key of `Config`, for a config file to change.
+
+def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
+    """Returns every key of a job's config, for a config file to change.
 
     Fields of `algorithm` are unset placeholders, because a recipe may set them; all other
     fields hold their defaults. Groups of named entries (`rewards.functions`) are empty and
     take entries as dicts or ConfigDicts.
     """
-    return _defaults(Config())
+    return _defaults(JOBS[job]())
 
 
 def _defaults(group: Any) -> ml_config.ConfigDict:
@@ -60,8 +69,8 @@ def _runtime_type(expected: Any) -> type:
     return origin or expected
 
 
-def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> Config:
-    """Returns the typed, validated config.
+def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
+    """Returns the typed, validated config of the job that `values` names; without a name, of RL.
 
     A field that is missing or None takes the value of the recipe named by
     `algorithm.recipe`, then the default of its dataclass; an explicit value wins over both.
@@ -74,10 +83,25 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> Config
         range, and fields that contradict each other (checked once all groups could be built).
     """
     errors: list[str] = []
-    config = _build(Config, values, "config", errors, _class_defaults(Config))
+    job = values.get("job") or "rl"
+    if job not in JOBS:
+        raise ConfigError([f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}"])
+    config = _build(JOBS[job], values, "config", errors, _class_defaults(JOBS[job]))
     if errors:
         raise ConfigError(errors)
     return config
+
+
+def rl_config(config: JobConfig) -> RLConfig:
+    """Returns the config of a run of RL, for what knows no other job.
+
+    Raises:
+      ConfigError: If it is another job.
+    """
+    if isinstance(config, RLConfig):
+        return config
+    name = next(name for name, job in JOBS.items() if isinstance(config, job))
+    raise ConfigError([f"config.job: {name!r} is not supported here; use a run of job='rl'"])
 
 
 _INVALID: Any = object()
@@ -183,7 +207,7 @@ def described(expected: Any) -> str:
     return str(expected.__name__)
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: JobConfig) -> dict[str, Any]:
     """Returns `config` as plain nested dicts that JSON can hold.
 
     Tuples become lists, infinities the strings "inf" and "-inf"; `from_config_dict` undoes it.

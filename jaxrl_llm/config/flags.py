@@ -12,7 +12,7 @@ from absl import app
 from ml_collections.config_flags import config_flags
 
 from jaxrl_llm.config.bridge import described, unknown_field
-from jaxrl_llm.config.run import Config
+from jaxrl_llm.config.rl import RLConfig
 from jaxrl_llm.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def unknown_overrides(argv: Sequence[str], name: str = "config") -> list[str]:
     errors: list[str] = []
     for argument in argv:
         if found := re.match(rf"--?(?:no)?{name}\.([^=]+)", argument):
-            errors.extend(_unknown_key(found[1].split("."), Config, name, file))
+            errors.extend(_unknown_key(found[1].split("."), RLConfig, name, file))
     return errors
 
 

@@ -1,6 +1,5 @@
 """The folder of a run: `config.json` in it describes the run, so that only the same one goes on."""
 
-import hashlib
 import json
 import os
 import pathlib
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
-from jaxrl_llm.config.run import Config
+from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.errors import ConfigError, naming
 
 # What a resumed run may change: how long it goes on, what is reported and saved, and how the
@@ -48,7 +47,7 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
             yield where, value
 
 
-def differences(config: Config, other: Config) -> list[str]:
+def differences(config: JobConfig, other: JobConfig) -> list[str]:
     """Returns `path: value in config, value in other` of fields that a resume must not change.
 
     Fields in `RESUMABLE` are left out.
@@ -65,14 +64,7 @@ def _resumable(path: str) -> bool:
     return any(path == name or path.startswith(name + ".") for name in RESUMABLE)
 
 
-def fingerprint(config: Config) -> str:
-    """Returns 16 hex digits that two configs share if one may resume the other."""
-    decisive = {path: v for path, v in _leaves(to_dict(config)) if not _resumable(path)}
-    text = json.dumps(decisive, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool = True) -> None:
+def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
     """Makes `workdir` the folder of this run: `config.json` in it describes the run.
 
     Args:
@@ -111,7 +103,7 @@ def claim_workdir(config: Config, workdir: str | os.PathLike[str], write: bool =
             raise
 
 
-def load_config(workdir: str | os.PathLike[str]) -> Config:
+def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
     """Returns the config of the run in folder `workdir`.
 
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.optimizer import OptimizerConfig
-from jaxrl_llm.config.ranges import Count, Group, Range, Tokens
+from jaxrl_llm.config.ranges import Count, Every, Group, Range, Tokens
 from jaxrl_llm.config.rewards import RewardFunctionConfig
 from jaxrl_llm.config.rollout import Temperature
 from jaxrl_llm.errors import Problem
@@ -13,24 +13,40 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Group):
-    """Sizes of a step. Prompts x samples make a step, cut into minibatches (one update each)."""
+    """How long a job goes on, and how an update is cut."""
 
     num_steps: Count = 100
-    prompts_per_step: Annotated[int, Range("[1, 1000000]")] = 8
-    # Sequences of one update.
-    minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
-    epochs: Count = 1
     max_tokens_per_microbatch: Tokens = 16_384  # per device, padding included; a hard cap
     shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SupervisedConfig(Group):
-    """A supervised stage before RL: warm start of the policy, or a reward model's training."""
+class RLTrainerConfig(TrainerConfig):
+    """Sizes of a step. Prompts x samples make a step, cut into minibatches (one update each)."""
+
+    prompts_per_step: Annotated[int, Range("[1, 1000000]")] = 8
+    # Sequences of one update.
+    minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
+    epochs: Count = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedTrainerConfig(TrainerConfig):
+    """Sizes of supervised training: a batch is one step and one update."""
+
+    batch_size: Annotated[int, Range("[1, 1000000]")] = 64  # rows: examples or pairs
+    max_sequence_tokens: Tokens = 2048  # of prompt and answer; a longer row is an error
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageConfig(Group):
+    """A supervised job before RL: warm start of the policy, or training of reward models."""
 
     num_steps: Annotated[int, Range("[0, 2147483647]", "0: no such stage")] = 0
     batch_size: Annotated[int, Range("[1, 1000000]")] = 64
+    save_every: Every = 200  # steps between checkpoints of the stage
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
 
 

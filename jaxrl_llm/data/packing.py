@@ -120,10 +120,11 @@ class Beginnings:
 
     groups: Int[np.ndarray, " B"]  # equal numbers begin alike
     lengths: Int[np.ndarray, " B"]  # tokens in common, below the sequence's length; 0: none
+    together: bool = False  # the sequences of a group stand in one row
 
     def of(self, chosen: Int[np.ndarray, " b"]) -> "Beginnings":
         """Returns those of some of the sequences."""
-        return Beginnings(self.groups[chosen], self.lengths[chosen])
+        return Beginnings(self.groups[chosen], self.lengths[chosen], self.together)
 
 
 def nothing_common(num_sequences: int) -> Beginnings:
@@ -178,7 +179,12 @@ def pieces(lengths: Int[np.ndarray, " B"], common: Beginnings, row_tokens: int) 
         rows = np.flatnonzero(common.groups == group)
         shared = int(common.lengths[rows].min())
         own = lengths[rows] - shared
-        parts = pack(own, row_tokens - shared) if shared else [[i] for i in range(len(rows))]
+        if common.together:
+            parts = [list(range(len(rows)))]
+        elif shared:
+            parts = pack(own, row_tokens - shared)
+        else:
+            parts = [[i] for i in range(len(rows))]
         for part in parts:
             members = tuple(rows[part].tolist())
             # A beginning that nobody shares is a sequence's own.

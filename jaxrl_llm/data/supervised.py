@@ -39,7 +39,7 @@ def worked_examples(
 
 
 def preference_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int, name: str = ""
 ) -> list[tuple[Tokens, Tokens, Tokens]]:
     """Returns prompt, chosen and rejected answer, as tokens, two pairs of every arithmetic row.
 
@@ -47,6 +47,13 @@ def preference_pairs(
     1 to 9 in a step drawn from the seed and the row, never below zero, and the steps after it go
     on from there; that of the second pair adds rightly, but misreads a digit of the question. So
     both end in a wrong answer. All first pairs come before all second ones.
+
+    Args:
+      config: Of the task.
+      tokenizer: Of the model.
+      split: Of the task.
+      seed: Of the task, and of the mistakes.
+      name: Of the model that learns from the pairs; each name has mistakes of its own.
 
     Raises:
       DataError: another task, or its data cannot be used.
@@ -57,7 +64,8 @@ def preference_pairs(
         )
     rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
     chosen = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
-    wrong = [mistake(row, seed) for mistake in (_wrong_answer, _misread_answer) for row in rows]
+    salt = f"{name} {seed}".strip()
+    wrong = [mistake(row, salt) for mistake in (_wrong_answer, _misread_answer) for row in rows]
     rejected = _responses(tokenizer, wrong)
     return list(zip(prompts * 2, chosen * 2, rejected, strict=True))
 
@@ -69,7 +77,7 @@ def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) ->
     return _wrong_answer(row, seed, attempt)
 
 
-def _wrong_answer(row: Row, seed: int, attempt: int = 0) -> str:
+def _wrong_answer(row: Row, seed: int | str, attempt: int = 0) -> str:
     draw = random.Random(f"wrong answer {seed} {attempt} {row['extra_info']['question']}")
     digits = _digits(row)
     step = draw.randrange(len(digits) - 1)
@@ -78,7 +86,7 @@ def _wrong_answer(row: Row, seed: int, attempt: int = 0) -> str:
     return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
 
 
-def _misread_answer(row: Row, seed: int) -> str:
+def _misread_answer(row: Row, seed: int | str) -> str:
     draw = random.Random(f"misread answer {seed} {row['extra_info']['question']}")
     digits = _digits(row)
     place = draw.randrange(len(digits))

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from absl import logging
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl_llm.config import Config, ConfigError, PlacementConfig, PoolConfig
-from jaxrl_llm.learner import places
+from jaxrl_llm.config import ConfigError, PlacementConfig, PoolConfig, RLConfig
+from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import devices as devices_lib
 from jaxrl_llm.planning import placement, shapes
@@ -20,7 +21,19 @@ from jaxrl_llm.sharding.mesh import AXES
 _TOGETHER = PlacementConfig()
 
 
-def here(config: Config, policy: Shape, present: Sequence[Any]) -> Config:
+def meshes(config: RLConfig) -> dict[str, Mesh]:
+    """Returns the mesh of each role on the devices of this run, placed by the plan if it is to.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    if config.placement.choice == "auto":
+        shape = models_lib.model_shape(config.model, models_lib.load_tokenizer(config.model))
+        config = here(config, shape, jax.devices())
+    return models_lib.role_meshes(config)
+
+
+def here(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
     """Returns the config with the placement that `placed` finds for these devices.
 
     Args:
@@ -39,7 +52,7 @@ def here(config: Config, policy: Shape, present: Sequence[Any]) -> Config:
     return placed(Setting(config, policy, scorers, {}, backend), device, len(present), num_hosts)
 
 
-def placed(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> Config:
+def placed(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> RLConfig:
     """Returns the config with pools by hand where it leaves them to the planner.
 
     The first of the ranking (`planning/placement.py`) whose pools hold their roles and whose rows
@@ -71,7 +84,9 @@ def _possible(ranking: Iterable[Placement], setting: Setting) -> Iterator[Placem
         chosen = place.config()
         meshes = {name: _mesh(pool) for name, pool in chosen.pools.items()}
         try:
-            places.row_split(config, {role: meshes[pool] for role, pool in chosen.roles.items()})
+            models_lib.row_split(
+                config, {role: meshes[pool] for role, pool in chosen.roles.items()}
+            )
         except ConfigError as error:
             logging.info("placement: not %s: %s", place.name, error.problems[0])
         else:

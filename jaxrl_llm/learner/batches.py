@@ -1,98 +1,29 @@
-"""Sequences laid out for the models: packed rows, cut into microbatches.
+"""A step's sequences as the update reads them: whole, or in minibatches of packed rows.
 
-Losses see sequences as [B, T]; models see packed rows [R, W] that hold several sequences
-each. A `Plan` is the map between the two and nothing else: packing is decided once on the
-host, and no array of the step is moved or copied for it.
+Packing is decided once on the host, from lengths alone.
 """
 
-import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Int
 
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.learner import filling
+from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.models import sequence_attention
-from jaxrl_llm.sharding.mesh import constrain
+from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 
-# What `Layout.plan` scores by default, whatever the step.
+# What `Packer.pack` scores by default, whatever the step.
 EVERY_TOKEN = np.ones((1, 1), bool)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Microbatch:
-    """Packed rows and the sequences in them. With a leading dim M: all microbatches of a plan.
-
-    What several sequences begin with may stand once, before what is their own; the segment of
-    such a beginning is minus that of the first of them.
-    """
-
-    segment_ids: Int[Array, "R W"]  # 1 + number of the sequence in the step; 0 is padding
-    prefix_ids: Int[Array, "R W | R 0"]  # segment continued, or its own; [R, 0]: nothing shared
-    key_blocks: Int[Array, "R Q C"]  # of each block of queries what `full_attention` asks for
-    positions: Int[Array, "R W"]  # of each token in its own sequence
-    sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
-    rows: Int[Array, " b"]  # row of each sequence
-    starts: Int[Array, " b"]  # its first position in that row, were its own tokens all it has
-    beginnings: Int[Array, " b"]  # where the beginning that it shares stands
-    shared: Int[Array, " b"]  # tokens of that beginning
-    scored: Int[Array, "R K"]  # positions that the policy chose; W where there is none
-    before: Int[Array, "R K"]  # position of the token before each of them
-
-    @property
-    def scores_everything(self) -> bool:
-        """Whether every token that follows another one in the row is scored."""
-        return self.scored.shape == self.segment_ids.shape and not self.prefix_ids.shape[-1]
-
-    def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
-        """Returns the packed rows of a [B, T] array; zero at padding."""
-        values = tokens[jnp.maximum(jnp.abs(self.segment_ids) - 1, 0), self.positions]
-        return constrain(jnp.where(self.segment_ids != 0, values, 0), "batch", "length")
-
-    def unpacked(
-        self, packed: Float[Array, "R W"], lengths: Int[Array, " B"], width: int
-    ) -> Float[Array, "b T"]:
-        """Returns packed values by sequence, zero past each sequence's end."""
-        places = jnp.arange(width)
-        inside = places < self.take(lengths)[:, None]
-        begins = self.starts[:, None]
-        if self.prefix_ids.shape[-1]:
-            begins = jnp.where(places < self.shared[:, None], self.beginnings[:, None], begins)
-        columns = jnp.where(inside, begins + places, 0)
-        return jnp.where(inside, packed[self.rows[:, None], columns], 0)
-
-    def take(self, values: Array) -> Array:
-        """Returns the entries of this microbatch's sequences of a [B, ...] array, else zero."""
-        return jnp.take(values, self.sequences, axis=0, mode="fill", fill_value=0)
-
-    def put(self, target: Array, values: Array) -> Array:
-        """Returns the [B, ...] `target` with this microbatch's sequences set to `values`."""
-        return target.at[self.sequences].set(values, mode="drop")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How some sequences of a step are laid out."""
-
-    microbatches: Microbatch  # every field with a leading dim M
-    count: Int[Array, ""]  # microbatches that hold anything; the rest of M is padding
-    chosen: Bool[Array, " B"]  # sequences of this plan
-
-    def padding_share(self) -> float:
-        """Returns the share of packed positions that hold no token."""
-        used = self.microbatches.segment_ids[: int(self.count)]
-        return float((used == 0).mean())
-
-
-class Layout:
-    """Chooses the shapes of plans, few of them: every new one is a compilation.
+class Packer:
+    """Packs sequences into rows. Chooses few shapes: every new one is a compilation.
 
     The number of packed rows differs a little from step to step. What fills several microbatches
     is spread over them evenly. What fits into one is rounded up to the most
@@ -214,18 +145,18 @@ class Layout:
         order = [row for part in parts for row in part]
         return [[rows[r] for r in order[i : i + num_rows]] for i in range(0, len(order), num_rows)]
 
-    def shares(self, plan: Plan) -> list[list[int]]:
+    def shares(self, packed: PackedBatch) -> list[list[int]]:
         """Returns the sequences that each of the devices that rows are split over works on."""
-        microbatches = plan.microbatches
+        microbatches = packed.microbatches
         shares: list[list[int]] = [[] for _ in range(self._num_shards)]
         local_rows = microbatches.segment_ids.shape[1] // self._num_shards
         for sequences, rows in zip(microbatches.sequences, microbatches.rows, strict=True):
             for sequence, row in zip(sequences.tolist(), rows.tolist(), strict=True):
-                if sequence < len(plan.chosen):
+                if sequence < len(packed.chosen):
                     shares[row // local_rows].append(sequence)
         return shares
 
-    def plan(
+    def pack(
         self,
         lengths: Int[np.ndarray, " B"],
         chosen: Int[np.ndarray, " b"],
@@ -233,12 +164,12 @@ class Layout:
         width: int,
         scored: Bool[np.ndarray, "#B #T"] = EVERY_TOKEN,
         common: packing.Beginnings = packing.NOTHING_COMMON,
-    ) -> Plan:
-        """Returns the layout of the sequences `chosen`.
+    ) -> PackedBatch:
+        """Returns the sequences `chosen` in rows.
 
         Args:
           lengths: Tokens of every sequence of the step.
-          chosen: Numbers of the sequences to lay out.
+          chosen: Numbers of the sequences to pack.
           width: Tokens of a row; no sequence is longer, no device's budget shorter.
           scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
             default all of them.
@@ -249,12 +180,13 @@ class Layout:
         everywhere = scored.size == 1
         alone = packing.nothing_common(len(chosen))
         share = bool(self._parity) and not everywhere and bool(common.lengths.any())
-        alike = common.of(chosen) if share else alone
+        alike = common.of(chosen) if share or common.together else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
         width = shared_width or width
-        pieces, packed = filling.rows(lengths[chosen], alike if shared_width else alone, width)
-        num_rows = self._num_rows(len(packed), len(chosen), width)
-        groups = self._balanced(packed, np.array([piece.length for piece in pieces]), num_rows)
+        groups_matter = shared_width or common.together
+        pieces, in_rows = filling.rows(lengths[chosen], alike if groups_matter else alone, width)
+        num_rows = self._num_rows(len(in_rows), len(chosen), width)
+        groups = self._balanced(in_rows, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
         asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
         shape = packing.bucket(len(groups)), num_rows, width
@@ -279,35 +211,68 @@ class Layout:
             "scored": places,
             "before": np.take_along_axis(laid.before, np.minimum(places, width - 1), axis=-1),
         }
-        of_plan: list[Any] = [np.int32(len(groups)), mask]
-        return Plan(Microbatch(**fields), *of_plan)
+        rest: list[Any] = [np.int32(len(groups)), mask]
+        return PackedBatch(Microbatch(**fields), *rest)
 
+    def pack_rollouts(
+        self,
+        rollouts: Rollouts,
+        chosen: Int[np.ndarray, " b"] | None = None,
+        common: packing.Beginnings | None = None,
+    ) -> PackedBatch:
+        """Returns sampled sequences in rows, the tokens of their responses scored.
 
-def add_up(plan: Plan, function, like):
-    """Returns the sum of `function(microbatch)` over a plan, in the shapes and dtypes of `like`."""
-    microbatches = plan.microbatches
-    if microbatches.rows.shape[0] == 1:
-        part = function(jax.tree.map(lambda a: a[0], microbatches))
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
-
-    def body(i, total):
-        part = function(jax.tree.map(lambda a: a[i], microbatches))
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
-
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-    return jax.lax.fori_loop(0, plan.count, body, zeros)
-
-
-def collect(plan: Plan, function, num_sequences: int, width: int):
-    """Returns `function(microbatch)`'s [b, T] arrays put together as [B, T], zero elsewhere."""
-    first = jax.tree.map(lambda a: a[0], plan.microbatches)
-    shapes = jax.eval_shape(function, first)
-    blank = jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), shapes)
-
-    def body(i, total):
-        microbatch = jax.tree.map(lambda a: a[i], plan.microbatches)
-        return jax.tree.map(
-            functools.partial(Microbatch.put, microbatch), total, function(microbatch)
+        Args:
+          rollouts: Of the step.
+          chosen: Numbers of the sequences to pack; by default all of them.
+          common: `common_prompts(rollouts)`, where that is known.
+        """
+        return self.pack(
+            rollouts.lengths,
+            np.arange(len(rollouts.lengths)) if chosen is None else chosen,
+            width=rollouts.tokens.shape[1],
+            # Choosing tokens of a row would gather over a dim that the sequence axis splits.
+            scored=EVERY_TOKEN if self._length_shards > 1 else rollouts.response_mask,
+            common=common_prompts(rollouts) if common is None else common,
         )
 
-    return jax.lax.fori_loop(0, plan.count, body, blank)
+
+def common_prompts(rollouts: Rollouts) -> packing.Beginnings:
+    """Returns what the samples of each prompt have in common before their own tokens."""
+    return packing.beginnings(
+        rollouts.tokens, rollouts.lengths, rollouts.response_mask, rollouts.group_ids
+    )
+
+
+def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates) -> Minibatch:
+    """Returns all sequences of the step, ready for the loss."""
+    return Minibatch(
+        tokens=jnp.asarray(rollouts.tokens),
+        lengths=jnp.asarray(rollouts.lengths),
+        response_mask=jnp.asarray(rollouts.response_mask),
+        loss_mask=estimates.loss_mask,
+        old_log_probs=predictions.old_log_probs,
+        ref_log_probs=predictions.ref_log_probs,
+        rollout_log_probs=jnp.asarray(rollouts.rollout_log_probs),
+        advantages=estimates.advantages,
+        returns=estimates.returns,
+        values=predictions.values,
+        cost_returns=estimates.cost_returns,
+        cost_values=predictions.cost_values,
+        correction_weights=estimates.correction_weights,
+    )
+
+
+def minibatches(
+    config: RLConfig, packer: Packer, rollouts: Rollouts, key: jax.Array
+) -> Iterator[tuple[PackedBatch, jax.Array]]:
+    """Yields each update's sequences and key: every epoch, all of the step in a new order."""
+    count = len(rollouts.lengths)
+    common = common_prompts(rollouts)  # reads every token: once a step, not once an update
+    for epoch in range(config.trainer.epochs):
+        epoch_key = jax.random.fold_in(key, epoch)
+        order = np.asarray(jax.random.permutation(epoch_key, count))
+        for start in range(0, count, config.minibatch_size):
+            chosen = np.sort(order[start : start + config.minibatch_size])
+            packed = packer.pack_rollouts(rollouts, chosen, common)
+            yield packed, jax.random.fold_in(epoch_key, start)

@@ -105,10 +105,10 @@ def of_plan(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float | str]:
             ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
         )
     setting = plan.setting
-    roles = lowering.abstract_roles(setting.config, setting.policy, list(devices))
+    models = lowering.abstract_models(setting.config, setting.policy, list(devices))
     own = memory.estimate(setting)
     found: dict[str, float | str] = {}
-    for name, lower in lowering.lowered(roles).items():
+    for name, lower in lowering.lowered(setting.config, models).items():
         logging.info("compiling %s", name)
         try:
             report = compile_report(lower)

@@ -13,23 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import batches, experience, networks, optimizer, places, update
-from jaxrl_llm.learner import roles as roles_lib
-from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
+from jaxrl_llm.learner import batches, optimizer, predict, update
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.microbatches import PackedBatch
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
-# What a run compiles, in the order of a step; see `lowered`.
-PROGRAMS = ("prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer")
 
-
-def abstract_roles(config: Config, shape: Shape, devices: Sequence[Any]) -> Roles:
-    """Returns the roles of a run on devices that may be absent; no folder is read.
+def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> Models:
+    """Returns the models of a run on devices that may be absent; no folder is read.
 
     Args:
       config: The run. Its tokenizer plays no part: `shape` has the size of the vocabulary.
@@ -39,78 +41,77 @@ def abstract_roles(config: Config, shape: Shape, devices: Sequence[Any]) -> Role
     Raises:
       ConfigError: If the mesh does not fit the devices.
     """
-    meshes = places.meshes(config, devices)
-    return roles_lib.assemble(config, meshes, tokenizer_lib.character_tokenizer(), (0,), shape)
+    meshes = models_lib.role_meshes(config, devices)
+    return models_lib.build(config, meshes, tokenizer_lib.character_tokenizer(), shape, (0,))
 
 
-def abstract_state(roles: Roles) -> LearnerState:
+def abstract_state(config: RLConfig, models: Models) -> LearnerState:
     """Returns the learner state of a run as shapes, dtypes and shardings."""
-    algorithm = roles.config.algorithm
-    number = lambda dtype: _array(roles, (), dtype)  # noqa: E731
+    needed = needs.of(config.algorithm)
+    number = lambda dtype: _array(models, (), dtype)  # noqa: E731
 
-    def trainable(shapes: Params, shardings: Params, transformation) -> Trainable:
-        params = _placed(shapes, shardings)
-        opt_state = roles_lib.abstract_optimizer(transformation, params, roles.mesh)
+    def trainable(params: Params, of: OptimizerConfig) -> Trainable:
+        transformation = optimizer.make(of, config.num_updates)
+        opt_state = weights_lib.abstract_optimizer(transformation, params, models.mesh)
         return Trainable(params, opt_state, number(jnp.int32))
 
-    def critic(needed: bool) -> Trainable:
-        if needed:
-            shapes = roles.value.abstract()
-            return trainable(shapes, roles.value_shardings, roles.critic_optimizer)
-        nothing = optimizer.make(roles.config.critic.optimizer, roles.num_updates)
-        opt_state = roles_lib.abstract_optimizer(nothing, {}, roles.mesh)
-        return Trainable({}, opt_state, number(jnp.int32))
+    def critic(wanted: bool) -> Trainable:
+        params: Params = {}
+        if wanted:
+            params = weights_lib.with_shardings(models.value.abstract(), models.value_shardings)
+        return trainable(params, config.critic.optimizer)
 
-    trained, trained_shardings = roles.policy.abstract(), roles.policy_shardings
-    if roles.config.lora.rank:
-        trained = roles.policy.abstract_adapters()
-        trained_shardings = networks.adapter_shardings(roles.policy, roles.mesh)
+    trained, shardings = models.policy.abstract(), models.policy_shardings
+    if config.lora.rank:
+        trained = models.policy.abstract_adapters()
+        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
     return LearnerState(
-        policy=trainable(trained, trained_shardings, roles.policy_optimizer),
-        critic=critic(algorithm.needs_critic),
-        cost_critic=critic(algorithm.safe),
+        policy=trainable(weights_lib.with_shardings(trained, shardings), config.trainer.optimizer),
+        critic=critic(needed.critic),
+        cost_critic=critic(needed.cost_critic),
         kl_coef=number(jnp.float32),
         log_multiplier=number(jnp.float32),
     )
 
 
-def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
+def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Returns by name what lowers each program of the run, so that one may be asked for alone.
 
     `prefill`, `decode` (one chunk with the widest window), `score` (policy or
     reference), `score_critic` (critic; absent without one), `train` (one optimizer update of all
     learners), `reshard` (the ends, the largest of its programs) and `reshard_layer`.
     """
-    config = roles.config
-    state = abstract_state(roles)
-    base = _placed(roles.policy.abstract(), roles.policy_shardings) if config.lora.rank else {}
-    roles = dataclasses.replace(roles, base_params=base)
+    state = abstract_state(config, models)
+    base: Params = {}
+    if config.lora.rank:
+        base = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
     policy = lora.joined(base, state.policy.params)
-    width = config.max_sequence_tokens
     everything = config.sequences_per_step
-    of_policy, of_critic = experience.scoring_programs(roles)
-    tokens = _array(roles, (everything, width), jnp.int32)
-    lengths = _array(roles, (everything,), jnp.int32)
-    engine = roles.engine
-    rollout_params = roles.resharder.abstract()
-    layer_number = _array(roles, (), jnp.int32)
+    of_policy, of_critic = predict.scoring_programs(config, models)
+    tokens = _array(models, (everything, config.max_sequence_tokens), jnp.int32)
+    lengths = _array(models, (everything,), jnp.int32)
+    sampler = sampler_lib.build(config, models, base)
+    engine, resharder = sampler.engine, sampler.resharder
+    rollout_params = resharder.abstract()
+    layer_number = _array(models, (), jnp.int32)
 
     def within_mesh(make: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Lowered]:
         def lower() -> jax.stages.Lowered:
-            with jax.set_mesh(roles.mesh):
+            with jax.set_mesh(models.mesh):
                 return make()
 
         return lower
 
     def train():
-        program = update.updater(roles, state).program
+        program = update.updater(config, models, base, state).program
         learners = (state.policy, state.critic, state.cost_critic)
-        plan = abstract_plan(roles, config.minibatch_size)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return program.lower(learners, base, abstract_batch(roles), plan, key, train_policy=True)
+        packed = abstract_packed(config, models, config.minibatch_size)
+        batch, key = abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
+        return program.lower(learners, base, batch, packed, key, train_policy=True)
 
     def score(program, params: Params, **choices):
-        return program.lower(params, tokens, lengths, abstract_plan(roles, everything), **choices)
+        packed = abstract_packed(config, models, everything)
+        return program.lower(params, tokens, lengths, packed, **choices)
 
     ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
@@ -121,8 +122,8 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
         "score": lambda: score(of_policy, policy, entropy="value"),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,
-        "reshard": lambda: roles.resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
-        "reshard_layer": lambda: roles.resharder.jitted["layer"].lower(
+        "reshard": lambda: resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
+        "reshard_layer": lambda: resharder.jitted["layer"].lower(
             rollout_params["layers"][0], policy["layers"], layer_number
         ),
     }
@@ -131,46 +132,28 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
     return {name: within_mesh(make) for name, make in programs.items()}
 
 
-def abstract_plan(roles: Roles, num_chosen: int) -> batches.Plan:
-    """Returns the layout of so many sequences of a step, each as long as the run allows."""
-    config = roles.config
+def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> PackedBatch:
+    """Returns so many sequences of a step in rows, each as long as the run allows."""
     width = config.max_sequence_tokens
     lengths = np.full(config.sequences_per_step, width)
-    shards = mesh_lib.row_shards(roles.mesh)
-    layout = batches.Layout(config.trainer.max_tokens_per_microbatch, *shards)
+    shards = mesh_lib.row_shards(models.mesh)
+    packer = batches.Packer(config.trainer.max_tokens_per_microbatch, *shards)
     of_responses = np.tile(np.arange(width) >= config.data.max_prompt_tokens, (len(lengths), 1))
     scored = batches.EVERY_TOKEN if shards[1] > 1 else of_responses
-    plan = layout.plan(lengths, np.arange(num_chosen), width=width, scored=scored)
-    return jax.tree.map(lambda a: _array(roles, np.shape(a), a.dtype), plan)
+    packed = packer.pack(lengths, np.arange(num_chosen), width=width, scored=scored)
+    return jax.tree.map(lambda a: _array(models, np.shape(a), a.dtype), packed)
 
 
-def abstract_batch(roles: Roles) -> Minibatch:
+def abstract_batch(config: RLConfig, models: Models) -> Minibatch:
     """Returns the shapes of what the update reads of all sequences of a step."""
-    config = roles.config
     table = (config.sequences_per_step, config.max_sequence_tokens)
-    numbers = lambda: _array(roles, table, jnp.float32)  # noqa: E731
-    return Minibatch(
-        tokens=_array(roles, table, jnp.int32),
-        lengths=_array(roles, table[:1], jnp.int32),
-        response_mask=_array(roles, table, jnp.bool_),
-        loss_mask=_array(roles, table, jnp.bool_),
-        old_log_probs=numbers(),
-        ref_log_probs=numbers(),
-        rollout_log_probs=numbers(),
-        advantages=numbers(),
-        returns=numbers(),
-        values=numbers(),
-        cost_returns=numbers(),
-        cost_values=numbers(),
-        correction_weights=numbers(),
-    )
+    dtypes = {"tokens": jnp.int32, "response_mask": jnp.bool_, "loss_mask": jnp.bool_}
+    fields = {
+        field.name: _array(models, table, dtypes.get(field.name, jnp.float32))
+        for field in dataclasses.fields(Minibatch)
+    }
+    return Minibatch(**{**fields, "lengths": _array(models, table[:1], jnp.int32)})
 
 
-def _array(roles: Roles, shape: tuple[int, ...], dtype) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(roles.mesh))
-
-
-def _placed(shapes: Params, shardings: Params) -> Params:
-    return jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
-    )
+def _array(models: Models, shape: tuple[int, ...], dtype) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(models.mesh))

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.learner import automatic
 from jaxrl_llm.planning import advice, devices, fit, shapes
 from jaxrl_llm.planning.devices import GIB, Device
@@ -67,7 +67,7 @@ def elsewhere(topology: str, device: str, num_devices: int) -> Place:
     return Place(kind, count, topology)
 
 
-def plan(config: Config, place: Place) -> Plan:
+def plan(config: RLConfig, place: Place) -> Plan:
     """Returns the analytic plan of a run, on the pools that suit it best if it leaves them open.
 
     Raises:
@@ -80,11 +80,11 @@ def plan(config: Config, place: Place) -> Plan:
     return fit.make(config, policy, scorers, place.device, place.num_devices, place.backend)
 
 
-def _vocab_size(config: Config) -> int:
+def _vocab_size(config: RLConfig) -> int:
     # Tokenizers take seconds to import, and a plan of a model with a folder or a name needs none.
-    from jaxrl_llm.learner import networks
+    from jaxrl_llm.learner import models
 
-    return len(networks.load_tokenizer(config.model))
+    return len(models.load_tokenizer(config.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,10 @@ class Budget:
         return found
 
 
-def check(config: Config, present: Sequence[Any]) -> Budget:
+NO_BUDGET = Budget(0.0)
+
+
+def check(config: RLConfig, present: Sequence[Any]) -> Budget:
     """Returns what a run may need of the devices present.
 
     The estimate is good to a tenth: up to that much too much is a warning, more is refused.
@@ -119,7 +122,7 @@ def check(config: Config, present: Sequence[Any]) -> Budget:
     """
     if devices.present(present) is None:
         logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
-        return Budget(0.0)
+        return NO_BUDGET
     made = plan(config, here(present))
     if not made.fits:
         busiest = max(made.programs, key=lambda name: made.programs[name].total)

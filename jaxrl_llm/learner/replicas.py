@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.learner.roles import LearnerState
+from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.sharding import agreement
 from jaxrl_llm.sharding.agreement import Copies
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts
 
 
-def check_start(config: Config, datasets: Sequence[Dataset]) -> None:
+def check_start(config: JobConfig, datasets: Sequence[Dataset]) -> None:
     """Compares versions, settings and data, before anything is allocated.
 
     Raises:

@@ -3,14 +3,18 @@
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import machine, statistics
 from jaxrl_llm.models import flops
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Rollouts
 
 
-def of_step(roles: Roles, rollouts: Rollouts, seconds: Mapping[str, float]) -> dict[str, float]:
+def of_step(
+    config: RLConfig, models: Models, rollouts: Rollouts, seconds: Mapping[str, float]
+) -> dict[str, float]:
     """Returns tokens per second and device, share of the devices' best, and memory.
 
     `perf/tflops/update` is the arithmetic of all learners' forward and backward passes, counted
@@ -20,18 +24,18 @@ def of_step(roles: Roles, rollouts: Rollouts, seconds: Mapping[str, float]) -> d
     policy's work is counted though it rests.
 
     Args:
-      roles: Networks and mesh.
+      config: The run.
+      models: Its networks and meshes.
       rollouts: The sequences of the step, each learned from `trainer.epochs` times.
       seconds: `Clock.seconds()` of the step, with `timing_s/update`.
     """
-    config = roles.config
-    devices = pools.devices(roles.meshes.values())
-    critics = config.algorithm.needs_critic + config.algorithm.safe
-    work = critics * flops.training(roles.value.shape, rollouts.lengths, num_labels=1)
+    devices = pools.devices(models.meshes.values())
+    critics = needs.of(config.algorithm).num_critics
+    work = critics * flops.training(models.value.shape, rollouts.lengths, num_labels=1)
     frozen = bool(config.lora.rank)
-    work += flops.training(roles.policy.shape, rollouts.lengths, frozen=frozen)
+    work += flops.training(models.policy.shape, rollouts.lengths, frozen=frozen)
     work *= config.trainer.epochs
-    time = seconds["timing_s/update"]
+    time = seconds.get("timing_s/update", math.inf)  # a step may leave its updates out
     found = {"perf/tflops/update": work / time / len(devices) / 1e12}
     share = machine.utilization(work, time, devices)
     if not math.isnan(share):

@@ -16,17 +16,22 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms import advantages, corrections, losses, selection
+from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.config import Config
-from jaxrl_llm.learner import batches, optimizer
-from jaxrl_llm.learner.batches import Microbatch, Plan
-from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.learner import microbatches, optimizer, replicas
+from jaxrl_llm.learner.batches import Packer, minibatches
+from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
+from jaxrl_llm.learner.weights import LearnerState, Trainable
+from jaxrl_llm.metrics import statistics
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import casting, heads, lora
-from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
-from jaxrl_llm.types import Minibatch
+from jaxrl_llm.types import Minibatch, Rollouts
 
 Metrics = Mapping[str, Float[Array, ""]]
 # loss(params, microbatch) -> (its share of the minibatch's loss, arrays to be summed by name)
@@ -35,40 +40,16 @@ Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
 ABSENT = Trainable({}, (), ())  # type: ignore[arg-type]  # a learner that lives on other devices
 
 
-def is_on_policy(config: Config) -> bool:
-    """Returns whether a step is one update and needs no log-probs of the policy before it.
-
-    The ratio to the old policy is then 1 by construction: the update takes its own log-probs,
-    without a gradient, for the old ones. That saves a pass over the step and changes no gradient.
-    Not where anything before the update reads the old log-probs: a KL in the reward, corrections
-    and rejections, some advantages, losses that choose tokens from the whole minibatch, alerts
-    that may skip the update.
-    """
-    algorithm, trainer = config.algorithm, config.trainer
-    one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
-    reads_old = (
-        algorithm.old_log_probs == "rollout"
-        or algorithm.kl_in == "reward"
-        or algorithm.correction != "none"
-        or algorithm.safe
-        or bool(algorithm.rejections)
-        or algorithm.policy_loss in selection.SELECTIONS
-        or advantages.reads(algorithm, "old_log_probs", "sum_squared_probs")
-        or "skip" in (config.alerts.entropy.action, config.alerts.log_prob_difference.action)
-    )
-    return one_update and not reads_old
-
-
 def take_update(
     role: Trainable,
     transformation: optax.GradientTransformation,
-    plan: Plan,
+    packed: PackedBatch,
     loss: Loss,
     compute_dtype: str,
     prefix: str,
     max_kl: float = math.inf,
 ) -> tuple[Trainable, Metrics]:
-    """Returns the role after one update on a plan's sequences, and the metrics of the update.
+    """Returns the role after one update on a batch, and the metrics of the update.
 
     An update changes nothing if its loss or gradient, or a parameter or moment after it, is not
     finite, or its `actor/ppo_kl` is above `max_kl`. That is decided within the program, and
@@ -82,11 +63,13 @@ def take_update(
 
     gradient = jax.value_and_grad(of_variables, has_aux=True)
     variables = casting.variables(role.params, compute_dtype)
-    first = jax.tree.map(lambda a: a[0], plan.microbatches)
+    first = jax.tree.map(lambda a: a[0], packed.microbatches)
     like = jax.eval_shape(gradient, variables, first)
     # Sums over microbatches are float32 whatever the dtype of the parameters.
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = batches.add_up(plan, functools.partial(gradient, variables), like)
+    (value, metrics), gradients = microbatches.add_up(
+        packed, functools.partial(gradient, variables), like
+    )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
         transformation, gradients, role.opt_state, role.params, allowed
@@ -101,128 +84,107 @@ def take_update(
     }
 
 
-def token_statistics(
-    network: Network,
-    params: Params,
-    tokens: Array,
-    microbatch: Microbatch,
-    *,
-    temperature: float,
-    chunk: int,
-    entropy: heads.Entropy,
-) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
-    """Returns log-probs, entropies and sums of squared probabilities of packed rows.
-
-    Zero at tokens that `microbatch.scored` does not name.
-    """
-    packed = microbatch.packed(tokens)
-    hidden = _hidden(network, params, packed, microbatch)
-    weight = network.head_weight(params)
-    settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
-    if microbatch.scores_everything:
-        return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
-    places = microbatch.scored, microbatch.before
-    return heads.chosen_statistics(hidden, weight, packed, *places, **settings)
-
-
-def _hidden(
-    network: Network, params: Params, packed: Array, microbatch: Microbatch
-) -> Float[Array, "R W D"]:
-    places = microbatch.positions, microbatch.segment_ids
-    return network.hidden(
-        params,
-        packed,
-        *places,
-        prefix_ids=microbatch.prefix_ids,
-        key_blocks=microbatch.key_blocks,
-    )
-
-
-def token_values(
-    network: Network, params: Params, tokens: Array, microbatch: Microbatch
-) -> Float[Array, "R W"]:
-    """Returns the value just before each token of packed rows.
-
-    Zero at tokens that `microbatch.scored` does not name.
-    """
-    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
-    weight = network.head_weight(params)
-    if microbatch.scores_everything:
-        return heads.token_values(hidden, weight, microbatch.segment_ids)
-    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
-
-
-def sequence_scores(
-    network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
-) -> Float[Array, " b"]:
-    """Returns the score at the last token of each of the microbatch's sequences."""
-    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
-    last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
-    at_end = hidden[microbatch.rows, last][:, None]
-    return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
-
-
 @dataclasses.dataclass(frozen=True)
 class Updater:
-    """One update of every learner of a run.
+    """The updates of a step, for every learner of a run.
 
     Attributes:
+      config: The run.
+      packer: Cuts the step into packed minibatches.
       homes: Where policy, critic and cost critic live.
       base: What the policy's adapters are added to, or nothing.
-      programs: `(learners, base, batch, plan, key, *, train_policy) -> (learners, metrics)`,
+      programs: `(learners, base, batch, packed, key, *, train_policy) -> (learners, metrics)`,
         jitted, of each of these meshes; learners that live elsewhere are `ABSENT` in it.
-      optimizer_rests: Whether optimizer state is in host memory between updates.
     """
 
+    config: RLConfig
+    packer: Packer
     homes: tuple[Mesh, Mesh, Mesh]
     base: Params
     programs: Mapping[Mesh, Any]
-    optimizer_rests: bool
 
     @property
     def program(self) -> Any:
         """The program of the policy's mesh."""
         return self.programs[self.homes[0]]
 
-    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
-        """Returns all sequences of a step where learners live.
+    def __call__(
+        self,
+        step: int,
+        state: LearnerState,
+        rollouts: Rollouts,
+        batch: Minibatch,
+        key: jax.Array,
+        clock: Clock,
+    ) -> tuple[LearnerState, dict[str, float]]:
+        """Returns the state after the updates of a step, which consume the old one.
 
-        Before any update of the step: a copy to other devices is cut out by the policy's, and
-        there it would wait for the updates before it, and learners elsewhere with it.
+        Args:
+          step: Number of this step, from 1; the critics alone learn in the first
+            `critic_warmup_steps`.
+          state: As before the updates.
+          rollouts: The step's sequences.
+          batch: What is to be learned from them.
+          key: Of the order of the sequences, and of what the policy loss draws.
+          clock: Times `update`.
+
+        Returns:
+          The state, and the means of the updates' metrics.
         """
+        train_policy = step > self.config.algorithm.critic_warmup_steps
+        found = []
+        with clock("update") as watch:
+            # Before any update: a copy to other devices is cut out by the policy's, and there it
+            # would wait for the updates before it, and learners elsewhere with it.
+            spread = self.spread(batch)
+            for packed, update_key in minibatches(self.config, self.packer, rollouts, key):
+                state, metrics = self.update(
+                    state, spread, packed, update_key, train_policy=train_policy
+                )
+                of_balance = statistics.of_balance(rollouts.lengths, self.packer.shares(packed))
+                found.append({**watch(metrics), **of_balance})
+            means = statistics.mean(found)
+            replicas.check_learned(step, state)
+        return state, means
+
+    def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
+        """Returns all sequences of a step where learners live."""
+        if len(self.programs) == 1:
+            return dict.fromkeys(self.programs, batch)
         return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
 
-    def __call__(
+    def update(
         self,
         state: LearnerState,
         batch: Mapping[Mesh, Minibatch],
-        plan: Plan,
-        key,
+        packed: PackedBatch,
+        key: jax.Array,
         *,
         train_policy: bool = True,
     ) -> tuple[LearnerState, Metrics]:
-        """Returns the state after the update, which consumes the old one, and its metrics.
+        """Returns the state after one update, which consumes the old one, and its metrics.
 
         Args:
           state: As before the update.
           batch: As `spread` returns it.
-          plan: Which of them make this minibatch.
+          packed: Which of them make this minibatch, in rows.
           key: Of what the policy loss draws.
           train_policy: With False only the critics learn.
         """
         learners = _learners(state)
         metrics: dict[str, Any] = {}
+        rests = "optimizer" in self.config.mesh.on_host
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
-            if self.optimizer_rests:
+            if rests:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
                 updated, found = program(
-                    mine, base, batch[mesh], plan, key, train_policy=train_policy
+                    mine, base, batch[mesh], packed, key, train_policy=train_policy
                 )
-            if self.optimizer_rests:
+            if rests:
                 updated = _with_optimizers(resting.resting, updated)
             learners = tuple(
                 new if home == mesh else old
@@ -231,7 +193,7 @@ class Updater:
             metrics |= found
         policy, critic, cost_critic = learners
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, {**metrics, "perf/padding_share": plan.padding_share()}
+        return state, {**metrics, "perf/padding_share": packed.padding_share()}
 
 
 def _learners(state: LearnerState) -> tuple[Trainable, ...]:
@@ -250,21 +212,23 @@ def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]
     return tuple(dataclasses.replace(role, opt_state=move(role.opt_state)) for role in learners)
 
 
-def updater(roles: Roles, state: LearnerState) -> Updater:
+def updater(config: RLConfig, models: Models, base: Params, state: LearnerState) -> Updater:
     """Returns the update of a run, compiled once.
 
     Args:
-      roles: The fixed side of the run.
+      config: The run.
+      models: Its networks.
+      base: What the policy's adapters are added to, or nothing.
       state: Arrays, or their shapes and shardings: only those are looked at.
     """
-    config = roles.config
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
-    temperature = config.rollout.temperature or 1.0
-    statistics = functools.partial(
+    policy_optimizer = optimizer.make(config.trainer.optimizer, config.num_updates)
+    critic_optimizer = optimizer.make(config.critic.optimizer, config.num_updates)
+    ask = functools.partial(
         token_statistics,
-        roles.policy,
-        temperature=temperature,
+        models.policy,
+        temperature=config.rollout.temperature or 1.0,
         chunk=config.model.vocab_chunk,
     )
     on_policy = is_on_policy(config)
@@ -274,17 +238,17 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
     of_kl = config.alerts.kl
     max_kl = of_kl.limit if of_kl.action == "skip" else math.inf
 
-    def policy_update(role: Trainable, base: Params, batch: Minibatch, plan: Plan, key):
+    def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
         width = batch.tokens.shape[1]
         denominators = minibatch_denominators(
-            batch.loss_mask & plan.chosen[:, None],
+            batch.loss_mask & packed.chosen[:, None],
             algorithm.loss_scale or float(config.rollout.max_response_tokens),
         )
-        chosen = _selection(lora.joined(base, role.params), batch, plan, key)
+        chosen = _selection(lora.joined(base, role.params), batch, packed, key)
 
         def loss(params: Params, microbatch: Microbatch):
             whole = lora.joined(base, params)
-            log_probs, entropies, _ = statistics(whole, batch.tokens, microbatch, entropy=entropy)
+            log_probs, entropies, _ = ask(whole, batch.tokens, microbatch, entropy=entropy)
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
             log_probs = unpack(log_probs)
             rows = jax.tree.map(microbatch.take, batch)
@@ -303,7 +267,7 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             return value, {**metrics, "log_probs": seen}
 
         role, found = take_update(
-            role, roles.policy_optimizer, plan, loss, compute_dtype, "actor", max_kl
+            role, policy_optimizer, packed, loss, compute_dtype, "actor", max_kl
         )
         # An entropy that was not computed is no entropy of zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
@@ -312,29 +276,31 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
             metrics |= corrections.engine_gap(
                 found["log_probs"],
                 batch.rollout_log_probs,
-                batch.response_mask & plan.chosen[:, None],
+                batch.response_mask & packed.chosen[:, None],
             )
         return role, metrics
 
-    def _selection(params, batch: Minibatch, plan: Plan, key):
+    def _selection(params, batch: Minibatch, packed: PackedBatch, key):
         """Returns what clip_cov and kl_cov choose from the whole minibatch."""
         num_sequences, width = batch.tokens.shape
         if algorithm.policy_loss not in selection.SELECTIONS:
             return jnp.zeros((num_sequences, width), bool)
 
         def log_probs(microbatch: Microbatch):
-            values, _, _ = statistics(params, batch.tokens, microbatch, entropy="none")
+            values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
             return microbatch.unpacked(values, batch.lengths, width)
 
-        values = batches.collect(plan, log_probs, num_sequences, width)
-        return selection.select(algorithm, values, _only(batch, plan), key)
+        values = microbatches.collect(packed, log_probs, num_sequences, width)
+        return selection.select(algorithm, values, _only(batch, packed), key)
 
-    def critic_update(role: Trainable, batch: Minibatch, plan: Plan, old, returns, prefix: str):
+    def critic_update(
+        role: Trainable, batch: Minibatch, packed: PackedBatch, old, returns, prefix: str
+    ):
         width = batch.tokens.shape[1]
-        denominators = minibatch_denominators(batch.loss_mask & plan.chosen[:, None])
+        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None])
 
         def loss(params: Params, microbatch: Microbatch):
-            values = token_values(roles.value, params, batch.tokens, microbatch)
+            values = token_values(models.value, params, batch.tokens, microbatch)
             return losses.value_loss(
                 algorithm,
                 microbatch.unpacked(values, batch.lengths, width),
@@ -345,27 +311,30 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
                 prefix,
             )
 
-        return take_update(role, roles.critic_optimizer, plan, loss, compute_dtype, prefix)
+        return take_update(role, critic_optimizer, packed, loss, compute_dtype, prefix)
 
-    def update(learners, base: Params, batch: Minibatch, plan: Plan, key, *, train_policy: bool):
+    def update(
+        learners, base: Params, batch: Minibatch, packed: PackedBatch, key, *, train_policy: bool
+    ):
         policy, critic, cost_critic = learners
         metrics: dict[str, Array] = {}
         if critic.params:
             critic, of_critic = critic_update(
-                critic, batch, plan, batch.values, batch.returns, "critic"
+                critic, batch, packed, batch.values, batch.returns, "critic"
             )
             metrics |= of_critic
         if cost_critic.params:
             cost_critic, of_costs = critic_update(
-                cost_critic, batch, plan, batch.cost_values, batch.cost_returns, "cost_critic"
+                cost_critic, batch, packed, batch.cost_values, batch.cost_returns, "cost_critic"
             )
             metrics |= of_costs
         if train_policy and policy.params:
-            policy, of_policy = policy_update(policy, base, batch, plan, key)
+            policy, of_policy = policy_update(policy, base, batch, packed, key)
             metrics |= of_policy
         return (policy, critic, cost_critic), metrics
 
-    homes = (roles.meshes["policy"], roles.meshes["critic"], roles.meshes["critic"])
+    meshes = models.meshes
+    homes = (meshes["policy"], meshes["critic"], meshes["critic"])
 
     def on(mesh: Mesh):
         learners = _living(_learners(state), homes, mesh)
@@ -381,9 +350,9 @@ def updater(roles: Roles, state: LearnerState) -> Updater:
 
     busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
     programs = {mesh: on(mesh) for mesh in dict.fromkeys(busy)}
-    return Updater(homes, roles.base_params, programs, "optimizer" in config.mesh.on_host)
+    return Updater(config, models.packer, homes, base, programs)
 
 
-def _only(batch: Minibatch, plan: Plan) -> Minibatch:
+def _only(batch: Minibatch, packed: PackedBatch) -> Minibatch:
     """Returns the batch with sequences outside the plan masked out of the loss."""
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask & plan.chosen[:, None])
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask & packed.chosen[:, None])

@@ -23,7 +23,6 @@ from absl import logging
 
 from jaxrl_llm.algorithms import lookup
 from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
-from jaxrl_llm.types import Rewards
 
 Numbers = Mapping[str, Any]
 
@@ -129,48 +128,42 @@ class Alerts:
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
         self._messenger = _Messenger(config) if jax.process_index() == 0 else _Silent()
 
-    def allow_update(self, rewards: Rewards, of_estimates: Numbers) -> bool:
+    def allow_update(self, numbers: Numbers) -> bool:
         """Returns whether the weights may learn from this step.
 
         Reads the device only if an alert that depends on it has the action "skip".
 
         Args:
-          rewards: Of the step.
-          of_estimates: Metrics of the estimates; device scalars.
+          numbers: Metrics that are known before the update; device scalars or not.
         """
         skips = [name for name in _BEFORE_UPDATE if self._rule(name).action == "skip"]
         if not skips:
             return True
-        numbers = of_estimates if {"entropy", "log_prob_difference"} & set(skips) else {}
-        readings = _readings(jax.device_get(dict(numbers)), rewards)
+        readings = _readings(jax.device_get(dict(numbers)))
         return not any(
             self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
             for name in skips
         )
 
-    def check(
-        self, step: int, rewards: Rewards, of_estimates: Numbers, on_host: Numbers
-    ) -> dict[str, float]:
+    def check(self, step: int, numbers: Numbers) -> dict[str, float]:
         """Returns `alerts/NAME`, 1 where it fires in this step; warns, tells, asks to stop.
 
         Args:
           step: That the numbers are about.
-          rewards: Of the step.
-          of_estimates: Metrics of the estimates; device scalars.
-          on_host: Means over the updates, tokens and seconds of the phases.
+          numbers: All metrics of the step, tokens and seconds of the phases among them.
         """
-        readings = _readings({**jax.device_get(dict(of_estimates)), **on_host}, rewards)
+        readings = _readings(numbers)
         for role in ("actor", "critic", "cost_critic"):
             # Skipped for one of two reasons; the other is the KL's alert.
             beyond = role == "actor" and self._rule("kl").action == "skip"
-            if on_host.get(f"{role}/skipped_updates") and not beyond:
+            if numbers.get(f"{role}/skipped_updates") and not beyond:
                 readings["nonfinite"] = 1.0
         try:
             usage = shutil.disk_usage(self._workdir)
             readings["disk"] = usage.free / usage.total
         except OSError as error:  # who writes there next says more
             logging.warning("alerts: free space of %s is not known: %s", self._workdir, error)
-        speed = _speed(on_host)
+        speed = _speed(numbers)
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)
         self._speeds.append(speed)
@@ -250,7 +243,7 @@ def check(config: AlertsConfig) -> None:
         raise ConfigError([f"config.alerts.function: {type(error).__name__}: {error}"]) from error
 
 
-def _readings(numbers: Numbers, rewards: Rewards) -> dict[str, float]:
+def _readings(numbers: Numbers) -> dict[str, float]:
     """Returns what can be read from the numbers that there are."""
     losses = [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]
     by_name = {
@@ -258,6 +251,8 @@ def _readings(numbers: Numbers, rewards: Rewards) -> dict[str, float]:
         "reference_kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
         "entropy": ("actor/entropy",),
         "log_prob_difference": ("training/rollout_probs_diff_mean",),
+        "constant_reward": ("critic/score/spread",),
+        "reward_failures": ("reward/failure_share",),
     }
     found = {
         alert: float(numbers[name])
@@ -267,10 +262,6 @@ def _readings(numbers: Numbers, rewards: Rewards) -> dict[str, float]:
     }
     if losses:
         found["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
-    if len(rewards.scores) > 1:
-        found["constant_reward"] = float(rewards.scores.max() - rewards.scores.min())
-    if rewards.num_calls:
-        found["reward_failures"] = rewards.num_failures / rewards.num_calls
     return found
 
 

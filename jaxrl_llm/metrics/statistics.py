@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 HostOrDevice = np.ndarray | Array
@@ -20,16 +21,32 @@ HostOrDevice = np.ndarray | Array
 _RESPONSE_PHASES = ("gen",)
 
 
+def of_rewards(rewards: Rewards) -> dict[str, float]:
+    """Returns what reward functions and models gave, and how many calls of functions failed.
+
+    `critic/score/spread` is the largest minus the smallest score, of two or more sequences.
+    """
+    found = {
+        **_summary("critic/score", rewards.scores),
+        "reward/num_failures": float(rewards.num_failures),
+    }
+    if len(rewards.scores) > 1:
+        found["critic/score/spread"] = float(rewards.scores.max() - rewards.scores.min())
+    if rewards.num_calls:
+        found["reward/failure_share"] = rewards.num_failures / rewards.num_calls
+    return found
+
+
 def of_rollouts(
-    config: Config,
+    config: RLConfig,
     rollouts: Rollouts,
     rewards: Rewards,
     predictions: Predictions,
     estimates: Estimates,
 ) -> dict[str, float]:
-    """Returns scores, rewards, advantages, returns, values and lengths of a step.
+    """Returns rewards, advantages, returns, values and lengths of a step.
 
-    `critic/score` is what reward functions and models gave, `critic/rewards` the sum over a
+    `critic/rewards` is the sum over a
     sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
     returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
     by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
@@ -45,14 +62,13 @@ def of_rollouts(
     """
     mask = np.asarray(estimates.loss_mask)
     found = {
-        **_summary("critic/score", rewards.scores),
         **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", np.asarray(estimates.returns)[mask]),
         **_of_rewards(rollouts, rewards),
         **_of_lengths(config, rollouts),
     }
-    if config.algorithm.needs_critic:
+    if needs.of(config.algorithm).critic:
         values = np.asarray(predictions.values)[mask]
         found |= _summary("critic/values", values)
         found |= {
@@ -85,35 +101,6 @@ def explained_variance(
     if returns.size < 2:
         return float("nan")
     return float(1 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
-
-
-def of_engine(
-    prefill_tokens: int,
-    prefill_s: float,
-    decode_tokens: int,
-    decode_s: float,
-    occupancy: float,
-    tokens_per_forward: float,
-    acceptance: float,
-) -> dict[str, float]:
-    """Returns what the rollout engine did in its last call.
-
-    Args:
-      prefill_tokens: Of prompts, each counted once.
-      prefill_s: Spent in reading prompts and placing samples.
-      decode_tokens: Sampled by decode steps.
-      decode_s: Spent in decode steps.
-      occupancy: Share of the slots' steps that sampled a token while others waited.
-      tokens_per_forward: Of an active slot in a decode step; 1 without speculation.
-      acceptance: Share of the places of guesses whose guess was kept; 0 without speculation.
-    """
-    return {
-        "rollout/prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s else 0.0,
-        "rollout/decode_tokens_per_s": decode_tokens / decode_s if decode_s else 0.0,
-        "rollout/slot_occupancy": occupancy,
-        "rollout/tokens_per_forward": tokens_per_forward,
-        "rollout/draft_acceptance": acceptance,
-    }
 
 
 def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -193,10 +180,10 @@ def _of_rewards(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
     for name, term in rewards.terms.items():
         if (used := rewards.weights[name] != 0).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
-    return {**found, "reward/num_failures": float(rewards.num_failures)}
+    return found
 
 
-def _of_lengths(config: Config, rollouts: Rollouts) -> dict[str, float]:
+def _of_lengths(config: RLConfig, rollouts: Rollouts) -> dict[str, float]:
     responses, prompts = _response_lengths(rollouts), _prompt_lengths(rollouts)
     return {
         **_summary("response_length", responses),

@@ -59,7 +59,7 @@ _LLAMA3_ROPE = (
 )
 
 
-# Config.
+# RLConfig.
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

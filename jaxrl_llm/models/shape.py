@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxrl_llm.config import ModelConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -35,3 +37,21 @@ class Shape:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3
     tie_embeddings: bool = True
+
+
+def random_model(config: ModelConfig, vocab_size: int) -> Shape:
+    """Returns the architecture that a config describes where it names no folder."""
+    return Shape(
+        family=config.family,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        mlp_size=config.mlp_size,
+        rope_theta=config.rope_theta,
+        qkv_bias=config.family == "qwen2",
+        qk_norm=config.family == "qwen3",
+        tie_embeddings=config.tie_embeddings,
+    )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.placement import CHOICES
 from jaxrl_llm.planning import fit
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device, backend
@@ -41,7 +42,7 @@ def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, tuple) else str(value)
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def changed(config: RLConfig, changes: Mapping[str, Any]) -> RLConfig:
     """Returns the config with some settings, named as on the command line, at other values."""
     for key, value in changes.items():
         *groups, last = key.split(".")
@@ -151,7 +152,7 @@ def _kinds(plan: Plan) -> Iterator[_Kind]:
 
     dtypes: _Kind = [{}]
     moments = {"trainer.optimizer.moment_dtype": "bfloat16"}
-    if config.algorithm.needs_critic:
+    if needs.of(config.algorithm).critic:
         moments["critic.optimizer.moment_dtype"] = "bfloat16"
     if config.trainer.optimizer.moment_dtype == "float32":
         dtypes.append(moments)

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import ConfigError, MeshConfig, RLConfig
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import memory
@@ -78,7 +79,7 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def make(
-    config: Config,
+    config: RLConfig,
     policy: Shape,
     scorers: tuple[Shape, ...],
     device: Device,
@@ -110,18 +111,14 @@ def make(
     return Plan(found, device, programs)
 
 
-def _meshes(config: Config, scored: bool, num_devices: int) -> dict[Roles, dict[str, int]]:
+def _meshes(config: RLConfig, scored: bool, num_devices: int) -> dict[Roles, dict[str, int]]:
     """Returns the roles of each pool and its mesh."""
     placement = config.placement
     if placement.choice == "colocate":
         return {ROLES: mesh_sizes(config.mesh, num_devices)}
-    algorithm = config.algorithm
-    needed = {
-        "critic": algorithm.needs_critic,
-        "reference": algorithm.needs_reference,
-        "reward": scored,
-    }
-    used = [role for role in ROLES if needed.get(role, True)]
+    needed = needs.of(config.algorithm)
+    has = {"critic": needed.critic, "reference": needed.reference, "reward": scored}
+    used = [role for role in ROLES if has.get(role, True)]
     division, homes = placement.divided(used)
     sizes = pools.sizes(placement, division, num_devices, 1)
     found = {}

@@ -7,6 +7,7 @@ it goes through (`working`).
 import dataclasses
 from collections.abc import Collection
 
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.planning import working
 from jaxrl_llm.planning.setting import PARTS, Parts, Setting, counted, resting, rollout_ends
@@ -31,7 +32,7 @@ def estimate(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
     if "rollout" in roles:
         programs["prefill"] = working.prefill(setting)
         programs["decode"] = working.decode(setting)
-    if "policy" in roles or ("reference" in roles and algorithm.needs_reference):
+    if "policy" in roles or ("reference" in roles and needs.of(algorithm).reference):
         programs["score"] = working.score(setting, "lm")
     if "critic" in learners:
         programs["score_critic"] = working.score(setting, "scalar")

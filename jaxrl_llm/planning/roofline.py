@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning.devices import Device
@@ -57,9 +58,9 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
         "train": _pass(setting, device, sequences, width, trained=True, head="lm"),
         "reshard": _reshard(setting, device),
     }
-    if config.algorithm.needs_reference:
+    if needs.of(config.algorithm).reference:
         found["score_reference"] = found["score"]
-    if config.algorithm.needs_critic:
+    if needs.of(config.algorithm).critic:
         critic = _pass(setting, device, sequences, width, trained=False, head="scalar")
         found["score_critic"] = critic
         found["train_critic"] = _pass(

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning.sizes import ITEM_BYTES, Counts, counts, num_adapters
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -66,7 +67,7 @@ class Setting:
       backend: "tpu" or "cpu", whose compiler's habits are assumed.
     """
 
-    config: Config
+    config: RLConfig
     policy: Shape
     scorers: tuple[Shape, ...]
     mesh: Mapping[str, int]
@@ -78,19 +79,19 @@ class Setting:
 
     def has(self, role: str) -> bool:
         """Returns whether the run has such a role with arrays of its own."""
-        algorithm = self.config.algorithm
+        needed = needs.of(self.config.algorithm)
         return {
             "policy": True,
             "rollout": True,
-            "critic": algorithm.needs_critic,
+            "critic": needed.critic,
             # Below adapters the policy itself stays as it is and is the reference.
-            "reference": algorithm.needs_reference and not self.config.lora.rank,
+            "reference": needed.reference and not self.config.lora.rank,
             "reward": bool(self.scorers),
         }[role]
 
     @property
     def num_critics(self) -> int:
-        return self.config.algorithm.needs_critic + self.config.algorithm.safe
+        return needs.of(self.config.algorithm).num_critics
 
     @property
     def row_shards(self) -> int:

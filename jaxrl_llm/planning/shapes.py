@@ -4,9 +4,9 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-from jaxrl_llm.config import Config, ConfigError, ModelConfig
+from jaxrl_llm.config import ConfigError, ModelConfig, RLConfig
 from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.shape import RopeScaling, Shape
+from jaxrl_llm.models.shape import RopeScaling, Shape, random_model
 
 _LLAMA3_ROPE = RopeScaling(factor=8.0)
 
@@ -116,27 +116,14 @@ def shape_of(config: ModelConfig, vocab_size: int) -> Shape:
       vocab_size: Of a random model; a folder or a name brings its own.
     """
     if not config.path:
-        return Shape(
-            family=config.family,
-            vocab_size=vocab_size,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            mlp_size=config.mlp_size,
-            rope_theta=config.rope_theta,
-            qkv_bias=config.family == "qwen2",
-            qk_norm=config.family == "qwen3",
-            tie_embeddings=config.tie_embeddings,
-        )
+        return random_model(config, vocab_size)
     folder = pathlib.Path(config.path)
     if folder.is_dir():
         return huggingface.read_shape(folder)
     return known_shape(folder.name)
 
 
-def scorers(config: Config, policy: Shape) -> tuple[Shape, ...]:
+def scorers(config: RLConfig, policy: Shape) -> tuple[Shape, ...]:
     """Returns the shapes of a run's reward and cost models; one without a folder is as `policy`."""
     models = (*config.rewards.models.values(), *config.rewards.cost_models.values())
     return tuple(

@@ -39,6 +39,7 @@ class _Chunk:
     """Decode steps that the device was given and the host has not read."""
 
     outputs: programs.Outputs
+    version: int  # of the weights
     num_slots: int
     queue_waits: bool
 
@@ -105,7 +106,7 @@ class Engine:
         self._prefixes = prefixes.Prefixes(
             lambda *args: self.compiled.prefill(*args), self.max_tokens
         )
-        self._tally = Tally(self.num_slots)
+        self._tally = Tally(self.num_slots, self._places - 1)
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -122,23 +123,11 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         """What was done since the last reset; `generate` resets when it begins."""
-        return self._tally.statistics(
-            self._prefixes.num_tokens, self._prefixes.num_positions, self._places - 1
-        )
+        return self._tally.statistics(self._prefixes.num_tokens, self._prefixes.num_positions)
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
         return self.compiled.count()
-
-    def speed(self) -> tuple[int, float, int, float, float, float, float]:
-        """Returns prompt tokens read and the seconds taken, tokens decoded and theirs.
-
-        Then occupancy, tokens that a slot got in a decode step, and the share of guesses that were
-        right. Since the last reset.
-        """
-        s = self.statistics
-        read = s.prefill_tokens, s.prefill_s, s.decode_tokens, s.decode_s
-        return *read, s.occupancy, s.tokens_per_forward, s.acceptance
 
     def programs(
         self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
@@ -184,20 +173,21 @@ class Engine:
         """
         return self._scheduler.remove(number)
 
-    def step(self, params: Params) -> list[Progress]:
+    def step(self, params: Params, version: int = 0) -> list[Progress]:
         """Takes one turn: fills free slots from the queue, decodes a chunk.
 
         Args:
           params: Rollout parameters, `layers` a tuple. They may differ from those of the turn
             before, with the same shapes and layout: prompts that were not yet placed are read
             anew, slots keep the keys and values that the earlier weights gave.
+          version: Of these weights; every token tells the one that drew it.
 
         Returns:
           One entry for each sample that got tokens, or failed; none if there is nothing to do.
         """
-        return self._turn(params, ahead=False)
+        return self._turn(params, version, ahead=False)
 
-    def _turn(self, params: Params, *, ahead: bool) -> list[Progress]:
+    def _turn(self, params: Params, version: int, *, ahead: bool) -> list[Progress]:
         """Takes a turn; `ahead`: the device may begin the next chunk before this one is read."""
         scheduler = self._scheduler
         done, self._chunk = self._chunk, None
@@ -207,23 +197,26 @@ class Engine:
                     # Again until no slot is free: a sample may end with its first token.
                     while placements := scheduler.admit():
                         for batch in self._prefixes.split(params, placements, scheduler):
-                            self._admit(*batch)
+                            self._admit(*batch, version)
             if scheduler.num_active:
                 with self._tally.decode():
                     if done is None:
                         num_slots = self._settle()
-                        done = self._dispatch(params, num_slots, max(scheduler.lengths()))
+                        done = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
                     if ahead:
-                        self._chunk = self._dispatch_ahead(params, done)
+                        self._chunk = self._dispatch_ahead(params, version, done)
                     self._take(done)
         return scheduler.progress()
 
-    def generate(self, params: Params, requests: Sequence[Request]) -> list[list[Completion]]:
+    def generate(
+        self, params: Params, requests: Sequence[Request], version: int = 0
+    ) -> list[list[Completion]]:
         """Returns the completions of every request, in the order of its samples.
 
         Args:
           params: Rollout parameters, `layers` a tuple.
           requests: Prompts with what to draw of each.
+          version: Of the weights.
 
         Raises:
           RequestError: If a request does not fit (see `submit`).
@@ -243,12 +236,13 @@ class Engine:
         try:
             while self.num_waiting or self.num_active:
                 # No request comes or goes meanwhile, so the host may be a chunk behind.
-                for p in self._turn(params, ahead=True):
+                for p in self._turn(params, version, ahead=True):
                     if p.error is not None:
                         raise p.error
                     completion = completions[p.request][p.sample]
                     completion.tokens += p.tokens
                     completion.log_probs += p.log_probs
+                    completion.versions += p.versions
                     completion.top_log_probs += p.top_log_probs
                     completion.finish_reason = p.finish_reason
             return list(completions.values())
@@ -259,7 +253,9 @@ class Engine:
             # The cache's memory, and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
 
-    def _admit(self, prefix: Prefix, places: list[int], placements: list[Placement]) -> None:
+    def _admit(
+        self, prefix: Prefix, places: list[int], placements: list[Placement], version: int
+    ) -> None:
         size = next(size for size in self._insert_sizes if size >= len(placements))
         scheduler = self._scheduler
         drawn = [
@@ -272,7 +268,7 @@ class Engine:
             admission.lay_out(drawn, [p.slot for p in placements], places, size, self.num_slots),
             **self._switches([params for _, params in drawn]),
         )
-        scheduler.take_first(placements, _read(outputs))
+        scheduler.take_first(placements, _read(outputs, version))
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode.
@@ -296,7 +292,7 @@ class Engine:
         """Returns how many slots the smallest program with room for so many samples decodes."""
         return next(n for n in self.compiled.slot_counts if n >= num_samples)
 
-    def _dispatch(self, params: Params, num_slots: int, longest: int) -> _Chunk:
+    def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of decode steps.
 
         Args:
@@ -313,9 +309,9 @@ class Engine:
             window=next((w for w in self.compiled.windows if w >= longest), self.max_tokens),
             **self._switches(self._scheduler.active_params),
         )
-        return _Chunk(outputs, num_slots, queue_waits)
+        return _Chunk(outputs, version, num_slots, queue_waits)
 
-    def _dispatch_ahead(self, params: Params, chunk: _Chunk) -> _Chunk | None:
+    def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
         """Gives the device what follows a chunk that is not read, if the host has no say in it.
 
         It has while samples wait for a slot, where few enough will be left for a smaller program,
@@ -328,11 +324,12 @@ class Engine:
             return None
         if self._num_slots_for(len(left)) < chunk.num_slots:
             return None
-        return self._dispatch(params, chunk.num_slots, max(left) + self.chunk_steps * self._places)
+        longest = max(left) + self.chunk_steps * self._places
+        return self._dispatch(params, version, chunk.num_slots, longest)
 
     def _take(self, chunk: _Chunk) -> None:
         """Reads what a chunk sampled."""
-        sampled = _read(chunk.outputs)
+        sampled = _read(chunk.outputs, chunk.version)
         # [N, S]: an active slot gets a token in every step, whatever was guessed.
         given = np.reshape(sampled.tokens >= 0, (-1, self._places, chunk.num_slots))
         active = np.any(given, axis=1)
@@ -353,6 +350,6 @@ class Engine:
         }
 
 
-def _read(outputs: programs.Outputs) -> Sampled:
+def _read(outputs: programs.Outputs, version: int) -> Sampled:
     o = jax.device_get(outputs)
-    return Sampled(o.tokens, o.log_probs, o.top_tokens, o.top_log_probs, o.remaining)
+    return Sampled(o.tokens, o.log_probs, o.top_tokens, o.top_log_probs, o.remaining, version)

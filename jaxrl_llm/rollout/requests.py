@@ -60,6 +60,7 @@ class Completion:
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # stop token included
     log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights that drew each
     top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
     finish_reason: FinishReason = ""
 
@@ -77,6 +78,7 @@ class Progress:
     sample: int
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
+    versions: tuple[int, ...]  # of the weights that drew each token
     top_log_probs: tuple[TopLogProbs, ...]  # empty if off
     finish_reason: FinishReason  # "" while the sample is running
     error: Exception | None = None  # why, if that is "error"

@@ -29,6 +29,7 @@ class Sampled:
     top_tokens: np.ndarray  # [N, S, k]
     top_log_probs: np.ndarray  # [N, S, k]
     remaining: np.ndarray  # [S]; 0: the sample ended
+    version: int = 0  # of the weights
 
 
 class _Sample:
@@ -47,6 +48,7 @@ class _Sample:
         c = self.completion
         c.tokens.extend(sampled.tokens[given, column].tolist())
         c.log_probs.extend(sampled.log_probs[given, column].tolist())
+        c.versions.extend([sampled.version] * int(given.sum()))
         if k := self.params.num_top_log_probs:
             tops = zip(
                 sampled.top_tokens[given, column, :k].tolist(),
@@ -58,7 +60,7 @@ class _Sample:
 
     def cut(self, length: int) -> None:
         c = self.completion
-        del c.tokens[length:], c.log_probs[length:], c.top_log_probs[length:]
+        del c.tokens[length:], c.log_probs[length:], c.versions[length:], c.top_log_probs[length:]
 
     def progress(self) -> Progress:
         """Returns what was not reported before."""
@@ -69,6 +71,7 @@ class _Sample:
             self.index,
             tuple(c.tokens[first:]),
             tuple(c.log_probs[first:]),
+            tuple(c.versions[first:]),
             tuple(c.top_log_probs[first:]),
             c.finish_reason,
             self.error,

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import jax
 
-from jaxrl_llm.config import Config, MeshConfig, ModelConfig, SpeculationConfig
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.config import MeshConfig, ModelConfig, RLConfig, SpeculationConfig
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import saved
-from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.models import Models
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import capacity
@@ -25,7 +27,8 @@ class Source:
     """Where a model comes from, its weights not yet read."""
 
     name: str
-    roles: Roles
+    config: RLConfig
+    models: Models
     max_tokens: int  # prompt and reply, by default
     read: Callable[[], Params]  # the newest weights, in the rollout layout
 
@@ -42,17 +45,19 @@ def from_folder(path: str, dtype: str = "", tensor: int = 1) -> Source:
       UserError: If the folder, or so many devices, cannot be used.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    config = Config(
+    config = RLConfig(
         model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
         mesh=MeshConfig(tensor=tensor),
     )
-    roles = roles_lib.build(config)
-    huggingface.check(path, roles.policy)
+    models = models_lib.of_job(config)
+    huggingface.check(path, models.policy)
+    sampler = sampler_lib.build(config, models, {})
     return Source(
         name=pathlib.Path(path).resolve().name,
-        roles=roles,
-        max_tokens=min(roles.policy.shape.max_positions, _MOST_TOKENS),
-        read=lambda: roles.rollout_layout(roles_lib.initial_policy(roles)),
+        config=config,
+        models=models,
+        max_tokens=min(models.policy.shape.max_positions, _MOST_TOKENS),
+        read=lambda: sampler.weights(weights_lib.initial_policy(config, models)),
     )
 
 
@@ -62,25 +67,24 @@ def from_run(workdir: str) -> Source:
     Raises:
       UserError: If it is not the folder of a run, or holds no undamaged checkpoint.
     """
-    roles, first, _ = saved.load_policy(workdir)
-    unused = [first]
+    found = saved.load_policy(workdir)
+    unused = [found.params]
 
     def read() -> Params:
-        params = unused.pop() if unused else saved.load_policy(workdir)[1]
-        return roles.rollout_layout(params)
+        return found.sampler.weights(unused.pop() if unused else saved.load_policy(workdir).params)
 
     return Source(
         name=pathlib.Path(workdir).resolve().name,
-        roles=roles,
-        max_tokens=roles.config.max_sequence_tokens,
+        config=found.config,
+        models=found.models,
+        max_tokens=found.config.max_sequence_tokens,
         read=read,
     )
 
 
 def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
     """Returns what clients may know of a model; "" and 0 are the source's own."""
-    roles = source.roles
-    tokenizer = roles.tokenizer
+    tokenizer = source.models.tokenizer
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         # Settings of tokenizer.json that cut prompts; and changed between two calls, they would
         # not let another thread decode meanwhile.
@@ -89,10 +93,10 @@ def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
     return Served(
         name=name or source.name,
         tokenizer=tokenizer,
-        eos_tokens=roles.eos_tokens,
-        vocab_size=roles.policy.shape.vocab_size,
+        eos_tokens=source.models.eos_tokens,
+        vocab_size=source.models.policy.shape.vocab_size,
         max_tokens=max_tokens or source.max_tokens,
-        chat_template=roles.config.data.chat_template,
+        chat_template=source.config.data.chat_template,
     )
 
 
@@ -112,10 +116,9 @@ def engine(
         smoother, more cost less.
       draft_tokens: Guesses from the text so far in a decode step; see `SpeculationConfig`.
     """
-    roles = source.roles
-    mesh = roles.meshes["rollout"]
-    network = roles_lib.rollout_network(roles.config, roles.policy, mesh)
-    most = 16 if roles.platform == "cpu" else 64
+    mesh = source.models.meshes["rollout"]
+    network = sampler_lib.rollout_network(source.config.rollout, source.models.policy, mesh)
+    most = 16 if source.models.platform == "cpu" else 64
     return Engine(
         network,
         mesh,

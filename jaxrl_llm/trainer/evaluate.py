@@ -4,22 +4,19 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.learner.roles import Roles
-from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.rewards.base import Scorer
-from jaxrl_llm.rollout import agent
-from jaxrl_llm.types import PromptBatch, Rewards, Rollouts
-
-ScoreFn = Callable[[Rollouts], Rewards]
+from jaxrl_llm.learner.sampler import Sampler
+from jaxrl_llm.learner.source import Score
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.rollout import episodes
+from jaxrl_llm.types import PromptBatch, Weights
 
 _WAVE = 512  # sequences sampled at one time
 
@@ -27,30 +24,40 @@ _WAVE = 512  # sequences sampled at one time
 class Evaluator:
     """Samples the held-out prompts and says how good the answers are."""
 
-    def __init__(self, roles: Roles, dataset: Dataset, score: ScoreFn):
-        self._roles = roles
-        self._score = score
-        limit = roles.config.evaluation.num_prompts or len(dataset)
-        self._prompts = dataset.prompts[:limit]
-
-    def due(self, step: int) -> bool:
-        """Returns whether to evaluate after `step` completed steps."""
-        evaluation, last = self._roles.config.evaluation, self._roles.config.trainer.num_steps
-        if step == 0:
-            return evaluation.before
-        if step == last:
-            return evaluation.after
-        return evaluation.every > 0 and step % evaluation.every == 0
-
-    def run(self, rollout_params: Params, key: jax.Array) -> dict[str, float]:
-        """Returns `val-core/SOURCE/NAME`, NAME as in `summary`, and lengths.
-
-        The key decides every sample, so two policies are compared on the same randomness.
+    def __init__(
+        self,
+        config: RLConfig,
+        sampler: Sampler,
+        dataset: Dataset,
+        score: Score,
+        key: jax.Array,
+    ):
         """
-        config = self._roles.config.evaluation
+        Args:
+          config: Reads `evaluation` and `rollout`.
+          sampler: Draws the answers.
+          dataset: The held-out prompts.
+          score: Says what answers are worth.
+          key: Of all samples, the same in every call: two policies can be compared.
+        """
+        self._config = config
+        self._sampler = sampler
+        self._score = score
+        limit = config.evaluation.num_prompts or len(dataset)
+        self._prompts = dataset.prompts[:limit]
+        self._key = key
+
+    def __call__(self, weights: Weights, clock: Clock | None = None) -> dict[str, float]:
+        """Returns `val-core/SOURCE/NAME`, NAME as in `summary`, and lengths; times `testing`."""
+        with clock("testing") if clock else contextlib.nullcontext():
+            return self._evaluate(weights)
+
+    def _evaluate(self, weights: Weights) -> dict[str, float]:
+        config = self._config.evaluation
+        models = self._sampler.models
         n = config.samples_per_prompt
         sampling = dataclasses.replace(
-            agent.sampling_params(self._roles.config.rollout, self._roles.eos_tokens),
+            episodes.sampling_params(self._config.rollout, models.eos_tokens),
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=0,
@@ -63,13 +70,13 @@ class Evaluator:
         waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
         for wave, of_wave in enumerate(screen.each("evaluating", waves)):
             prompts = PromptBatch(of_wave)
-            rollouts = agent.rollout(
-                self._roles.engine,
-                rollout_params,
-                self._roles.tokenizer,
+            rollouts = episodes.rollout(
+                self._sampler.engine,
+                weights,
+                models.tokenizer,
                 prompts,
                 [sampling] * n,
-                jax.random.fold_in(key, wave),
+                jax.random.fold_in(self._key, wave),
             )
             rewards = self._score(rollouts)
             lengths.append(rollouts.response_mask.sum(1))
@@ -89,16 +96,6 @@ class Evaluator:
             for name, value in summary(np.stack(scores[source]), answers[source]).items():
                 found[f"val-core/{source}/{name}"] = value
         return found
-
-
-@contextlib.contextmanager
-def judge(config: Config, scorer: Scorer) -> Iterator[ScoreFn]:
-    """Yields what scores held-out answers: `evaluation.functions`, without them `scorer`."""
-    if config.evaluation.functions:
-        with rewards_lib.build(config.evaluation_rewards, {}) as own:
-            yield own.score
-    else:
-        yield scorer.score
 
 
 def summary(scores: np.ndarray, answers: list[tuple[str, ...]]) -> Mapping[str, float]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.planned import Budget
-from jaxrl_llm.learner.roles import Roles
 from jaxrl_llm.metrics import console
 from jaxrl_llm.planning import devices
 from jaxrl_llm.sharding import hosts
@@ -18,19 +18,21 @@ from jaxrl_llm.sharding import hosts
 _GIB = 2**30
 
 
-def opened(roles: Roles, budget: Budget, workdir: pathlib.Path) -> Callable[[], None]:
+def opened(
+    config: JobConfig, models: Models, budget: Budget, workdir: pathlib.Path
+) -> Callable[[], None]:
     """Says what the run is; returns what says, after the last step, what came of it.
 
     Args:
-      roles: Of the run.
+      config: The job.
+      models: Its networks.
       budget: Its planned memory.
       workdir: Its folder.
     """
-    config = roles.config
     if not (config.metrics.console and hosts.is_first()):
         return lambda: None
     begin = time.monotonic()
-    console.opening(_facts(roles, budget, workdir))
+    console.opening(_facts(config, models, budget, workdir))
 
     def close() -> None:
         dumps = sorted((workdir / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
@@ -42,16 +44,17 @@ def opened(roles: Roles, budget: Budget, workdir: pathlib.Path) -> Callable[[], 
     return close
 
 
-def _facts(roles: Roles, budget: Budget, workdir: pathlib.Path) -> list[tuple[str, str]]:
+def _facts(
+    config: JobConfig, models: Models, budget: Budget, workdir: pathlib.Path
+) -> list[tuple[str, str]]:
     """Returns name and text of each thing worth knowing before a run."""
-    config = roles.config
-    num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(roles.policy.abstract()))
+    num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(models.policy.abstract()))
     model = config.model.path or f"{config.model.family} with new weights"
     trained = f", adapters of rank {config.lora.rank}" if config.lora.rank else ""
-    kind = roles.mesh.devices.flat[0].device_kind
-    split = " x ".join(f"{axis} {n}" for axis, n in roles.mesh.shape.items() if n > 1)
-    if roles.meshes["rollout"] != roles.mesh:
-        split += f"; {roles.meshes['rollout'].size} sample"
+    kind = models.mesh.devices.flat[0].device_kind
+    split = " x ".join(f"{axis} {n}" for axis, n in models.mesh.shape.items() if n > 1)
+    if models.meshes["rollout"] != models.mesh:
+        split += f"; {models.meshes['rollout'].size} sample"
     return [
         ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
         ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
@@ -69,12 +72,13 @@ def _memory(budget: Budget) -> str:
     return f"{budget.peak_bytes / _GIB:.3g}{of} GiB planned on each device"
 
 
-def _steps(config: Config) -> str:
-    trainer = config.trainer
-    return (
-        f"{trainer.num_steps}, each {trainer.prompts_per_step} prompts x"
-        f" {config.algorithm.samples_per_prompt} samples, {config.algorithm.advantage}"
-    )
+def _steps(config: JobConfig) -> str:
+    if isinstance(config, RLConfig):
+        samples, algorithm = config.algorithm.samples_per_prompt, config.algorithm.advantage
+        each = f"{config.trainer.prompts_per_step} prompts x {samples} samples, {algorithm}"
+    elif isinstance(config, SupervisedConfig):
+        each = f"{config.trainer.batch_size} rows"
+    return f"{config.trainer.num_steps}, each {each}"
 
 
 def _short(number: int) -> str:

@@ -1,163 +1,313 @@
-"""The stages before RL: warm start of the policy, training of a reward model.
+"""Learning from given answers: supervised fine-tuning and reward models.
 
-Each stage writes its product to the run's folder; a resumed run reads it there.
+    repeat
+        rows ~ D                        batch       data/datasets.py, learner/batches.py
+        theta <- theta - lr grad L      update      learner/update.py
+
+Each is a job of its own, and a stage before RL: warm start of the policy, reward and cost models
+without a folder.
 """
 
 import functools
-import pathlib
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
 
-from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import supervised_losses
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.config import SupervisedConfig
+from jaxrl_llm.checkpoint import saver
+from jaxrl_llm.config import (
+    ConfigError,
+    JobConfig,
+    RewardModelingConfig,
+    RLConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
-from jaxrl_llm.learner import optimizer, update
-from jaxrl_llm.learner import roles as roles_lib
-from jaxrl_llm.learner.batches import Layout, Microbatch
-from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import optimizer, predict, update
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer.run import Run
+
+# Sequences (prompt, answer) that must meet in one microbatch: an example, or the two of a pair.
+Row = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def warm_start(roles: Roles, params: Params, workdir: pathlib.Path) -> Params:
-    """Returns the policy after supervised training on worked examples (or as it was).
+class Batch(NamedTuple):
+    """The rows of one update."""
 
-    The loss is the cross-entropy of the answer's tokens, a mean over all of a batch.
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    mask: Bool[Array, "B T"]  # the answers' tokens
+    packed: PackedBatch
+
+
+class Task(NamedTuple):
+    """What one job learns: rows, and a loss over the microbatches of a batch."""
+
+    name: str  # of its metrics
+    mesh: Mesh
+    rows: Sequence[Row]
+    loss: Callable[[Params, Microbatch, Batch], tuple[Array, Mapping[str, Array]]]
+
+
+def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainable:
+    """Trains a policy or a reward model for `config.trainer.num_steps` updates.
+
+    Resumes from the last checkpoint in `workdir`, as `rl.train` does.
+
+    Returns:
+      The parameters and their optimizer after the last update.
+
+    Raises:
+      ConfigError, OccupiedError, DataError, CheckpointError, Interrupted: As `rl.train`.
     """
-    config = roles.config
-    if not config.warm_start.num_steps:
-        return params
-    examples = supervised.worked_examples(config.data, roles.tokenizer, "train", config.seed)
-    rows = [[(prompt, answer)] for prompt, answer in examples]
-    network = roles.policy
+    with Run(config, workdir) as run:
+        models = models_lib.of_job(config)
+        task = _TASKS[type(config)](config, models)
+        _check_longest(config, task)
+        run.claim(models)
+        params = weights_lib.initial_policy(config, models)
+        if isinstance(config, RewardModelingConfig):
+            params = weights_lib.scalar_from_policy(models, params, "reward")
+        return learn(task, params, run)
 
-    def loss(params, microbatch: Microbatch, tokens, lengths, mask):
-        log_probs, _, _ = update.token_statistics(
-            network,
+
+def learn(task: Task, params: Params, run: Run) -> Trainable:
+    """Returns the parameters after the updates of a job, from its last checkpoint on."""
+    config = run.config
+    assert isinstance(config, SupervisedConfig)
+    stream = Stream(task.rows, config.seed)
+    packer = Packer(config.trainer.max_tokens_per_microbatch, *mesh_lib.row_shards(task.mesh))
+    state = weights_lib.trainable(params, config.trainer.optimizer, config.num_updates, task.mesh)
+    state = run.resume(state, stream, packer)
+    step_program = _update_program(config, task, state)
+    for step in run.steps():
+        clock = run.begin(step, state)
+        batch = _batch(stream.take(config.trainer.batch_size), packer)
+        run.hold()
+        with clock("update") as watch, jax.set_mesh(task.mesh):
+            state, of_update = step_program(state, batch)
+            watch(of_update)
+        seconds = clock.seconds()
+        num_tokens = float(batch.lengths.sum())
+        of_speed = {
+            "perf/total_num_tokens": num_tokens,
+            "perf/throughput": num_tokens / (seconds["timing_s/step"] * task.mesh.size),
+        }
+        run.end(step, state, {**of_update, **of_speed, **seconds}, {})
+        if step % 50 == 1 or step == run.total:
+            loss = float(of_update[f"{task.name}/loss"])
+            logging.info("%s: update %d of %d, loss %.4f", task.name, step, run.total, loss)
+    if skipped := run.total - int(state.num_updates):
+        logging.warning(
+            "%s: %d of %d updates were skipped, their results were not finite;"
+            " lower the learning rate, or raise the optimizer's eps",
+            task.name,
+            skipped,
+            run.total,
+        )
+    return state
+
+
+def _update_program(config: SupervisedConfig, task: Task, state: Trainable):
+    """Returns `(state, batch) -> (state, metrics)`, jitted; the old state is consumed."""
+    transformation = optimizer.make(config.trainer.optimizer, config.num_updates)
+    shardings = jax.tree.map(lambda a: a.sharding, state)
+
+    @functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(task.mesh))
+    )
+    def step(state: Trainable, batch: Batch):
+        return update.take_update(
+            state,
+            transformation,
+            batch.packed,
+            lambda params, microbatch: task.loss(params, microbatch, batch),
+            config.model.compute_dtype,
+            task.name,
+        )
+
+    return step
+
+
+def _batch(rows: Sequence[Row], packer: Packer) -> Batch:
+    """Returns rows as right-padded arrays, packed; sequences of a row share a packed row."""
+    sequences = [pair for row in rows for pair in row]
+    lengths = np.array([len(prompt) + len(answer) for prompt, answer in sequences], np.int32)
+    in_row = len(rows[0])
+    longest = int(lengths.reshape(-1, in_row).sum(1).max())
+    width = packing.bucket(longest, smallest=32)
+    tokens, mask = (
+        np.zeros((len(sequences), width), np.int32),
+        np.zeros((len(sequences), width), bool),
+    )
+    for i, (prompt, answer) in enumerate(sequences):
+        tokens[i, : lengths[i]] = [*prompt, *answer]
+        mask[i, len(prompt) : lengths[i]] = True
+    groups = np.repeat(np.arange(len(rows)), in_row)
+    together = packing.Beginnings(groups, np.zeros_like(groups), together=in_row > 1)
+    packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
+    on_host: list[Any] = [tokens, lengths, mask]  # to the device with the program that uses them
+    return Batch(*[*on_host, packed])
+
+
+def _sft(config: JobConfig, models: Models) -> Task:
+    """Returns cross-entropy of worked answers: a mean over all of their tokens in a batch."""
+    examples = supervised.worked_examples(config.data, models.tokenizer, "train", config.seed)
+
+    def loss(params: Params, microbatch: Microbatch, batch: Batch):
+        log_probs, _, _ = predict.token_statistics(
+            models.policy,
             params,
-            tokens,
+            batch.tokens,
             microbatch,
             temperature=1.0,
             chunk=config.model.vocab_chunk,
             entropy="none",
         )
-        log_probs = microbatch.unpacked(log_probs, lengths, tokens.shape[1])
+        log_probs = microbatch.unpacked(log_probs, batch.lengths, batch.tokens.shape[1])
+        denominators = minibatch_denominators(batch.mask)
         return supervised_losses.token_cross_entropy(
-            log_probs, microbatch.take(mask), minibatch_denominators(mask)
+            log_probs, microbatch.take(batch.mask), denominators
         )
 
-    return _stage(roles, params, config.warm_start, rows, loss, workdir / "warm_start", roles.mesh)
+    return Task("sft", models.mesh, [[example] for example in examples], loss)
 
 
-def reward_models(roles: Roles, params: Params, workdir: pathlib.Path) -> dict[str, Params]:
-    """Returns the parameters of every reward model without a folder, trained on preference pairs.
+def _reward_model(
+    config: JobConfig, models: Models, name: str = "reward_model", costs: bool = False
+) -> Task:
+    """Returns Bradley and Terry's loss on preference pairs, drawn by the model's name.
 
-    Body from the policy, score from zero; the loss is Bradley and Terry's.
+    Args:
+      config: The job, or the run that it is a stage of.
+      models: Its networks.
+      name: Of the model.
+      costs: Whether a high score is bad: of each pair the rejected answer gets the higher one.
     """
-    config = roles.config
-    models = {**config.rewards.models, **config.rewards.cost_models}
-    names = [name for name, model in models.items() if not model.path]
-    if not names:
-        return {}
-    pairs = supervised.preference_pairs(config.data, roles.tokenizer, "train", config.seed)
-    rows = [[(prompt, chosen), (prompt, rejected)] for prompt, chosen, rejected in pairs]
-    network = roles.value
+    pairs = supervised.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
+    if costs:
+        pairs = [(prompt, rejected, chosen) for prompt, chosen, rejected in pairs]
 
-    def loss(params, microbatch: Microbatch, tokens, lengths, mask):
-        scores = update.sequence_scores(network, params, tokens, lengths, microbatch)
-        by_sequence = microbatch.put(jnp.zeros(tokens.shape[0]), scores)
-        num_pairs = tokens.shape[0] // 2
+    def loss(params: Params, microbatch: Microbatch, batch: Batch):
+        scores = predict.sequence_scores(
+            models.value, params, batch.tokens, batch.lengths, microbatch
+        )
+        count = batch.tokens.shape[0]
+        by_sequence = microbatch.put(jnp.zeros(count), scores)
+        here = microbatch.put(jnp.zeros(count, bool), jnp.ones(scores.shape, bool))
         return supervised_losses.bradley_terry(
-            by_sequence[0::2], by_sequence[1::2], jnp.ones(num_pairs, bool), num_pairs
+            by_sequence[0::2], by_sequence[1::2], here[0::2], count // 2
         )
 
-    trained = _stage(
-        roles,
-        roles_lib.scalar_from_policy(roles, params, "reward"),
-        config.preference,
-        rows,
-        loss,
-        workdir / "reward_model",
-        roles.meshes["reward"],
-    )
-    return {name: trained for name in names}
+    rows = [[(prompt, chosen), (prompt, rejected)] for prompt, chosen, rejected in pairs]
+    return Task("reward_model", models.meshes["reward"], rows, loss)
+
+
+_TASKS: Mapping[type[SupervisedConfig], Callable[[JobConfig, Models], Task]] = {
+    SFTConfig: _sft,
+    RewardModelingConfig: _reward_model,
+}
+
+
+def _longest(task: Task) -> int:
+    """Returns the tokens of the longest row."""
+    return max(sum(len(prompt) + len(answer) for prompt, answer in row) for row in task.rows)
+
+
+def _check_longest(config: SupervisedConfig, task: Task) -> None:
+    longest, most = _longest(task), config.max_sequence_tokens
+    budget = config.trainer.max_tokens_per_microbatch
+    if longest > most:
+        raise ConfigError(
+            [
+                f"config.trainer.max_sequence_tokens: the longest row has {longest} tokens, more"
+                f" than {most}; raise it, or leave such rows out"
+            ]
+        )
+    if packing.bucket(longest, smallest=32) > budget:
+        raise ConfigError(
+            [
+                f"config.trainer.max_tokens_per_microbatch: {budget} cannot hold the longest row of"
+                f" {longest} tokens; use at least {packing.bucket(longest, smallest=32)}"
+            ]
+        )
+
+
+# Stages before RL.
+
+
+def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
+    """Returns the policy that RL begins with, after the warm start if there is one."""
+    initial = functools.partial(weights_lib.initial_policy, config, models)
+    if not config.warm_start.num_steps:
+        return initial()
+    abstract = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+    task = functools.partial(_sft, config, models)
+    return _stage(config, SFTConfig, models, run, "warm_start", task, abstract, initial)
+
+
+def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) -> dict[str, Params]:
+    """Returns the parameters of every reward and cost model without a folder, by name.
+
+    Body from the policy, score from zero; each is trained on preference pairs of its own.
+    """
+    scorers = {**config.rewards.models, **config.rewards.cost_models}
+    shardings = models_lib.train_shardings(models.value, models.meshes["reward"])
+    abstract = weights_lib.with_shardings(models.value.abstract(), shardings)
+    initial = functools.partial(weights_lib.scalar_from_policy, models, policy, "reward")
+    found = {}
+    for name in (name for name, model in scorers.items() if not model.path):
+        task = functools.partial(
+            _reward_model, config, models, name, costs=name in config.rewards.cost_models
+        )
+        folder = f"reward_models/{name}"
+        found[name] = _stage(
+            config, RewardModelingConfig, models, run, folder, task, abstract, initial
+        )
+    return found
 
 
 def _stage(
-    roles: Roles,
-    params: Params,
-    config: SupervisedConfig,
-    rows: Sequence[Sequence[tuple[tuple[int, ...], tuple[int, ...]]]],
-    loss,
-    folder: pathlib.Path,
-    mesh: Mesh,
+    config: RLConfig,
+    job: type[SupervisedConfig],
+    models: Models,
+    run: Run,
+    folder: str,
+    make_task: Callable[[], Task],
+    abstract: Params,
+    initial: Callable[[], Params],
 ) -> Params:
-    """Returns `params` after `num_steps` updates; or what an earlier run left in `folder`."""
-    if folder.exists():
-        return checkpoint.load_tree(folder, roles_lib.abstract(params))[0]
-
-    transformation = optimizer.make(config.optimizer, config.num_steps)
-    role = roles_lib.trainable(params, config.optimizer, config.num_steps, mesh)
-    replicated = mesh_lib.replicated(mesh)
-    compute_dtype = roles.config.model.compute_dtype
-
-    @functools.partial(
-        jax.jit,
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda a: a.sharding, role), replicated),
-    )
-    def step(role, tokens, lengths, mask, plan):
-        def of_microbatch(params, microbatch):
-            return loss(params, microbatch, tokens, lengths, mask)
-
-        return update.take_update(
-            role, transformation, plan, of_microbatch, compute_dtype, folder.name
-        )
-
-    # What belongs together, as the two answers of a pair, must meet in one microbatch.
-    budget = roles.config.trainer.max_tokens_per_microbatch if len(rows[0]) == 1 else 1 << 40
-    layout = Layout(budget, *mesh_lib.row_shards(mesh))
-    stream = Stream(rows, roles.config.seed)
-    for i in range(config.num_steps):
-        sequences = [pair for row in stream.take(config.batch_size) for pair in row]
-        tokens, lengths, mask = _padded(sequences)
-        plan = layout.plan(lengths, np.arange(len(lengths)), width=tokens.shape[1])
-        with jax.set_mesh(mesh):
-            role, metrics = step(role, tokens, lengths, mask, plan)
-        if i % 50 == 0 or i + 1 == config.num_steps:
-            logging.info(
-                "%s: update %d of %d, loss %.4f",
-                folder.name,
-                i + 1,
-                config.num_steps,
-                float(metrics[f"{folder.name}/loss"]),
-            )
-    if skipped := config.num_steps - int(role.num_updates):
-        logging.warning(
-            "%s: %d of %d updates were skipped, their results were not finite;"
-            " lower the learning rate, or raise the optimizer's eps",
-            folder.name,
-            skipped,
-            config.num_steps,
-        )
-    checkpoint.save_tree(folder, role.params, {"num_steps": config.num_steps})
-    return role.params
-
-
-def _padded(sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns tokens [B, T], lengths [B] and the mask of the answers' tokens [B, T]."""
-    lengths = np.array([len(prompt) + len(answer) for prompt, answer in sequences], np.int32)
-    shape = (len(sequences), packing.bucket(int(lengths.max()), smallest=32))
-    tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    for row, (prompt, answer) in enumerate(sequences):
-        tokens[row, : lengths[row]] = [*prompt, *answer]
-        mask[row, len(prompt) : lengths[row]] = True
-    return tokens, lengths, mask
+    """Returns what a stage makes of `initial()`, or made of it in an earlier start of the run."""
+    product = run.workdir / folder / "product"
+    if product.exists():
+        return saver.load_tree(product, abstract)[0]
+    task = make_task()
+    settings = config.warm_start if job is SFTConfig else config.preference
+    stage = config.stage(settings, job, _longest(task))
+    _check_longest(stage, task)
+    with Run(stage, product.parent, run) as inner:
+        inner.claim(models)
+        params = learn(task, initial(), inner).params
+    saver.save_tree(product, params, {"num_steps": stage.trainer.num_steps})
+    if hosts.is_first():
+        shutil.rmtree(product.parent / "checkpoints")  # the product is all that RL needs of it
+    return params

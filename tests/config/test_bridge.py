@@ -1,4 +1,4 @@
-"""Config files and the command line arrive as a typed `Config`, or every problem is named."""
+"""RLConfig files and the command line arrive as a typed `RLConfig`, or every problem is named."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import AlgorithmConfig, Config, ConfigError, bridge, folder
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig, bridge, folder
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.config.recipes import RECIPES
 
@@ -88,14 +88,14 @@ def test_every_key_can_be_set_on_the_command_line(tmp_path, monkeypatch):
     default = from_config_dict(minimal())
     wanted = {}
     overrides = []
-    for path, expected in leaves(Config):
+    for path, expected in leaves(RLConfig):
         typed, value = other_value(expected, value_at(default, path))
         wanted[path] = value
         overrides.append(f"--config.{path}={typed}")
     # Arrival is the question, not whether the values suit each other.
     for cls in {type(value_at(default, p.rpartition(".")[0])) for p in wanted if "." in p}:
         monkeypatch.setattr(cls, "problems", lambda self: iter(()))
-    monkeypatch.setattr(Config, "problems", lambda self: iter(()))
+    monkeypatch.setattr(RLConfig, "problems", lambda self: iter(()))
     config = from_config_dict(parse(tmp_path, *overrides))
     assert {path: value_at(config, path) for path in wanted} == wanted
     assert config.rewards.functions["answer"].weight == 2.0
@@ -191,7 +191,7 @@ def test_a_partly_given_group_keeps_the_defaults_of_its_place():
 
 def test_default_config_dict_holds_every_key_and_changes_nothing():
     values = default_config_dict()
-    for path, _ in leaves(Config):
+    for path, _ in leaves(RLConfig):
         holder = values
         for name in path.split("."):
             assert name in holder, path
@@ -328,7 +328,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 def test_every_resumable_field_exists():
     """A renamed field must not silently become one that forbids a resume."""
     for path in folder.RESUMABLE:
-        value_at(Config(), path)
+        value_at(RLConfig(), path)
 
 
 @pytest.mark.parametrize("group", ["models", "cost_models"])

@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxrl_llm"
 
@@ -29,7 +29,7 @@ def source():
 
 
 @pytest.mark.parametrize(
-    "group, name", sorted(set(_leaves(Config)) - {("AlgorithmConfig", "recipe")})
+    "group, name", sorted(set(_leaves(RLConfig)) - {("AlgorithmConfig", "recipe")})
 )
 def test_every_key_is_read(group, name, source):
     by_attribute = re.search(rf"\.{name}\b", source)

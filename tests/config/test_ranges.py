@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.ranges import Range, Text, listed
 
 NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
 TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")
-FIELDS = {key: (hint, rule) for key, hint, rule in listed(Config)}
+FIELDS = {key: (hint, rule) for key, hint, rule in listed(RLConfig)}
 BASE: dict[str, Any] = {
     "rewards": {
         "functions": {"NAME": {"function": "arithmetic"}},

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.recipes import RECIPES
 
@@ -72,7 +72,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def config(recipe: str, changes: Mapping[str, Any] = {}) -> Config:
+def config(recipe: str, changes: Mapping[str, Any] = {}) -> RLConfig:
     """Returns a run of `SEQUENCES` sums a step by a recipe, with `changes` on top."""
     samples = RECIPES[recipe].get("samples_per_prompt", 8)
     sizes = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def values(name: str) -> ConfigDict:
     return module.get_config()
 
 
-def config(name: str, settings: Mapping[str, Any] = {}) -> Config:
+def config(name: str, settings: Mapping[str, Any] = {}) -> RLConfig:
     """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
     found = values(name)
     found.update_from_flattened_dict({**TINY, **settings})

@@ -21,7 +21,7 @@ import time
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.path import atomicity
 
-from jaxrl_llm import checkpoint, seal
+from jaxrl_llm.checkpoint import saver, seal
 from jaxrl_llm.learner import collection, experience
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts, dumps, statistics, writer
@@ -36,9 +36,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Name -> (where the function is, its name, "before" or "after" it, at which call).
 POINTS = {
     "setup": (roles_lib, "initial_state", "before", 1),
-    "restore_before": (checkpoint.Saver, "restore", "before", 1),
+    "restore_before": (saver.Saver, "restore", "before", 1),
     "restore_checked": (checkpoint, "_restored", "before", 1),
-    "restored": (checkpoint.Saver, "restore", "after", 1),
+    "restored": (saver.Saver, "restore", "after", 1),
     "numbers_opened": (writer, "keep_lines_before", "before", 1),
     "rollout_before": (collection, "collect", "before", 1),
     "rollout_during": (Engine, "_take", "after", 2),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.algorithms import custom
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.recipes import (
     ADVANTAGES,
@@ -64,7 +64,7 @@ def fields(cls: Any, path: tuple[str, ...] = ()):
             yield (*path, name), hint
 
 
-FIELDS = list(fields(Config))
+FIELDS = list(fields(RLConfig))
 
 
 def right(path: tuple[str, ...], hint: Any) -> st.SearchStrategy:
@@ -99,7 +99,7 @@ def changed(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     return values
 
 
-def tried(found) -> Config | None:
+def tried(found) -> RLConfig | None:
     """Returns the config if it can be built, None if it was refused with a message."""
     try:
         config = from_config_dict(changed(found))

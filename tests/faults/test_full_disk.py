@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import runs
 
-from jaxrl_llm.checkpoint import CheckpointError, Saver
+from jaxrl_llm.checkpoint.saver import CheckpointError, Saver
 from jaxrl_llm.config import CheckpointConfig, MetricsConfig
 from jaxrl_llm.metrics.writer import Writer
 

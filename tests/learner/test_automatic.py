@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
 from jaxrl_llm.learner import roles as roles_lib
@@ -25,7 +25,7 @@ VALUES = {
 }
 
 
-def config(**groups) -> Config:
+def config(**groups) -> RLConfig:
     return from_config_dict(VALUES | groups)
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import AlgorithmConfig, Config, RolloutConfig, TrainerConfig
+from jaxrl_llm.config import AlgorithmConfig, RLConfig, RolloutConfig, TrainerConfig
 from jaxrl_llm.learner import collection
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout.requests import SamplingParams
@@ -116,7 +116,7 @@ class FakeRun:
     """Prompts 0, 1, 2, ..., a rollout of numbers, and a score of the caller's."""
 
     def __init__(self, monkeypatch, score, **algorithm):
-        self.config = Config(
+        self.config = RLConfig(
             algorithm=AlgorithmConfig(**{"samples_per_prompt": 2} | algorithm),
             trainer=TrainerConfig(prompts_per_step=4),
             rollout=RolloutConfig(max_response_tokens=4, top_k=9, temperature=0.8),

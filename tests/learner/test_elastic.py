@@ -9,7 +9,7 @@ import optax
 import pytest
 import tiny
 
-from jaxrl_llm.checkpoint import Saver
+from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import networks, roles

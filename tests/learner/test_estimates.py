@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-
-from jaxrl_llm.config import AlgorithmConfig, Config
 from jaxrl_llm.learner.experience import estimator
 from jaxrl_llm.learner.roles import LearnerState
+
+from jaxrl_llm.config import AlgorithmConfig, RLConfig
 from jaxrl_llm.types import Predictions, Rewards, Rollouts
 
 # Two prompts, two samples each, three tokens; the prompt is the first.
@@ -19,7 +19,7 @@ LOG_PROBS = np.where(MASK, -1.0, 0.0).astype(np.float32)
 
 
 def estimate(algorithm, *, rollout_log_probs=LOG_PROBS, ref_log_probs=LOG_PROBS, costs=0.0):
-    run = types.SimpleNamespace(config=Config(algorithm=algorithm), mesh=tiny.make_mesh())
+    run = types.SimpleNamespace(config=RLConfig(algorithm=algorithm), mesh=tiny.make_mesh())
     state = LearnerState({}, {}, {}, jnp.float32(0.5), jnp.float32(0.0))
     group_ids, rows = np.array([0, 0, 1, 1], np.int32), np.zeros(4, np.float32)
     rollouts = Rollouts(

@@ -9,10 +9,10 @@ import tiny
 
 from jaxrl_llm.config import (
     AlgorithmConfig,
-    Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
+    RLConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -21,7 +21,7 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.types import Rollouts
 
 B, T = 12, 32
-CONFIG = Config(
+CONFIG = RLConfig(
     model=ModelConfig(
         hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, mlp_size=48
     ),

@@ -6,11 +6,11 @@ import pytest
 
 from jaxrl_llm.config import (
     AlgorithmConfig,
-    Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
     PlacementConfig,
+    RLConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -24,8 +24,8 @@ from jaxrl_llm.types import Prompt, Rewards, Rollouts
 B, T = 16, 32
 
 
-def config(choice: str, **sizes: int) -> Config:
-    return Config(
+def config(choice: str, **sizes: int) -> RLConfig:
+    return RLConfig(
         model=ModelConfig(num_layers=2, **sizes),
         algorithm=AlgorithmConfig(**{**RECIPES["ppo"], "recipe": "ppo"}),
         data=DataConfig(max_prompt_tokens=8),

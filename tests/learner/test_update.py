@@ -14,8 +14,8 @@ from jaxrl_llm.config import (
     AlertConfig,
     AlertsConfig,
     AlgorithmConfig,
-    Config,
     ModelConfig,
+    RLConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -57,7 +57,7 @@ def roles_on(mesh, algorithm, monkeypatch, epochs=2, alerts=AlertsConfig(), **se
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = ModelConfig(**sizes, head_size=8, mlp_size=48, **settings)
     return roles.build(
-        Config(
+        RLConfig(
             model=model,
             algorithm=algorithm,
             trainer=TrainerConfig(max_tokens_per_microbatch=1024, epochs=epochs),
@@ -227,11 +227,11 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
     ids=str,
 )
 def test_whoever_reads_old_log_probs_gets_them(settings):
-    assert update.is_on_policy(Config())
-    assert not update.is_on_policy(Config(algorithm=AlgorithmConfig(**settings)))
-    assert not update.is_on_policy(Config(trainer=TrainerConfig(minibatch_size=8)))
+    assert update.is_on_policy(RLConfig())
+    assert not update.is_on_policy(RLConfig(algorithm=AlgorithmConfig(**settings)))
+    assert not update.is_on_policy(RLConfig(trainer=TrainerConfig(minibatch_size=8)))
     watched = AlertsConfig(log_prob_difference=AlertConfig(limit=0.1, action="skip"))
-    assert not update.is_on_policy(Config(alerts=watched))
+    assert not update.is_on_policy(RLConfig(alerts=watched))
 
 
 def test_the_cut_does_not_matter(reference, monkeypatch):

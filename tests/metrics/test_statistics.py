@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import types
-from jaxrl_llm.config import AlgorithmConfig, Config, DataConfig, RolloutConfig
+from jaxrl_llm.config import AlgorithmConfig, DataConfig, RLConfig, RolloutConfig
 from jaxrl_llm.metrics import statistics
 
 
@@ -62,7 +62,7 @@ def step():
 
 
 def config(**algorithm):
-    return Config(
+    return RLConfig(
         algorithm=AlgorithmConfig(**algorithm),
         rollout=RolloutConfig(max_response_tokens=3),
         data=DataConfig(max_prompt_tokens=2),

@@ -5,15 +5,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jaxrl_llm.seal import SEAL
 
-from jaxrl_llm import checkpoint
+from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.config import OptimizerConfig, SupervisedConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.data import supervised as examples
 from jaxrl_llm.learner import experience
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.seal import SEAL
 from jaxrl_llm.trainer import rl, supervised
 from jaxrl_llm.types import Prompt, Rollouts
 
@@ -99,10 +99,10 @@ def test_a_reward_model_tells_right_from_wrong(roles, tmp_path):
 
 def test_a_damaged_product_is_refused(roles, tmp_path):
     params = roles_lib.initial_policy(roles)
-    checkpoint.save_tree(tmp_path / "warm_start", params, {})
+    saver.save_tree(tmp_path / "warm_start", params, {})
     seal = tmp_path / "warm_start" / SEAL
     seal.write_text(seal.read_text()[:-1])
-    with pytest.raises(checkpoint.CheckpointError, match="remove it and run the stage again"):
+    with pytest.raises(saver.CheckpointError, match="remove it and run the stage again"):
         supervised.warm_start(roles, params, tmp_path)
 
 

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from jaxrl_llm.folder_lock import NAME, FolderLock, OccupiedError
+from jaxrl_llm.checkpoint.lock import NAME, FolderLock, OccupiedError
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.folder_lock import FolderLock
+from jaxrl_llm.checkpoint.lock import FolderLock
 with FolderLock() as lock:
     lock.take(pathlib.Path(sys.argv[1]))
     print("held", flush=True)

@@ -1,44 +1,42 @@
-"""The whole of a run: its groups, and the rules between them."""
+"""A run of reinforcement learning: what it has beside what every job has, and the rules."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Literal, TypeVar
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.data import DataConfig
-from jaxrl_llm.config.model import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
-from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
-from jaxrl_llm.config.ranges import INT32_MAX, Group, Range
-from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
+from jaxrl_llm.config.job import JobConfig
+from jaxrl_llm.config.model import CriticConfig, ReferenceConfig
+from jaxrl_llm.config.placement import PlacementConfig
+from jaxrl_llm.config.ranges import INT32_MAX
 from jaxrl_llm.config.rewards import RewardsConfig
 from jaxrl_llm.config.rollout import RolloutConfig
-from jaxrl_llm.config.trainer import EvaluationConfig, SupervisedConfig, TrainerConfig
+from jaxrl_llm.config.supervised import SupervisedConfig
+from jaxrl_llm.config.trainer import (
+    EvaluationConfig,
+    RLTrainerConfig,
+    StageConfig,
+    SupervisedTrainerConfig,
+)
 from jaxrl_llm.errors import Problem
+
+Job = TypeVar("Job", bound=SupervisedConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Group):
-    """One run."""
+class RLConfig(JobConfig):
+    """One run of reinforcement learning, with the stages before it."""
 
-    seed: Annotated[int, Range("[0, 4294967295]")] = 0
-    model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
+    job: Literal["rl"] = "rl"
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    warm_start: SupervisedConfig = SupervisedConfig()
-    preference: SupervisedConfig = SupervisedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    alerts: AlertsConfig = AlertsConfig()
-    profiler: ProfilerConfig = ProfilerConfig()
-    mesh: MeshConfig = MeshConfig()
+    trainer: RLTrainerConfig = RLTrainerConfig()
+    warm_start: StageConfig = StageConfig()
+    preference: StageConfig = StageConfig()
     placement: PlacementConfig = PlacementConfig()
 
     @property
@@ -51,7 +49,6 @@ class Config(Group):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of the whole run; what a schedule decays over."""
         minibatches = self.sequences_per_step // max(1, self.minibatch_size)
         return self.trainer.num_steps * self.trainer.epochs * minibatches
 
@@ -146,14 +143,36 @@ class Config(Group):
     def warnings(self) -> Iterator[str]:
         """Yields settings that have no effect in this run."""
         algorithm = self.algorithm
-        if algorithm.kl_in == "none" and self.reference.path:
-            yield "config.reference.path: no effect, algorithm.kl_in is 'none'"
-        if not algorithm.needs_critic and self.critic.path:
-            yield f"config.critic.path: no effect, advantage={algorithm.advantage!r} has no critic"
-        if not algorithm.needs_critic and algorithm.critic_warmup_steps:
-            yield "config.algorithm.critic_warmup_steps: no effect without a critic"
         costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
         if costs and not algorithm.safe:
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
+
+    def stage(self, stage: StageConfig, job: type[Job], longest: int) -> Job:
+        """Returns a stage before RL as a job of its own, on the same machine.
+
+        Args:
+          stage: `warm_start` or `preference`.
+          job: What it trains.
+          longest: Tokens of its longest sequence.
+        """
+        return job(
+            seed=self.seed,
+            model=self.model,
+            data=self.data,
+            mesh=self.mesh,
+            trainer=SupervisedTrainerConfig(
+                num_steps=stage.num_steps,
+                batch_size=stage.batch_size,
+                max_sequence_tokens=longest,
+                max_tokens_per_microbatch=self.trainer.max_tokens_per_microbatch,
+                optimizer=stage.optimizer,
+            ),
+            evaluation=EvaluationConfig(before=False, after=False),
+            checkpoint=dataclasses.replace(
+                self.checkpoint, every=stage.save_every, keep=1, best_metric=""
+            ),
+            metrics=self.metrics,
+            alerts=self.alerts,
+        )

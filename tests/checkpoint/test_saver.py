@@ -17,11 +17,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-
-from jaxrl_llm import seal
-from jaxrl_llm.checkpoint import CheckpointError, Saver, load_tree, save_tree
-from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.seal import SEAL
+
+from jaxrl_llm.checkpoint import seal
+from jaxrl_llm.checkpoint.saver import CheckpointError, Saver, load_tree, save_tree
+from jaxrl_llm.config import CheckpointConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXTRA = {"data": {"position": 12, "order": [3, 1, 2]}, "kl_coef": 0.1, "empty": {}}
@@ -322,7 +322,7 @@ def test_wrong_calls_are_named_at_once(tmp_path):
 FULL_DISK = """
 import json, pathlib, resource, signal, sys
 import jax, jax.numpy as jnp, numpy as np
-from jaxrl_llm.checkpoint import CheckpointError, Saver
+from jaxrl_llm.checkpoint.saver import CheckpointError, Saver
 from jaxrl_llm.config import CheckpointConfig
 
 folder, on_failure = pathlib.Path(sys.argv[1]), sys.argv[2]

@@ -25,7 +25,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from jaxrl_llm import seal
+from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
 

@@ -1,0 +1,112 @@
+"""What a run must have, because its functions read it.
+
+Advantage, policy loss and corrections name what they read; a user's function does so by its
+parameters. From these names follows which models a run has, whether each prompt gets a greedy
+sample, and whether the policy is asked for log-probs before the update.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from jaxrl_llm.algorithms import corrections, losses, selection, shaping
+from jaxrl_llm.algorithms.advantages import ESTIMATORS
+from jaxrl_llm.algorithms.lookup import declared, resolve
+from jaxrl_llm.config import AlgorithmConfig, RLConfig
+from jaxrl_llm.errors import Problem
+
+# What only a pass of the policy over the step, made before its update, can tell.
+_OF_POLICY = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What the functions of an algorithm read."""
+
+    before_update: frozenset[str]  # advantage, KL in the reward, corrections, selection
+    in_update: frozenset[str]  # policy loss and KL in the loss
+
+    @property
+    def critic(self) -> bool:
+        return "values" in self.before_update | self.in_update
+
+    @property
+    def cost_critic(self) -> bool:
+        return "cost_values" in self.before_update | self.in_update
+
+    @property
+    def num_critics(self) -> int:
+        return self.critic + self.cost_critic
+
+    @property
+    def reference(self) -> bool:
+        return "ref_log_probs" in self.before_update | self.in_update
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each prompt gets a greedy sample, whose score is the baseline of the others."""
+        return "baselines" in self.before_update
+
+    @property
+    def old_log_probs(self) -> bool:
+        """Whether the policy is asked before the update, also where a step is one update."""
+        return bool(_OF_POLICY & self.before_update)
+
+
+@functools.lru_cache(maxsize=64)
+def of(config: AlgorithmConfig) -> Needs:
+    """Returns what the functions that the config names read.
+
+    Raises:
+      ValueError, ImportError, AttributeError, TypeError: A function cannot be found; see
+        `lookup.resolve`.
+
+    Example:
+      >>> needs = of(AlgorithmConfig(advantage="gae", kl_in="loss"))
+      >>> needs.critic, needs.reference, needs.greedy_baseline, needs.old_log_probs
+      (True, True, False, False)
+      >>> of(AlgorithmConfig(advantage="remax")).greedy_baseline
+      True
+    """
+    advantage = declared(resolve(config.advantage, ESTIMATORS, "advantage estimator"))
+    loss = declared(resolve(config.policy_loss, losses.POLICY_LOSSES, "policy loss"))
+    before = (
+        advantage.names
+        | shaping.reads(config)
+        | corrections.reads(config)
+        | selection.reads(config)
+    )
+    if advantage.takes_rest:
+        # It gets all that the run has; what the policy said is asked for, models are not added.
+        before |= _OF_POLICY
+    if config.safe:
+        before |= {"values", "cost_values"}
+    in_update = loss.names | ({"ref_log_probs"} if config.kl_in == "loss" else frozenset())
+    return Needs(before, in_update)
+
+
+def problems(config: AlgorithmConfig) -> Iterator[Problem]:
+    """Yields what does not go together with what the functions read."""
+    needs = of(config)
+    if config.safe and "values" not in declared(_advantage(config)).names:
+        yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
+    if config.dynamic_sampling and needs.greedy_baseline:
+        yield (
+            "dynamic_sampling",
+            f"not defined with advantage={config.advantage!r}: its groups are of one sample",
+        )
+
+
+def warnings(config: RLConfig) -> Iterator[str]:
+    """Yields settings of models that nothing reads."""
+    needs, advantage = of(config.algorithm), config.algorithm.advantage
+    if not needs.reference and config.reference.path:
+        yield "config.reference.path: no effect, algorithm.kl_in is 'none'"
+    if not needs.critic and config.critic.path:
+        yield f"config.critic.path: no effect, advantage={advantage!r} has no critic"
+    if not needs.critic and config.algorithm.critic_warmup_steps:
+        yield "config.algorithm.critic_warmup_steps: no effect without a critic"
+
+
+def _advantage(config: AlgorithmConfig):
+    return resolve(config.advantage, ESTIMATORS, "advantage estimator")

@@ -1,0 +1,32 @@
+"""Jobs that learn from given answers: supervised fine-tuning and reward models."""
+
+import dataclasses
+from typing import Literal
+
+from jaxrl_llm.config.job import JobConfig
+from jaxrl_llm.config.trainer import SupervisedTrainerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(JobConfig):
+    """A job over given answers."""
+
+    trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.trainer.max_sequence_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning of the policy on worked answers."""
+
+    job: Literal["sft"] = "sft"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelingConfig(SupervisedConfig):
+    """Training of a reward model on pairs of a chosen and a rejected answer."""
+
+    job: Literal["reward_model"] = "reward_model"

@@ -1,0 +1,124 @@
+"""From rewards to advantages: KL shaping, corrections, advantages. No model runs here."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
+from jaxrl_llm.algorithms.masked import masked_mean
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.learner.predict import is_on_policy
+from jaxrl_llm.learner.weights import LearnerState
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
+
+
+def estimator(config: RLConfig, mesh: Mesh):
+    """Returns `estimate(state, rollouts, rewards, predictions, clock)`, compiled once.
+
+    It returns the estimates, the state with its KL coefficient and multiplier moved on, and
+    metrics. No model runs there.
+    """
+    compiled = jax.jit(
+        functools.partial(_estimate, config), out_shardings=mesh_lib.replicated(mesh)
+    )
+
+    def estimate(
+        state: LearnerState,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        predictions: Predictions,
+        clock: Clock,
+    ) -> tuple[Estimates, LearnerState, dict[str, Float[Array, ""]]]:
+        names = sorted(rewards.terms)
+        arrays = {
+            "response_mask": rollouts.response_mask,
+            "group_ids": rollouts.group_ids,
+            "rollout_log_probs": rollouts.rollout_log_probs,
+            "scores": rewards.scores,
+            "costs": rewards.costs,
+            "baselines": rewards.baselines,
+            "term_rewards": np.stack([rewards.terms[n] for n in names]),
+            "term_weights": np.stack([rewards.weights[n] for n in names]),
+        }
+        with clock("adv"):
+            estimates, kl_coef, log_multiplier, metrics = compiled(
+                state.kl_coef, state.log_multiplier, predictions, arrays
+            )
+        state = dataclasses.replace(state, kl_coef=kl_coef, log_multiplier=log_multiplier)
+        return estimates, state, metrics
+
+    return estimate
+
+
+def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Predictions, arrays):
+    algorithm = config.algorithm
+    mask = arrays["response_mask"]
+    weights, loss_mask, metrics = corrections.correct(
+        algorithm, predictions.old_log_probs, arrays["rollout_log_probs"], mask
+    )
+    log_probs_of_both = predictions.old_log_probs, predictions.ref_log_probs
+    shaped, current_kl = shaping.kl_shaped(
+        algorithm, kl_coef, arrays["scores"], *log_probs_of_both, mask
+    )
+    metrics["actor/entropy"] = masked_mean(predictions.entropies, mask)
+    if is_on_policy(config):
+        metrics = {}  # all of them about the policy's log-probs, which the update will find
+    if algorithm.kl_in == "reward":
+        metrics["actor/reward_kl_penalty"] = current_kl
+        metrics["actor/reward_kl_penalty_coeff"] = kl_coef
+    available = {
+        "rewards": shaped,
+        "values": predictions.values,
+        "response_mask": mask,  # what a rejected token earned still counts
+        "old_log_probs": predictions.old_log_probs,
+        "sum_squared_probs": predictions.sum_squared_probs,
+        "correction_weights": weights,
+        "group_ids": arrays["group_ids"],
+        "baselines": arrays["baselines"],
+        "term_rewards": arrays["term_rewards"],
+        "term_weights": arrays["term_weights"],
+        "gamma": algorithm.gamma,
+        "gae_lambda": algorithm.gae_lambda,
+        "group_std": algorithm.group_std,
+    }
+    advantage, returns = advantages.estimate(algorithm, **available)
+    cost_returns = jnp.zeros_like(returns)
+    before = log_multiplier
+    if algorithm.safe:
+        costs = safe_rlhf.shaped_costs(
+            algorithm, kl_coef, arrays["costs"], *log_probs_of_both, mask
+        )
+        metrics["safe/cost"] = arrays["costs"].mean()
+        log_multiplier = safe_rlhf.next_log_multiplier(
+            algorithm, log_multiplier, metrics["safe/cost"]
+        )
+        metrics["safe/multiplier"] = jnp.exp(log_multiplier)
+        advantage, returns, cost_returns = safe_rlhf.safe_advantages(
+            algorithm,
+            log_multiplier,
+            shaped,
+            costs,
+            predictions.values,
+            predictions.cost_values,
+            mask,
+        )
+    estimates = Estimates(
+        shaped_rewards=shaped,
+        advantages=jnp.where(loss_mask, advantage, 0.0),
+        returns=jnp.where(loss_mask, returns, 0.0),
+        cost_returns=jnp.where(loss_mask, cost_returns, 0.0),
+        loss_mask=loss_mask,
+        correction_weights=weights,
+    )
+    next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
+    # They are part of the state: once NaN they would stay it.
+    next_coef = jnp.where(jnp.isnan(next_coef), kl_coef, next_coef)
+    log_multiplier = jnp.where(jnp.isnan(log_multiplier), before, log_multiplier)
+    return estimates, next_coef, log_multiplier, metrics

@@ -1,0 +1,247 @@
+"""The models of a job: what each network is, where it lives, how its weights are split.
+
+No weights: those are in `weights.py`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import ConfigError, JobConfig, LoraConfig, ModelConfig, RLConfig
+from jaxrl_llm.config.placement import ROLES
+from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.models import (
+    attention,
+    families,
+    flops,
+    huggingface,
+    lora,
+    sequence_attention,
+)
+from jaxrl_llm.models.shape import Shape, random_model
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Networks, meshes and tokenizer of a job."""
+
+    meshes: Mapping[str, Mesh]  # of each role; the same mesh unless RL places roles apart
+    tokenizer: PreTrainedTokenizerBase
+    eos_tokens: tuple[int, ...]
+    policy: Network
+    value: Network  # one number for each token or sequence: critics, reward and cost models
+    packer: Packer
+
+    @property
+    def mesh(self) -> Mesh:
+        """The policy's mesh; estimates are made here."""
+        return self.meshes["policy"]
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices: "cpu", "tpu", "gpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @functools.cached_property
+    def policy_shardings(self) -> Params:
+        return train_shardings(self.policy, self.mesh)
+
+    @functools.cached_property
+    def value_shardings(self) -> Params:
+        """Of the critics."""
+        return train_shardings(self.value, self.meshes["critic"])
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Returns the job's tokenizer: of its folder, or the built-in one of characters."""
+    folder = config.tokenizer or config.path
+    if not folder:
+        return tokenizer_lib.character_tokenizer()
+    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
+
+
+def eos_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the ids that end a sequence: the tokenizer's, and those of the model's folder."""
+    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if config.path:
+        found |= set(families.eos_token_ids(config.path))
+    return tuple(sorted(found))
+
+
+def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
+    """Returns the architecture of a folder, or of the config's random model."""
+    if not config.path:
+        return random_model(config, len(tokenizer))
+    shape = huggingface.read_shape(config.path)
+    huggingface.check_vocabulary(shape, tokenizer)
+    return shape
+
+
+def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
+    """Returns the models of a job. Reads configuration files, allocates no weights.
+
+    Args:
+      config: The job.
+      meshes: Of each role; by default one mesh over all devices.
+
+    Raises:
+      ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
+    """
+    tokenizer = load_tokenizer(config.model)
+    shape = model_shape(config.model, tokenizer)
+    eos = eos_tokens(config.model, tokenizer)
+    return build(config, meshes or one_mesh(config), tokenizer, shape, eos)
+
+
+def one_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
+    """Returns the same mesh for every role, over all devices unless some are given.
+
+    Raises:
+      ConfigError: If the mesh does not fit the devices.
+    """
+    whole = mesh_lib.make_mesh(config.mesh, *([list(devices)] if devices else []))
+    return dict.fromkeys(ROLES, whole)
+
+
+def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
+    """Returns the mesh of each role, as `config.placement` says; without `devices`, over all.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    if config.placement.choice == "colocate":
+        return one_mesh(config, devices)
+    needed = needs.of(config.algorithm)
+    used = {"policy", "rollout"}
+    used |= {"critic"} if needed.critic else set()
+    used |= {"reference"} if needed.reference else set()
+    used |= {"reward"} if config.rewards.models or config.rewards.cost_models else set()
+    return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
+
+
+def build(
+    config: JobConfig,
+    meshes: Mapping[str, Mesh],
+    tokenizer: PreTrainedTokenizerBase,
+    shape: Shape,
+    eos: tuple[int, ...],
+) -> Models:
+    """Returns the models of a job on meshes whose devices need not be present.
+
+    Nothing is allocated.
+
+    Raises:
+      ConfigError: If a mesh cannot hold this job's sequences and heads.
+    """
+    for each in set(meshes.values()):
+        check_mesh(config, each, shape)
+    platform = meshes["policy"].devices.flat[0].platform
+    policy = dataclasses.replace(network(config, shape, "lm", platform), lora=config.lora)
+    # Several sequences may read a common beginning once where attention can do that.
+    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(policy.kernel)
+    return Models(
+        meshes=meshes,
+        tokenizer=tokenizer,
+        eos_tokens=eos,
+        policy=policy,
+        value=network(config, shape, "scalar", platform),
+        packer=Packer(*row_split(config, meshes), flops.attention_parity(shape) if share else 0),
+    )
+
+
+def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
+    """Returns tokens of a device in one microbatch, and over how many rows and lengths are split.
+
+    Every model must be able to split the same rows over its own mesh.
+
+    Raises:
+      ConfigError: If the mesh that splits rows the least cannot hold its part of them.
+    """
+    splits = {mesh_lib.row_shards(mesh) for role, mesh in meshes.items() if role != "rollout"}
+    rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
+    # Of all devices, those of the mesh that splits the least hold the most.
+    fewest, most = min(a * b for a, b in splits), rows * length
+    budget = config.trainer.max_tokens_per_microbatch * fewest // most
+    if len(splits) > 1 and budget * length < config.max_sequence_tokens:
+        raise ConfigError(
+            [
+                f"config.placement: microbatches are split over {most} devices, and a pool of"
+                f" {fewest} holds as much of them on each; rows of {config.max_sequence_tokens}"
+                " tokens need trainer.max_tokens_per_microbatch >="
+                f" {-(-config.max_sequence_tokens * most // (fewest * length))}, or pools of more"
+                " equal size"
+            ]
+        )
+    return budget, rows, length
+
+
+def check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot hold this job's sequences, heads and what rests."""
+    shards = mesh.shape["sequence"]
+    budget = config.trainer.max_tokens_per_microbatch
+    widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
+    if widest > budget * shards:
+        raise ConfigError(
+            [
+                f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
+                f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
+            ]
+        )
+    if config.mesh.on_host and (found := resting.problem(mesh)):
+        raise ConfigError([f"config.mesh.on_host: {found}; leave it empty"])
+    check_heads(config, mesh, shape)
+
+
+def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot share the heads of a model."""
+    form, sizes = config.mesh.sequence_attention, mesh.shape
+    found = sequence_attention.problem(form, shape.num_heads, sizes["tensor"], sizes["sequence"])
+    if found:
+        raise ConfigError([f"config.mesh.sequence: {found}"])
+
+
+def network(
+    config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], platform: str
+) -> Network:
+    """Returns the network of one role, on devices of a platform."""
+    model = config.model
+    return Network(
+        shape,
+        head=head,
+        param_dtype=model.param_dtype,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        sequence_attention=config.mesh.sequence_attention,
+        kernel=attention.implementation_for(
+            model.attention, platform, model.compute_dtype, shape.head_size
+        ),
+    )
+
+
+def train_shardings(net: Network, mesh: Mesh) -> Params:
+    """Returns how the parameters of a network are split in training and scoring."""
+    return mesh_lib.shardings(net.abstract(), net.logical_axes(), mesh, mesh_lib.TRAIN, net.units)
+
+
+def adapter_shardings(net: Network, mesh: Mesh) -> Params:
+    """Returns how the adapters of a network are split: as the kernels that they belong to."""
+    adapters, axes = net.abstract_adapters(), net.adapter_axes()
+    return mesh_lib.shardings(adapters, axes, mesh, mesh_lib.TRAIN, net.units)
+
+
+def merge_adapters(config: LoraConfig) -> Callable[[Params], Params]:
+    """Returns what makes plain weights of weights with adapters; the identity with rank 0."""
+    if not config.rank:
+        return lambda tree: tree
+    return functools.partial(lora.merged, scale=config.scale)

@@ -1,0 +1,223 @@
+"""What the models say about sampled tokens: log-probs, values, scores of whole sequences.
+
+`token_statistics`, `token_values` and `sequence_scores` are the forward passes over one
+microbatch of packed rows; the update takes their gradients.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms import needs
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.learner import microbatches
+from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner.weights import Frozen, LearnerState
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.models import heads
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
+from jaxrl_llm.types import Predictions, Rollouts
+
+
+def token_statistics(
+    network: Network,
+    params: Params,
+    tokens: Array,
+    microbatch: Microbatch,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy: heads.Entropy,
+) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
+    """Returns log-probs, entropies and sums of squared probabilities of packed rows.
+
+    Zero at tokens that `microbatch.scored` does not name.
+    """
+    packed = microbatch.packed(tokens)
+    hidden = _hidden(network, params, packed, microbatch)
+    weight = network.head_weight(params)
+    settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
+    if microbatch.scores_everything:
+        return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
+    places = microbatch.scored, microbatch.before
+    return heads.chosen_statistics(hidden, weight, packed, *places, **settings)
+
+
+def _hidden(
+    network: Network, params: Params, packed: Array, microbatch: Microbatch
+) -> Float[Array, "R W D"]:
+    places = microbatch.positions, microbatch.segment_ids
+    return network.hidden(
+        params,
+        packed,
+        *places,
+        prefix_ids=microbatch.prefix_ids,
+        key_blocks=microbatch.key_blocks,
+    )
+
+
+def token_values(
+    network: Network, params: Params, tokens: Array, microbatch: Microbatch
+) -> Float[Array, "R W"]:
+    """Returns the value just before each token of packed rows.
+
+    Zero at tokens that `microbatch.scored` does not name.
+    """
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
+    weight = network.head_weight(params)
+    if microbatch.scores_everything:
+        return heads.token_values(hidden, weight, microbatch.segment_ids)
+    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
+
+
+def sequence_scores(
+    network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
+) -> Float[Array, " b"]:
+    """Returns the score at the last token of each of the microbatch's sequences."""
+    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
+    last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
+    at_end = hidden[microbatch.rows, last][:, None]
+    return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
+
+
+def is_on_policy(config: RLConfig) -> bool:
+    """Returns whether a step is one update and needs no log-probs of the policy before it.
+
+    The ratio to the old policy is then 1 by construction: the update takes its own log-probs,
+    without a gradient, for the old ones. That saves a pass over the step and changes no gradient.
+    Not where anything before the update reads what the policy says (`needs.Needs.old_log_probs`),
+    nor alerts that may skip the update.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
+    alerts = config.alerts.entropy.action, config.alerts.log_prob_difference.action
+    reads_old = needs.of(algorithm).old_log_probs or algorithm.old_log_probs == "rollout"
+    return one_update and not reads_old and "skip" not in alerts
+
+
+def scoring_programs(config: RLConfig, models: Models):
+    """Returns what asks a policy and what asks a critic about all tokens of a step, both jitted.
+
+    `of_policy(params, tokens, lengths, packed, *, entropy)` gives log-probs, entropies and
+    sums of squared probabilities, `of_critic(params, tokens, lengths, packed)` values, [B, T] each.
+    """
+
+    @functools.partial(jax.jit, static_argnames="entropy")
+    def of_policy(params, tokens, lengths, packed: PackedBatch, *, entropy: heads.Entropy):
+        num_sequences, width = tokens.shape
+
+        def ask(microbatch: Microbatch):
+            found = token_statistics(
+                models.policy,
+                params,
+                tokens,
+                microbatch,
+                temperature=config.rollout.temperature or 1.0,
+                chunk=config.model.vocab_chunk,
+                entropy=entropy,
+            )
+            return tuple(microbatch.unpacked(each, lengths, width) for each in found)
+
+        return microbatches.collect(packed, ask, num_sequences, width)
+
+    @jax.jit
+    def of_critic(params, tokens, lengths, packed: PackedBatch):
+        num_sequences, width = tokens.shape
+
+        def ask(microbatch: Microbatch):
+            values = token_values(models.value, params, tokens, microbatch)
+            return microbatch.unpacked(values, lengths, width)
+
+        return microbatches.collect(packed, ask, num_sequences, width)
+
+    return of_policy, of_critic
+
+
+def predictor(
+    config: RLConfig, models: Models, frozen: Frozen
+) -> Callable[[LearnerState, Rollouts, Clock], Predictions]:
+    """Returns `predict(state, rollouts, clock) -> Predictions`, each model asked in one pass.
+
+    The policy is not asked where the update itself will say (`is_on_policy`): the engine's
+    log-probs then stand in its place, and nothing reads them. Models on different devices answer
+    at the same time: all are asked before any answer is brought to the policy's devices. The
+    clock times them apart: `old_log_prob`, `ref`, `values`.
+    """
+    recompute = config.algorithm.old_log_probs == "recompute"
+    on_policy = is_on_policy(config)
+    of_policy, of_critic = scoring_programs(config, models)
+    meshes, replicated = models.meshes, mesh_lib.replicated(models.mesh)
+    one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
+    rests = "reference" in config.mesh.on_host
+
+    def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
+        packed = models.packer.pack_rollouts(rollouts)
+        tokens, lengths = rollouts.tokens, rollouts.lengths
+        mask = rollouts.response_mask
+        zeros = jnp.zeros(tokens.shape, jnp.float32)
+        policy = frozen.policy(state.policy.params)
+        old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
+        if not on_policy:
+            with jax.set_mesh(models.mesh), clock("old_log_prob") as watch:
+                found, entropies, squares = watch(
+                    of_policy(policy, tokens, lengths, packed, entropy="value")
+                )
+            old = found if recompute else old
+        reference = old
+        if frozen.reference:
+            with jax.set_mesh(meshes["reference"]), clock("ref") as watch:
+                params = resting.working(frozen.reference) if rests else frozen.reference
+                reference, _, _ = watch(of_policy(params, tokens, lengths, packed, entropy="none"))
+        critics = [zeros, zeros]
+        for i, role in enumerate((state.critic, state.cost_critic)):
+            if role.params:
+                with jax.set_mesh(meshes["critic"]), clock("values") as watch:
+                    critics[i] = watch(of_critic(role.params, tokens, lengths, packed))
+        answers = Predictions(
+            old_log_probs=old,
+            ref_log_probs=reference,
+            entropies=entropies,
+            sum_squared_probs=squares,
+            values=critics[0],
+            cost_values=critics[1],
+        )
+        if not one_mesh:
+            answers = pools.move(answers, replicated)
+        with jax.set_mesh(models.mesh):
+            return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), answers)
+
+    return predict
+
+
+def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollouts], np.ndarray]]:
+    """Returns, by name, what each reward or cost model says of whole sequences, [B] each."""
+
+    def scorer(name: str):
+        network, params = frozen.scorers[name].network, frozen.scorers[name].params
+        mesh = models.meshes["reward"]
+
+        @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
+        def of_sequences(tokens, lengths, packed: PackedBatch):
+            num_sequences, _ = tokens.shape
+
+            def ask(microbatch: Microbatch):
+                return sequence_scores(network, params, tokens, lengths, microbatch)[:, None]
+
+            return microbatches.collect(packed, ask, num_sequences, 1)[:, 0]
+
+        def score(rollouts: Rollouts) -> np.ndarray:
+            packed = models.packer.pack_rollouts(rollouts)
+            with jax.set_mesh(mesh):
+                return np.asarray(of_sequences(rollouts.tokens, rollouts.lengths, packed))
+
+        return score
+
+    return {name: scorer(name) for name in frozen.scorers}

@@ -1,0 +1,133 @@
+"""The sampling side of a policy: an engine, and the way of trained weights to it."""
+
+import dataclasses
+
+import jax
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.config import RLConfig, RolloutConfig
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.rollout import capacity
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding.reshard import Resharder
+from jaxrl_llm.types import Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What turns a trained policy into samples.
+
+    Attributes:
+      models: Of the job.
+      engine: Samples; holds no weights.
+      resharder: From the training layout to the rollout layout.
+      base: What the policy's adapters are added to; empty without adapters.
+    """
+
+    models: Models
+    engine: Engine
+    resharder: Resharder
+    base: Params
+
+    def weights(self, params: Params, old: Params | None = None) -> Params:
+        """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
+
+        Adapters are merged into the base on the way. To devices of rollout's own the weights are
+        copied from the same parts on the policy's devices, which are freed afterwards.
+
+        Args:
+          params: What the policy trains.
+          old: Rollout weights that are no longer needed.
+        """
+        source, target = self.models.mesh, self.models.meshes["rollout"]
+        apart = source != target
+        first, old = old is None, self.resharder.empty() if old is None or apart else old
+        if self.base:
+            params = lora.joined(self.base, params)
+        with jax.set_mesh(pools.staging(source, target) if apart else source):
+            moved = self.resharder.reshard(old, params)
+        if first and self.models.mesh.size > 1:
+            logging.info("weights for sampling: %s", self.resharder.report())
+        if not apart:
+            return moved
+        return pools.move(
+            moved, jax.tree.map(lambda a: NamedSharding(target, a.sharding.spec), moved)
+        )
+
+    def reshard(self, params: Params, old: Weights, version: int, clock: Clock) -> Weights:
+        """Returns new weights for sampling, in the memory of the old ones; times `reshard`."""
+        with clock("reshard") as watch:
+            return Weights(watch(self.weights(params, old.params)), version)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what resharding moves and needs, under the names of `metrics.jsonl`."""
+        return self.resharder.report().metrics()
+
+    def whole_policy(self, params: Params) -> Params:
+        """Returns the plain policy that the trained `params` amount to, in the training layout."""
+        if not self.base:
+            return params
+        merge = jax.jit(
+            models_lib.merge_adapters(self.models.policy.lora),
+            out_shardings=self.models.policy_shardings,
+        )
+        with jax.set_mesh(self.models.mesh):
+            return merge(lora.joined(self.base, params))
+
+
+def build(config: RLConfig, models: Models, base: Params) -> Sampler:
+    """Returns the sampler of a run. Compiles and allocates nothing.
+
+    Args:
+      config: The run.
+      models: Its networks.
+      base: What the policy's adapters are added to; empty without adapters.
+    """
+    mesh, target = models.mesh, models.meshes["rollout"]
+    layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
+    policy, tokenizer = models.policy, models.tokenizer
+    network = rollout_network(config.rollout, policy, target)
+    speculation = config.rollout.speculation
+    num_slots = config.rollout.num_slots or capacity.num_slots(
+        network,
+        target,
+        config.max_sequence_tokens,
+        config.sequences_per_step,
+        speculation.draft_tokens,
+    )
+    return Sampler(
+        models=models,
+        engine=Engine(
+            network,
+            target,
+            num_slots=num_slots,
+            max_tokens=config.max_sequence_tokens,
+            chunk_steps=config.rollout.chunk_steps,
+            speculation=speculation,
+            layout=layout,
+            decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+        ),
+        resharder=Resharder(
+            policy.abstract(),
+            policy.logical_axes(),
+            policy.units,
+            pools.staging(mesh, target),
+            network.compute_dtype,
+            layout,
+            models_lib.merge_adapters(config.lora),
+            network.logical_axes(),
+        ),
+        base=base,
+    )
+
+
+def rollout_network(config: RolloutConfig, policy: Network, mesh: Mesh) -> Network:
+    """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
+    dtype = policy.compute_dtype if config.dtype == "compute" else config.dtype
+    return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(mesh)

@@ -1,0 +1,239 @@
+"""The weights of a job: what learns, what stays frozen, and how each begins."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.algorithms import needs, safe_rlhf
+from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import optimizer
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.models import huggingface, lora
+from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import pools, resting
+
+_ADAPTERS = 1  # folded into the seed for their first values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """Parameters and the optimizer that moves them. A role without a model has no parameters."""
+
+    params: Params
+    opt_state: Any
+    num_updates: Int[Array, ""]  # taken; skipped ones are not counted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LearnerState:
+    """All that RL changes; what a checkpoint holds."""
+
+    policy: Trainable
+    critic: Trainable
+    cost_critic: Trainable
+    kl_coef: Float[Array, ""]
+    log_multiplier: Float[Array, ""]  # of Safe-RLHF's cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A frozen model that gives one number a sequence: a reward or cost model."""
+
+    network: Network
+    params: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Weights that RL reads and never changes. Empty where a run has no such model."""
+
+    reference: Params = dataclasses.field(default_factory=dict)
+    base: Params = dataclasses.field(default_factory=dict)  # what adapters are added to
+    scorers: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+    def policy(self, trained: Params) -> Params:
+        """Returns the policy that a network computes with, of the parameters that are trained."""
+        return lora.joined(self.base, trained) if self.base else trained
+
+
+def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
+    """Returns parameters with a fresh optimizer; its moments are split as the parameters are."""
+    transformation = optimizer.make(config, num_updates)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_optimizer(transformation, params, mesh))
+    opt_state = jax.jit(transformation.init, out_shardings=shardings)(params)
+    return Trainable(params, opt_state, jax.device_put(np.int32(0), mesh_lib.replicated(mesh)))
+
+
+def abstract_optimizer(
+    transformation: optax.GradientTransformation, params: Params, mesh: Mesh
+) -> Any:
+    """Returns shapes and shardings of the optimizer's state; `params` may be abstract too."""
+    abstract_state = jax.eval_shape(transformation.init, params)
+    shardings = optax.tree_map_params(
+        transformation,
+        lambda _, param: param.sharding,
+        abstract_state,
+        params,
+        transform_non_params=lambda _: mesh_lib.replicated(mesh),
+    )
+    return with_shardings(abstract_state, shardings)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns the shapes of a tree of arrays, with shardings: what to restore it as."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+    )
+
+
+def abstract(tree: Any) -> Any:
+    """Returns shapes, dtypes and shardings of a tree of arrays: what to restore it as."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def initial_policy(config: JobConfig, models: Models) -> Params:
+    """Returns the policy's first weights, born sharded: of the folder, or random by the seed."""
+    if config.model.path:
+        return huggingface.load(config.model.path, models.policy, models.policy_shardings)
+    make = jax.jit(models.policy.init, out_shardings=models.policy_shardings)
+    return make(jax.random.key(config.seed))
+
+
+def initial_adapters(seed: int, models: Models) -> Params:
+    """Returns adapters that change nothing yet."""
+    key = jax.random.fold_in(jax.random.key(seed), _ADAPTERS)
+    shardings = models_lib.adapter_shardings(models.policy, models.mesh)
+    return jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
+
+
+def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
+    """Returns a copy of the policy's body under a scalar head of zeros, where a role lives."""
+    body = {k: v for k, v in policy_params.items() if k != "head"}
+
+    def make(body):
+        score = jnp.zeros((1, models.policy.shape.hidden_size), models.value.param_dtype)
+        return {**jax.tree.map(jnp.copy, body), "score": score}
+
+    here, there = (
+        models_lib.train_shardings(models.value, mesh)
+        for mesh in (models.mesh, models.meshes[role])
+    )
+    return pools.move(jax.jit(make, out_shardings=here)(body), there)
+
+
+def initial_state(config: RLConfig, models: Models, policy_params: Params) -> LearnerState:
+    """Returns the state RL begins with; critics without a folder begin at the policy's weights.
+
+    With LoRA the policy of the state is its adapters alone.
+    """
+    algorithm, needed = config.algorithm, needs.of(config.algorithm)
+    replicated = mesh_lib.replicated(models.mesh)
+
+    def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
+        role = trainable(params, of, config.num_updates, mesh)
+        if "optimizer" in config.mesh.on_host:
+            role = dataclasses.replace(role, opt_state=resting.resting(role.opt_state))
+        return role
+
+    def critic(wanted: bool) -> Trainable:
+        params: Params = {}
+        if wanted and config.critic.path:
+            params = huggingface.load(config.critic.path, models.value, models.value_shardings)
+        elif wanted:
+            params = scalar_from_policy(models, policy_params, "critic")
+        return begun(params, config.critic.optimizer, models.meshes["critic"])
+
+    trained = initial_adapters(config.seed, models) if config.lora.rank else policy_params
+    return LearnerState(
+        policy=begun(trained, config.trainer.optimizer, models.mesh),
+        critic=critic(needed.critic),
+        cost_critic=critic(needed.cost_critic),
+        kl_coef=jax.device_put(
+            np.float32(algorithm.kl_coef if needed.reference else 0.0), replicated
+        ),
+        log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
+    )
+
+
+def frozen(
+    config: RLConfig, models: Models, policy_params: Params, trained: Mapping[str, Params]
+) -> Frozen:
+    """Returns reference, reward and cost models, and the base of adapters.
+
+    Args:
+      config: The run.
+      models: Its networks.
+      policy_params: The policy when RL begins; the reference, unless that has a folder.
+      trained: Parameters of the reward and cost models without a folder, by name.
+    """
+    scorers = {}
+    for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
+        if model.path:
+            net = scorer_network(config, models, model.path)
+            shardings = models_lib.train_shardings(net, models.meshes["reward"])
+            scorers[name] = Scalar(net, huggingface.load(model.path, net, shardings))
+        else:
+            scorers[name] = Scalar(models.value, trained[name])
+    return Frozen(
+        reference=_reference(config, models, policy_params),
+        base=policy_params if config.lora.rank else {},
+        scorers=scorers,
+    )
+
+
+def _reference(config: RLConfig, models: Models, policy_params: Params) -> Params:
+    if not needs.of(config.algorithm).reference:
+        return {}
+    mesh = models.meshes["reference"]
+    there = models_lib.train_shardings(models.policy, mesh)
+    if config.reference.path:
+        params = huggingface.load(config.reference.path, models.policy, there)
+    elif mesh != models.mesh:
+        params = pools.move(policy_params, there)
+    elif config.lora.rank:
+        return policy_params  # below adapters the policy stays as it is
+    else:
+        copy = functools.partial(jax.tree.map, jnp.copy)
+        params = jax.jit(copy, out_shardings=there)(policy_params)
+    if "reference" in config.mesh.on_host and not config.lora.rank:
+        params = resting.resting(params)
+    return params
+
+
+def scorer_network(config: JobConfig, models: Models, path: str) -> Network:
+    """Returns the network of a reward or cost model in a folder; its shape is its own."""
+    return models_lib.network(config, huggingface.read_shape(path), "scalar", models.platform)
+
+
+def check_folders(config: RLConfig, models: Models) -> None:
+    """Checks every model folder of a run by its headers, before any weights are read.
+
+    Raises:
+      CheckpointFormatError: If one is missing, cut short, or does not fit its role.
+    """
+    needed = needs.of(config.algorithm)
+    folders = [(config.model.path, models.policy)]
+    if needed.reference:
+        folders.append((config.reference.path, models.policy))
+    if needed.critic:
+        folders.append((config.critic.path, models.value))
+    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+        if model.path:
+            folders.append((model.path, scorer_network(config, models, model.path)))
+    for path, net in folders:
+        if path:
+            huggingface.check(path, net)
+            for mesh in set(models.meshes.values()):
+                models_lib.check_heads(config, mesh, net.shape)

@@ -1,0 +1,181 @@
+"""From rows to sequences: an episode says what follows each thing that the policy says.
+
+Token ids throughout: an episode's sequence is its prompt, what was sampled, and what was appended
+in between. Nothing is ever tokenized again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import RolloutConfig
+from jaxrl_llm.data.packing import bucket
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
+from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
+
+
+class Episode(Protocol):
+    """One sample of a row, from its prompt to its end."""
+
+    def advance(self, sampled: Completion) -> Sequence[int]:
+        """Returns the tokens that follow what was sampled; the policy goes on after them.
+
+        None of them: the episode has ended.
+        """
+        ...
+
+
+class OneTurn:
+    """The plain case: one answer, and the end."""
+
+    def advance(self, sampled: Completion) -> Sequence[int]:
+        del sampled
+        return ()
+
+
+def one_turn(prompt: Prompt, sample: int) -> Episode:
+    """Begins an episode of one turn."""
+    del prompt, sample
+    return OneTurn()
+
+
+def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> SamplingParams:
+    """Returns how a run samples its training responses."""
+    return SamplingParams(
+        max_tokens=config.max_response_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        stop_tokens=tuple(dict.fromkeys((*eos_tokens, *config.stop_tokens))),
+    )
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """What one episode holds so far; the lists are about the tokens after the prompt."""
+
+    prompt: Prompt
+    params: SamplingParams
+    key: np.ndarray
+    episode: Episode
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    chosen: list[bool] = dataclasses.field(default_factory=list)  # sampled, not appended
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+
+    def take(self, sampled: Completion) -> bool:
+        """Takes in a turn; returns whether the policy goes on."""
+        self._extend(sampled.tokens, True, sampled.log_probs, sampled.versions)
+        self.stopped = sampled.stopped
+        following = self.episode.advance(sampled)
+        if not following or self.room <= len(following):
+            return False
+        count = len(following)
+        self._extend(following, False, [0.0] * count, [0] * count)
+        return True
+
+    def _extend(self, tokens, chosen, log_probs, versions) -> None:
+        self.tokens.extend(tokens)
+        self.chosen.extend([chosen] * len(tokens))
+        self.log_probs.extend(log_probs)
+        self.versions.extend(versions)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the response may still grow by."""
+        return self.params.max_tokens - len(self.tokens)
+
+
+def rollout(
+    engine: Engine,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptBatch,
+    samples: Sequence[SamplingParams],
+    key: jax.Array,
+    begin: Callable[[Prompt, int], Episode] = one_turn,
+) -> Rollouts:
+    """Returns `len(samples)` sequences of every prompt, prompt-major.
+
+    Args:
+      engine: What samples.
+      weights: Rollout parameters and their version.
+      tokenizer: Turns responses into text for rewards and dumps; tokens are never re-tokenized.
+      prompts: P of them.
+      samples: How each sample of a prompt is drawn; `max_tokens` bounds all turns together.
+      key: Of this call; sample i of prompt p uses `fold_in(key, p * len(samples) + i)`.
+      begin: Begins the episode of a prompt's i-th sample.
+    """
+    n = len(samples)
+    keys = np.asarray(_fold_in_each(key, np.arange(len(prompts.prompts) * n, dtype=np.uint32)))
+    groups = [
+        [
+            _Sequence(prompt, params, keys[p * n + i], begin(prompt, i))
+            for i, params in enumerate(samples)
+        ]
+        for p, prompt in enumerate(prompts.prompts)
+    ]
+    sequences = [sequence for group in groups for sequence in group]
+    while groups:
+        requests = [_request(group) for group in groups]
+        turns = engine.generate(weights.params, requests, weights.version)
+        going_on = [
+            sequence
+            for group, completions in zip(groups, turns, strict=True)
+            for sequence, completion in zip(group, completions, strict=True)
+            if sequence.take(completion)
+        ]
+        groups = [[sequence] for sequence in going_on]
+
+    prompt_lengths = [len(s.prompt.tokens) for s in sequences]
+    lengths = np.array(prompt_lengths, np.int32) + [len(s.tokens) for s in sequences]
+    lengths = lengths.astype(np.int32)
+    shape = (len(sequences), bucket(int(lengths.max()), smallest=32, largest=engine.max_tokens))
+    tokens = np.zeros(shape, np.int32)
+    response_mask = np.zeros(shape, bool)
+    log_probs = np.zeros(shape, np.float32)
+    versions = np.zeros(shape, np.int32)
+    for row, (start, s) in enumerate(zip(prompt_lengths, sequences, strict=True)):
+        response = slice(start, int(lengths[row]))
+        tokens[row, :start] = s.prompt.tokens
+        tokens[row, response] = s.tokens
+        response_mask[row, response] = s.chosen
+        log_probs[row, response] = s.log_probs
+        versions[row, response] = s.versions
+    return Rollouts(
+        tokens=tokens,
+        response_mask=response_mask,
+        rollout_log_probs=log_probs,
+        versions=versions,
+        lengths=lengths,
+        group_ids=np.repeat(np.arange(len(prompts.prompts), dtype=np.int32), n),
+        stopped=np.array([s.stopped for s in sequences]),
+        prompts=prompts.prompts,
+        responses=tuple(
+            str(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences
+        ),
+    )
+
+
+def _request(group: Sequence[_Sequence]) -> Request:
+    """Returns what is asked of the engine next; several sequences stand at the same prompt."""
+    return Request(
+        (*group[0].prompt.tokens, *group[0].tokens),
+        np.stack([s.key for s in group]),
+        tuple(
+            dataclasses.replace(s.params, max_tokens=s.room) if s.tokens else s.params
+            for s in group
+        ),
+    )
+
+
+@jax.jit
+def _fold_in_each(key, indices):
+    return jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(indices)

@@ -1,0 +1,85 @@
+"""What an RL run begins with: everything is checked first, then models are read or trained."""
+
+import dataclasses
+
+import jax
+from absl import logging
+
+from jaxrl_llm.algorithms import custom, needs
+from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.data import datasets
+from jaxrl_llm.learner import automatic, planned, predict, sampler
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner.sampler import Sampler
+from jaxrl_llm.learner.source import SampledNow, Source
+from jaxrl_llm.learner.weights import Frozen, LearnerState
+from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.trainer import supervised
+from jaxrl_llm.trainer.evaluate import Evaluator
+from jaxrl_llm.trainer.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The fixed side of a run."""
+
+    models: Models
+    frozen: Frozen
+    sampler: Sampler
+    source: Source
+    evaluate: Evaluator
+
+
+def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
+    """Returns what a run has, and the state that RL begins with.
+
+    Nothing is allocated, and nothing written, before all that can be checked has been.
+
+    Raises:
+      ConfigError, DataError, CheckpointError, RewardError, OccupiedError: See `rl.train`.
+    """
+    models = models_lib.of_job(config, automatic.meshes(config))
+    tokenizer = models.tokenizer
+    weights_lib.check_folders(config, models)
+    budget = planned.check(config, jax.devices())
+    custom.check(config.algorithm)
+    for warning in needs.warnings(config):
+        logging.warning("%s", warning)
+    if found := [
+        f"config.algorithm.{path}: {said}" for path, said in needs.problems(config.algorithm)
+    ]:
+        raise ConfigError(found)
+    rewards_lib.check(config.rewards)
+    rewards_lib.check(config.evaluation_rewards)
+    training_set = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
+    held_out = datasets.load_dataset(config.data, tokenizer, "eval", config.seed)
+    run.claim(models, training_set, held_out, budget=budget)
+
+    # Policy, reference, critic, reward models: what each begins as.
+    policy = supervised.warm_start(config, models, run)
+    trained = supervised.reward_models(config, models, policy, run)
+    frozen = weights_lib.frozen(config, models, policy, trained)
+    state = weights_lib.initial_state(config, models, policy)
+
+    model_scorers = predict.model_scorers(models, frozen)
+    scorer = run.open(rewards_lib.build(config.rewards, model_scorers))
+    judge = scorer
+    if config.evaluation.functions:
+        judge = run.open(rewards_lib.build(config.evaluation_rewards, {}))
+    samples = sampler.build(config, models, frozen.base)
+    prompts = datasets.PromptIterator(training_set, config.data, config.seed)
+    return Prepared(
+        models=models,
+        frozen=frozen,
+        sampler=samples,
+        source=SampledNow(config, samples, prompts, scorer.score),
+        evaluate=Evaluator(
+            config,
+            samples,
+            held_out,
+            judge.score,
+            jax.random.fold_in(jax.random.key(config.seed), 2**31),
+        ),
+    ), state

@@ -1,0 +1,241 @@
+"""What surrounds the loop of every job: its folder, checkpoints, metrics, alerts, and its end.
+
+with Run(config, workdir) as run:
+    ...                                    # check everything, make what the job begins with
+    run.claim(datasets)                    # from here on the folder is this job's
+    state = run.resume(state, source, packer)
+    for step in run.steps():
+        clock = run.begin(step, state)
+        ...
+        run.end(step, state, numbers)
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import jax
+from absl import logging
+
+from jaxrl_llm.checkpoint.lock import FolderLock
+from jaxrl_llm.checkpoint.saver import Saver
+from jaxrl_llm.config import JobConfig
+from jaxrl_llm.config.folder import claim_workdir
+from jaxrl_llm.console import screen
+from jaxrl_llm.data.datasets import Dataset
+from jaxrl_llm.learner import planned, replicas
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.models import Models
+from jaxrl_llm.metrics import alerts as alerts_lib
+from jaxrl_llm.metrics import writer as writer_lib
+from jaxrl_llm.metrics.alerts import Alerts
+from jaxrl_llm.metrics.clock import Clock, Profiler
+from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.models import finite
+from jaxrl_llm.sharding import hosts
+from jaxrl_llm.trainer import report
+from jaxrl_llm.trainer.interruption import Interruption
+from jaxrl_llm.types import Rewards, Rollouts
+
+State = TypeVar("State")
+Numbers = Mapping[str, Any]
+
+
+class Tracked(Protocol):
+    """Something whose position a resumed job goes on from; JSON can hold that."""
+
+    def get_state(self) -> Mapping[str, Any]: ...
+    def set_state(self, state: Any, /) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a job stands beside its arrays; what JSON can hold."""
+
+    source: Mapping[str, Any]  # of rows, or of samples
+    packer: Mapping[str, Any]  # shapes of packed rows so far
+    alerts: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+class Run:
+    """The frame of one job; a context manager that ends what it began."""
+
+    def __init__(
+        self, config: JobConfig, workdir: str | os.PathLike[str], outer: "Run | None" = None
+    ):
+        """
+        Args:
+          config: The job.
+          workdir: Its folder.
+          outer: The run that this job is a stage of; it holds the folder and hears the signals.
+        """
+        self.config = config
+        self.workdir = pathlib.Path(workdir)
+        self.first = 0  # completed steps when this process began
+        self.total = config.trainer.num_steps
+        self._outer = outer
+        own = Interruption(config.checkpoint.grace_s)
+        self.interruption: Interruption = outer.interruption if outer else own
+        self._lock = FolderLock()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        if not self._outer:
+            self._stack.enter_context(self.interruption)
+            self._stack.enter_context(self._lock)
+        for warning in self.config.warnings():
+            logging.warning("%s", warning)
+        writer_lib.check(self.config.metrics)
+        alerts_lib.check(self.config.alerts)
+        return self
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._stack.__exit__(*exception)
+
+    def open(self, context: contextlib.AbstractContextManager[State]) -> State:
+        """Enters a context that ends with the run."""
+        return self._stack.enter_context(context)
+
+    def claim(
+        self, models: Models, *datasets: Dataset, budget: planned.Budget = planned.NO_BUDGET
+    ) -> None:
+        """Makes the folder this job's, and says what it is. Nothing is written there before.
+
+        Args:
+          models: Of the job.
+          *datasets: What all processes must have read alike.
+          budget: Planned memory.
+
+        Raises:
+          ConfigError, OccupiedError: If the folder belongs to another job, or to another process.
+        """
+        replicas.check_start(self.config, datasets)
+        if hosts.is_first() and not self._outer:
+            self._lock.take(self.workdir)
+        claim_workdir(self.config, self.workdir, write=hosts.is_first())
+        self._saver = Saver(self.workdir / "checkpoints", self.config.checkpoint)
+        self._budget = budget
+        self._tell_end = lambda: None
+        if not self._outer:
+            self._tell_end = report.opened(self.config, models, budget, self.workdir)
+
+    def resume(
+        self,
+        state: State,
+        source: Tracked,
+        packer: Tracked,
+    ) -> State:
+        """Returns the state that the loop begins with, and opens metrics, alerts and profile.
+
+        Args:
+          state: What a job without a checkpoint begins with.
+          source: Of rows or samples; moved to where the checkpoint was saved.
+          packer: The same.
+        """
+        saved: Mapping[str, Any] = {}
+        if self._saver.latest_step():
+            with screen.work("reading the last checkpoint"):
+                state, saved, self.first = self._saver.restore(weights_lib.abstract(state))
+            finite.check(
+                state,
+                f"{self.workdir}/checkpoints/{self.first}",
+                "remove this step to go on from the one before it, or start in another --workdir",
+            )
+            logging.info("resumed after step %d", self.first)
+        config, workdir = self.config, self.workdir
+        self._alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
+        self._tracked: dict[str, Tracked] = {
+            "source": source,
+            "packer": packer,
+            "alerts": self._alerts,
+        }
+        for name, thing in self._tracked.items():
+            if name in saved:
+                thing.set_state(saved[name])
+        self._writer = self.open(
+            Writer(
+                workdir,
+                config.metrics,
+                self.first + bool(self.first),
+                self.total,
+                saved.get("metrics", {}),
+            )
+        )
+        self._profiler = self.open(Profiler(config.profiler, workdir / "profile"))
+        return state
+
+    def steps(self) -> Iterator[int]:
+        """Yields the numbers of the steps that are left, from 1; then closes the checkpoints."""
+        yield from range(self.first + 1, self.total + 1)
+        with screen.work("saving the last step"):
+            self._saver.close()
+        self._tell_end()
+
+    def begin(self, step: int, state: Any) -> Clock:
+        """Begins a step: until `hold`, a request to end gives it up and saves `state`.
+
+        Raises:
+          Interrupted: The end was asked for.
+        """
+        clock = Clock()
+        save = functools.partial(self._saver.ensure, step - 1, state, vars(self._position()))
+        self.interruption.resume_point(step - 1, save)
+        self._profiler.begin(step)
+        return clock
+
+    def hold(self) -> None:
+        """Says that the weights are about to change: the step is completed before the job ends.
+
+        Raises:
+          Interrupted: The end was asked for while it could not be noticed.
+        """
+        self.interruption.hold()
+
+    def allows_update(self, numbers: Numbers) -> bool:
+        """Returns whether alerts let the weights learn from this step; see `Alerts`."""
+        return self._alerts.allow_update(numbers)
+
+    def evaluates(self, step: int) -> bool:
+        """Returns whether to evaluate after `step` completed steps."""
+        evaluation = self.config.evaluation
+        if step == 0:
+            return evaluation.before and not self.first
+        if step == self.total:
+            return evaluation.after
+        return evaluation.every > 0 and step % evaluation.every == 0
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Writes the numbers of a step that is none of the loop's: the evaluation before it."""
+        self._writer.write(step, numbers)
+
+    def dump(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
+        """Writes the samples of a step where the config asks for it."""
+        self._writer.write_rollouts(step, rollouts, rewards)
+
+    def end(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
+        """Ends a step: alerts, metrics, checkpoint, each where it is due.
+
+        Args:
+          step: Number of the step.
+          state: After it.
+          numbers: Of the step, `Clock.seconds()` among them; on the host or not.
+          evaluation: Of its evaluation; empty without one.
+        """
+        numbers = jax.device_get({**numbers, **evaluation})
+        of_alerts = self._alerts.check(step, numbers)
+        if self._writer.due(step) or evaluation or any(of_alerts.values()):
+            of_memory = self._budget.metrics(jax.local_devices())
+            self._writer.write(step, numbers, of_memory, of_alerts)
+        # Last, so that a step that was saved is a step whose numbers were written.
+        due = self._saver.due(step, self.total, numbers)
+        if self.interruption.outlasts_grace(self._saver.saving) or due:
+            self._saver.save(step, state, vars(self._position()))
+
+    def _position(self) -> Position:
+        states = {name: thing.get_state() for name, thing in self._tracked.items()}
+        return Position(**states, metrics=self._writer.get_state())
