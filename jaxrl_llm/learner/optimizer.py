@@ -61,17 +61,43 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
     return optax.GradientTransformation(init, chain.update)
 
 
+def may_overflow(config: OptimizerConfig, num_updates: int) -> bool:
+    """Returns whether updates by finite gradients could make weights that are not finite.
+
+    With clipping the moments are bounded by `max_grad_norm`, so an update is at most
+    `learning_rate * max_grad_norm / eps`, and decay by no more than the weight itself only shrinks
+    it. Less than 1e30 in all updates together is lost in the rounding of the largest float32.
+    """
+    largest = 2.0 * config.learning_rate * config.max_grad_norm / config.eps
+    return (
+        config.learning_rate * config.weight_decay > 1.0
+        or config.max_grad_norm > 1e15
+        or num_updates * largest > 1e30
+    )
+
+
 def apply_if_finite(
     transformation: optax.GradientTransformation,
     gradients: Tree,
     opt_state: Tree,
     params: Tree,
     allowed: Bool[Array, ""] | bool = True,
+    *,
+    look: bool = True,
 ) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
     """Takes one update, or none if it is not allowed or anything it makes is not finite.
 
     What the optimizer made of the gradient decides, not the gradient alone: a finite one becomes
     0/0 in Adam with `eps=0`, or infinite by a learning rate that is.
+
+    Args:
+      transformation: The optimizer.
+      gradients: Summed over all microbatches.
+      opt_state: Of the optimizer.
+      params: To be moved.
+      allowed: Whether the update may be taken.
+      look: Whether to look at all of the result; it costs the memory of a second one. Not
+        needed where it cannot overflow (`may_overflow`).
 
     Returns:
       params and optimizer state, the global gradient norm before clipping, and whether the
@@ -82,7 +108,9 @@ def apply_if_finite(
     # Added in the wider dtype, rounded once.
     moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
     after = moved, next_state
-    take = allowed & jnp.isfinite(norm) & finite.all_finite(after)
+    take = allowed & jnp.isfinite(norm)
+    if look:
+        take &= finite.all_finite(after)
     chosen = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, (params, opt_state))
     return *chosen, norm, ~take
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.learner import microbatches, optimizer, replicas
 from jaxrl_llm.learner.batches import Packer, minibatches
 from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
@@ -42,7 +41,8 @@ ABSENT = Trainable({}, (), ())  # type: ignore[arg-type]  # a learner that lives
 
 def take_update(
     role: Trainable,
-    transformation: optax.GradientTransformation,
+    config: OptimizerConfig,
+    num_updates: int,
     packed: PackedBatch,
     loss: Loss,
     compute_dtype: str,
@@ -72,7 +72,12 @@ def take_update(
     )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
-        transformation, gradients, role.opt_state, role.params, allowed
+        optimizer.make(config, num_updates),
+        gradients,
+        role.opt_state,
+        role.params,
+        allowed,
+        look=optimizer.may_overflow(config, num_updates),
     )
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
@@ -223,8 +228,6 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
     """
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
-    policy_optimizer = optimizer.make(config.trainer.optimizer, config.num_updates)
-    critic_optimizer = optimizer.make(config.critic.optimizer, config.num_updates)
     ask = functools.partial(
         token_statistics,
         models.policy,
@@ -267,7 +270,14 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             return value, {**metrics, "log_probs": seen}
 
         role, found = take_update(
-            role, policy_optimizer, packed, loss, compute_dtype, "actor", max_kl
+            role,
+            config.trainer.optimizer,
+            config.num_updates,
+            packed,
+            loss,
+            compute_dtype,
+            "actor",
+            max_kl,
         )
         # An entropy that was not computed is no entropy of zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
@@ -311,7 +321,9 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
                 prefix,
             )
 
-        return take_update(role, critic_optimizer, packed, loss, compute_dtype, prefix)
+        return take_update(
+            role, config.critic.optimizer, config.num_updates, packed, loss, compute_dtype, prefix
+        )
 
     def update(
         learners, base: Params, batch: Minibatch, packed: PackedBatch, key, *, train_policy: bool

@@ -35,7 +35,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import optimizer, predict, update
+from jaxrl_llm.learner import predict, update
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
@@ -129,7 +129,6 @@ def learn(task: Task, params: Params, run: Run) -> Trainable:
 
 def _update_program(config: SupervisedConfig, task: Task, state: Trainable):
     """Returns `(state, batch) -> (state, metrics)`, jitted; the old state is consumed."""
-    transformation = optimizer.make(config.trainer.optimizer, config.num_updates)
     shardings = jax.tree.map(lambda a: a.sharding, state)
 
     @functools.partial(
@@ -138,7 +137,8 @@ def _update_program(config: SupervisedConfig, task: Task, state: Trainable):
     def step(state: Trainable, batch: Batch):
         return update.take_update(
             state,
-            transformation,
+            config.trainer.optimizer,
+            config.num_updates,
             batch.packed,
             lambda params, microbatch: task.loss(params, microbatch, batch),
             config.model.compute_dtype,
