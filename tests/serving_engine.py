@@ -36,7 +36,7 @@ class CountingEngine:
 
     @property
     def statistics(self):
-        return Tally(self.num_slots).statistics(0, 0, 0)
+        return Tally(self.num_slots, 0).statistics(0, 0)
 
     def num_compilations(self):
         return 0
@@ -76,7 +76,7 @@ class CountingEngine:
             error = None
             if self.fails_in == "step" and sample[2] and sample[1] == 2:
                 reason, error = "error", KeyError("a defect")
-            told.append(Progress(*key, (9 + sample[1],), (float(params),), (), reason, error))
+            told.append(Progress(*key, (9 + sample[1],), (float(params),), (0,), (), reason, error))
             if reason:
                 del self._samples[key]
         return told

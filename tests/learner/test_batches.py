@@ -1,4 +1,4 @@
-"""Layouts: every token in one place, and back; budgets kept; shapes few."""
+"""Packed batches: every token in one place, and back; budgets kept; shapes few."""
 
 from unittest import mock
 
@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.config import RLConfig, RLTrainerConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import batches, filling
-from jaxrl_llm.learner.batches import Layout
+from jaxrl_llm.learner import batches, filling, microbatches
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.types import Rollouts
 
 B, W, SHARDS = 12, 16, 2
 BUDGET = 40  # two rows of 16 a device, four in a microbatch
@@ -24,16 +26,16 @@ def steps(draw):
     return lengths, np.array(sorted(chosen))
 
 
-def plan_of(lengths, chosen, budget=BUDGET, width=W):
-    return Layout(budget, SHARDS).plan(lengths, chosen, width=width)
+def packed_of(lengths, chosen, budget=BUDGET, width=W):
+    return Packer(budget, SHARDS).pack(lengths, chosen, width=width)
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps())
 def test_every_token_has_one_place(step):
     lengths, chosen = step
-    plan = plan_of(lengths, chosen)
-    m, count = plan.microbatches, int(plan.count)
+    packed = packed_of(lengths, chosen)
+    m, count = packed.microbatches, int(packed.count)
     rows = m.segment_ids.shape[1]
     assert rows % SHARDS == 0
     assert rows // SHARDS * W <= BUDGET
@@ -45,22 +47,22 @@ def test_every_token_has_one_place(step):
     assert sorted(places) == [(s, t) for s in chosen for t in range(lengths[s])]
     listed = m.sequences[m.sequences < B]
     assert sorted(listed) == chosen.tolist()
-    np.testing.assert_array_equal(np.flatnonzero(plan.chosen), chosen)
+    np.testing.assert_array_equal(np.flatnonzero(packed.chosen), chosen)
     # Where a sequence is said to begin, it does.
     for g, place in zip(*np.nonzero(m.sequences < B), strict=True):
         row, start = m.rows[g, place], m.starts[g, place]
         assert m.segment_ids[g, row, start] == m.sequences[g, place] + 1
         assert m.positions[g, row, start] == 0
     share = 1 - lengths[chosen].sum() / (count * rows * W)
-    assert plan.padding_share() == pytest.approx(share)
+    assert packed.padding_share() == pytest.approx(share)
 
 
 @jax.jit
-def there_and_back(plan, tokens, lengths):
+def there_and_back(packed, tokens, lengths):
     def back(microbatch):
         return microbatch.unpacked(microbatch.packed(tokens), lengths, W)
 
-    return batches.collect(plan, back, B, W)
+    return microbatches.collect(packed, back, B, W)
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,7 +70,7 @@ def there_and_back(plan, tokens, lengths):
 def test_unpacking_undoes_packing(step):
     lengths, chosen = step
     tokens = np.random.default_rng(0).integers(1, 1000, (B, W)).astype(np.int32)
-    found = there_and_back(plan_of(lengths, chosen), tokens, lengths)
+    found = there_and_back(packed_of(lengths, chosen), tokens, lengths)
     kept = np.isin(np.arange(B), chosen)[:, None] & (np.arange(W) < lengths[:, None])
     np.testing.assert_array_equal(found, np.where(kept, tokens, 0))
 
@@ -85,10 +87,10 @@ def grouped_steps(draw):
     return lengths, chosen, packing.Beginnings(groups, common)
 
 
-def plan_of_groups(lengths, chosen, common, budget=80):
+def packed_groups(lengths, chosen, common, budget=80):
     asked = np.arange(W) >= np.maximum(common.lengths, 1)[:, None]
-    layout = Layout(budget, SHARDS, attention_parity=10_000)
-    return layout.plan(lengths, chosen, width=W, scored=asked, common=common), asked
+    packer = Packer(budget, SHARDS, attention_parity=10_000)
+    return packer.pack(lengths, chosen, width=W, scored=asked, common=common), asked
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,8 +98,8 @@ def plan_of_groups(lengths, chosen, common, budget=80):
 def test_a_shared_beginning_has_one_place_before_what_continues_it(step):
     lengths, chosen, common = step
     with mock.patch.object(filling, "KEY_BLOCK", 4):
-        plan, asked = plan_of_groups(*step)
-    m, count = plan.microbatches, int(plan.count)
+        packed, asked = packed_groups(*step)
+    m, count = packed.microbatches, int(packed.count)
     rows, width = m.segment_ids.shape[1:]
     if blocks := m.key_blocks.shape[3]:
         assert blocks * 4 < width
@@ -147,8 +149,8 @@ def test_unpacking_undoes_packing_of_shared_beginnings(step):
     drawn = np.random.default_rng(0).integers(1, 1000, (B, W)).astype(np.int32)
     alike = np.arange(W) < common.lengths[:, None]
     tokens = np.where(alike, drawn[common.groups], drawn)
-    plan, _ = plan_of_groups(*step)
-    found = there_and_back(plan, tokens, lengths)
+    packed, _ = packed_groups(*step)
+    found = there_and_back(packed, tokens, lengths)
     kept = np.isin(np.arange(B), chosen)[:, None] & (np.arange(W) < lengths[:, None])
     np.testing.assert_array_equal(found, np.where(kept, tokens, 0))
 
@@ -159,15 +161,15 @@ def test_sharing_by_hand():
     asked = np.arange(8) >= 4
     common = packing.Beginnings(groups, np.full(6, 4))
     settings = {"width": 8, "scored": np.broadcast_to(asked, (6, 8)), "common": common}
-    plan = Layout(24, 1, attention_parity=100).plan(lengths, np.arange(6), **settings)
-    m = jax.tree.map(lambda a: a[0], plan.microbatches)
+    packed = Packer(24, 1, attention_parity=100).pack(lengths, np.arange(6), **settings)
+    m = jax.tree.map(lambda a: a[0], packed.microbatches)
     np.testing.assert_array_equal(m.segment_ids[0], [-1, -1, -1, -1, 1, 1, 2, 2, 3, 3, 0, 0][:12])
     np.testing.assert_array_equal(m.prefix_ids[0], [-1] * 10 + [0, 0])
     np.testing.assert_array_equal(m.positions[0], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 0, 0])
     np.testing.assert_array_equal(m.scored[0, :6], [4, 5, 6, 7, 8, 9])
     np.testing.assert_array_equal(m.before[0, :6], [3, 4, 3, 6, 3, 8])
     np.testing.assert_array_equal(m.starts[:3], [0, 2, 4])
-    assert (plan.microbatches.segment_ids != 0).sum() == 20
+    assert (packed.microbatches.segment_ids != 0).sum() == 20
 
 
 def test_sharing_where_it_pays_and_the_same_in_a_resumed_run():
@@ -176,67 +178,67 @@ def test_sharing_where_it_pays_and_the_same_in_a_resumed_run():
     common = packing.Beginnings(groups, np.full(16, 4))
     settings = {"width": 8, "scored": asked, "common": common}
 
-    def width(layout, **changed):
-        plan = layout.plan(lengths, np.arange(16), **settings | changed)
-        return plan.microbatches.prefix_ids.shape[-1]
+    def width(packer, **changed):
+        packed = packer.pack(lengths, np.arange(16), **settings | changed)
+        return packed.microbatches.prefix_ids.shape[-1]
 
-    layout = Layout(64, 1, attention_parity=100)
+    packer = Packer(64, 1, attention_parity=100)
     # A prompt of 4 and four answers of 4.
-    assert width(layout) == 20
+    assert width(packer) == 20
     # Attention as dear as that of wider rows, no samples beside each other, a row that devices
     # share, everything scored: as without.
-    assert width(Layout(64, 1, attention_parity=1)) == 0
+    assert width(Packer(64, 1, attention_parity=1)) == 0
     strangers = packing.Beginnings(np.arange(16), np.full(16, 4))
-    assert width(Layout(64, 1, attention_parity=100), common=strangers) == 0
-    assert width(Layout(64, 1, 2, attention_parity=100)) == 0
-    assert width(layout, scored=batches.EVERY_TOKEN) == 0
+    assert width(Packer(64, 1, attention_parity=100), common=strangers) == 0
+    assert width(Packer(64, 1, 2, attention_parity=100)) == 0
+    assert width(packer, scored=batches.EVERY_TOKEN) == 0
     # A budget that holds no wider rows: what fits.
-    assert width(Layout(10, 1, attention_parity=100)) in (0, 8)
-    resumed = Layout(64, 1, attention_parity=1)
-    resumed.set_state(layout.get_state())
+    assert width(Packer(10, 1, attention_parity=100)) in (0, 8)
+    resumed = Packer(64, 1, attention_parity=1)
+    resumed.set_state(packer.get_state())
     assert width(resumed) == 20
     # Four shards with a group each do as well; sixteen would wait for three quarters of them.
-    assert width(Layout(64, 4, attention_parity=100)) == 20
-    assert width(Layout(64, 16, attention_parity=100)) == 0
+    assert width(Packer(64, 4, attention_parity=100)) == 20
+    assert width(Packer(64, 16, attention_parity=100)) == 0
 
 
 def test_take_and_put_are_inverse():
     lengths = np.random.default_rng(1).integers(1, W, B)
-    plan = plan_of(lengths, np.array([0, 2, 3, 4, 7, 8, 9, 11]))
+    packed = packed_of(lengths, np.array([0, 2, 3, 4, 7, 8, 9, 11]))
     values = {"x": jnp.arange(B * 3.0).reshape(B, 3) + 1, "on": jnp.ones(B, bool)}
     target = jax.tree.map(jnp.zeros_like, values)
-    for g in range(int(plan.count)):
-        microbatch = jax.tree.map(lambda a, g=g: a[g], plan.microbatches)
+    for g in range(int(packed.count)):
+        microbatch = jax.tree.map(lambda a, g=g: a[g], packed.microbatches)
         taken = jax.tree.map(microbatch.take, values)
         assert taken["on"].dtype == bool
         np.testing.assert_array_equal(taken["on"], microbatch.sequences < B)
         assert (taken["x"][microbatch.sequences == B] == 0).all()
         target = jax.tree.map(microbatch.put, target, taken)
-    np.testing.assert_array_equal(target["on"], plan.chosen)
-    np.testing.assert_array_equal(target["x"], np.where(plan.chosen[:, None], values["x"], 0))
+    np.testing.assert_array_equal(target["on"], packed.chosen)
+    np.testing.assert_array_equal(target["x"], np.where(packed.chosen[:, None], values["x"], 0))
 
 
 def test_add_up_sums_over_what_is_used():
     lengths = np.full(B, W)
     for budget in (BUDGET, 1000):  # three microbatches and one of padding; a single one
-        plan = plan_of(lengths, np.arange(B), budget)
-        assert int(plan.count) == (3 if budget == BUDGET else 1)
+        packed = packed_of(lengths, np.arange(B), budget)
+        assert int(packed.count) == (3 if budget == BUDGET else 1)
         weights = jnp.arange(float(B))
 
         def function(microbatch, weights=weights):
             return {"sum": microbatch.take(weights).sum(), "calls": jnp.float32(1.0)}
 
         like = {"sum": weights[0], "calls": weights[0]}
-        found = jax.jit(lambda p, f=function, like=like: batches.add_up(p, f, like))(plan)
-        assert found == {"sum": 66.0, "calls": int(plan.count)}
+        found = jax.jit(lambda p, f=function, like=like: microbatches.add_up(p, f, like))(packed)
+        assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 
 def test_by_hand():
     # Rows of 8: [6, 2], [5, 3], [4]; one shard, two rows a microbatch.
     lengths = np.array([4, 6, 3, 5, 2, 7])
-    plan = Layout(16, 1).plan(lengths, np.array([0, 1, 2, 3, 4]), width=8)
-    m = plan.microbatches
-    assert int(plan.count) == 2
+    packed = Packer(16, 1).pack(lengths, np.array([0, 1, 2, 3, 4]), width=8)
+    m = packed.microbatches
+    assert int(packed.count) == 2
     np.testing.assert_array_equal(
         m.segment_ids,
         [
@@ -250,29 +252,29 @@ def test_by_hand():
     np.testing.assert_array_equal(m.sequences, [[1, 4, 2, 3], [0, 6, 6, 6]])
     np.testing.assert_array_equal(m.rows, [[0, 0, 1, 1], [0, 0, 0, 0]])
     np.testing.assert_array_equal(m.starts, [[0, 6, 0, 3], [0, 0, 0, 0]])
-    assert plan.padding_share() == 12 / 32
+    assert packed.padding_share() == 12 / 32
 
 
-def shapes(layout, seeds, spread=1.0):
+def shapes(packer, seeds, spread=1.0):
     found = []
     for seed in seeds:
         random = np.random.default_rng(seed)
         lengths = np.clip(np.exp(random.normal(5.0, spread, 128)), 8, 1024).astype(int)
-        plan = layout.plan(lengths, np.arange(128), width=1024)
-        found.append(jax.tree.map(np.shape, plan))
+        packed = packer.pack(lengths, np.arange(128), width=1024)
+        found.append(jax.tree.map(np.shape, packed))
     return [str(shape) for shape in found]
 
 
 def test_shapes_are_few():
     # Log-normal lengths: the number of rows differs every step, shapes settle.
-    layout = Layout(1024 * 64, 2)
-    found = shapes(layout, range(100))
+    packer = Packer(1024 * 64, 2)
+    found = shapes(packer, range(100))
     assert len(set(found)) <= 5
     assert len(set(found[20:])) <= 3
     # A resumed run makes the shapes that the interrupted one would have made.
-    resumed = Layout(1024 * 64, 2)
-    resumed.set_state(layout.get_state())
-    assert shapes(resumed, range(100, 120)) == shapes(layout, range(100, 120))
+    resumed = Packer(1024 * 64, 2)
+    resumed.set_state(packer.get_state())
+    assert shapes(resumed, range(100, 120)) == shapes(packer, range(100, 120))
 
 
 def test_rows_are_spread_over_shards_by_cost():
@@ -280,43 +282,72 @@ def test_rows_are_spread_over_shards_by_cost():
     lengths = np.array([4096] * 8 + [256] * 600)
     lengths = np.random.default_rng(0).permutation(lengths)
     shards, width = 8, 4096
-    layout = Layout(width * 4, shards)
-    plan = layout.plan(lengths, np.arange(len(lengths)), width=width)
-    shares = layout.shares(plan)
+    packer = Packer(width * 4, shards)
+    packed = packer.pack(lengths, np.arange(len(lengths)), width=width)
+    shares = packer.shares(packed)
     assert sorted(s for share in shares for s in share) == list(range(len(lengths)))
     costs = [packing.workload(lengths[share]).sum() for share in shares]
     assert max(costs) - min(costs) <= packing.workload([width])[0]
     # What is at work at one time differs by a row at most: no shard waits long for another.
-    microbatches = plan.microbatches
-    for g in range(int(plan.count)):
-        used = (microbatches.segment_ids[g] > 0).reshape(shards, -1).sum(1)
+    for g in range(int(packed.count)):
+        used = (packed.microbatches.segment_ids[g] > 0).reshape(shards, -1).sum(1)
         assert used.max() - used.min() <= width
 
 
 @pytest.mark.parametrize("shards", [2, 4])
 def test_rows_of_a_sequence_mesh_divide_and_budgets_are_of_a_device(shards):
     lengths = np.array([27, 3, 9, 14])
-    layout = Layout(16, 1, shards)
-    plan = layout.plan(lengths, np.arange(4), width=27)
-    rows, width = plan.microbatches.segment_ids.shape[1:]
+    packer = Packer(16, 1, shards)
+    packed = packer.pack(lengths, np.arange(4), width=27)
+    rows, width = packed.microbatches.segment_ids.shape[1:]
     assert width % (2 * shards) == 0 and 27 <= width <= 32
     assert rows * width <= 16 * shards or rows == 1
-    assert layout.shares(plan) == [[0, 1, 2, 3]] or sorted(layout.shares(plan)[0]) == [0, 1, 2, 3]
+    assert [sorted(share) for share in packer.shares(packed)] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_little_of_gsm8k_is_padding(shards):
     """Prompts of about 95 tokens and answers of about 150, 5 to a prompt, in rows of 1024."""
-    layout, wasted, shapes = Layout(16_384, shards), [], set()
+    packer, wasted, shapes = Packer(16_384, shards), [], set()
     for seed in range(20):
         random = np.random.default_rng(seed)
         prompts = np.repeat(np.clip(random.normal(95, 35, 256), 40, 250), 5)
         answers = np.clip(np.exp(random.normal(np.log(130), 0.5, 1280)), 20, 512)
         lengths = prompts.astype(int) + answers.astype(int)
-        plan = layout.plan(lengths, np.arange(1280), width=1024)
-        wasted.append(plan.padding_share())
-        shapes.add(plan.microbatches.segment_ids.shape)
-        _, rows, width = plan.microbatches.segment_ids.shape
+        packed = packer.pack(lengths, np.arange(1280), width=1024)
+        wasted.append(packed.padding_share())
+        shapes.add(packed.microbatches.segment_ids.shape)
+        _, rows, width = packed.microbatches.segment_ids.shape
         assert rows // shards * width <= 16_384  # of a device: a hard cap
     assert np.mean(wasted) < 0.05
     assert len(shapes) <= 2
+
+
+def test_each_epoch_takes_every_sequence_once():
+    random = np.random.default_rng(1)
+    lengths = random.integers(6, W + 1, B).astype(np.int32)
+    inside = np.arange(W) < lengths[:, None]
+    mask = inside & (np.arange(W) >= 5)
+    rollouts = Rollouts(
+        tokens=np.where(inside, random.integers(0, 104, (B, W)), 0).astype(np.int32),
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=mask.astype(np.int32),
+        lengths=lengths,
+        group_ids=np.repeat(np.arange(B // 2), 2).astype(np.int32),
+        stopped=mask[:, -1],
+        prompts=(),
+        responses=(),
+    )
+    config = RLConfig(trainer=RLTrainerConfig(minibatch_size=4, epochs=2))
+    packer, key = Packer(BUDGET, SHARDS), jax.random.key(0)
+    found = list(batches.minibatches(config, packer, rollouts, key))
+    assert len(found) == 6
+    chosen = np.array([packed.chosen for packed, _ in found])
+    np.testing.assert_array_equal(chosen.sum(1), 4)
+    np.testing.assert_array_equal(chosen[:3].sum(0), 1)
+    np.testing.assert_array_equal(chosen[3:].sum(0), 1)
+    assert (chosen[:3] != chosen[3:]).any(), "every epoch has an order of its own"
+    assert len({str(jax.random.key_data(k)) for _, k in found}) == 6
+    again = [packed.chosen for packed, _ in batches.minibatches(config, packer, rollouts, key)]
+    np.testing.assert_array_equal(again, chosen)

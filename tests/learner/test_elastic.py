@@ -12,7 +12,8 @@ import tiny
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import CheckpointConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import networks, roles
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import weights
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 VALUES = {
@@ -26,12 +27,13 @@ def built(mesh, devices, **changes):
     with pytest.MonkeyPatch.context() as patch:
         make = functools.partial(mesh_lib.make_mesh, devices=devices)
         patch.setattr(mesh_lib, "make_mesh", make)
-        return roles.build(from_config_dict({**VALUES, **changes, "mesh": mesh}))
+        config = from_config_dict({**VALUES, **changes, "mesh": mesh})
+        return config, models_lib.of_job(config)
 
 
 def begun(mesh, devices, on_host=()):
-    found = built({**mesh, "on_host": list(on_host)}, devices)
-    return roles.initial_state(found, roles.initial_policy(found))
+    config, models = built({**mesh, "on_host": list(on_host)}, devices)
+    return weights.initial_state(config, models, weights.initial_policy(config, models))
 
 
 def test_a_mesh_that_cannot_hold_the_run_is_refused_before_any_work():
@@ -60,7 +62,7 @@ def test_a_state_restores_on_another_mesh(mesh, count, on_host, tmp_path):
     saver = Saver(tmp_path, CheckpointConfig())
     saver.save(1, state, {})
     other = begun(mesh, jax.devices()[:count], on_host)
-    restored, _, _ = saver.restore(roles.abstract(other))
+    restored, _, _ = saver.restore(weights.abstract(other))
     saver.close()
     for got, want, like in zip(
         *(jax.tree.leaves(tree) for tree in (restored, state, other)), strict=True
@@ -77,7 +79,7 @@ def test_no_device_ever_holds_a_whole_array():
     """Neither the weights' birth nor that of the moments makes an array as large as one weight."""
     mesh = tiny.make_mesh(fsdp=8)
     network = tiny.with_sizes(hidden_size=64, num_kv_heads=4, mlp_size=256, vocab_size=512)
-    shardings = networks.train_shardings(network, mesh)
+    shardings = models_lib.train_shardings(network, mesh)
     init = jax.jit(network.init, out_shardings=shardings).lower(jax.random.key(0))
     params = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -85,7 +87,7 @@ def test_no_device_ever_holds_a_whole_array():
         shardings,
     )
     adam = optax.adamw(1e-3)
-    places = jax.tree.map(lambda a: a.sharding, roles.abstract_optimizer(adam, params, mesh))
+    places = jax.tree.map(lambda a: a.sharding, weights.abstract_optimizer(adam, params, mesh))
     moments = jax.jit(adam.init, out_shardings=places).lower(params)
     largest = max(np.prod(a.shape) for a in jax.tree.leaves(params))
     for program in (init, moments):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering, roles
+from jaxrl_llm.learner import lowering, sampler, weights
+from jaxrl_llm.learner import models as models_lib
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 2},
@@ -28,38 +29,42 @@ def config():
 
 @pytest.fixture(scope="module")
 def real(config):
-    return roles.build(config)
+    return models_lib.of_job(config)
 
 
 @pytest.fixture(scope="module")
 def abstract(config, real):
-    return lowering.abstract_roles(config, real.policy.shape, jax.devices())
+    return lowering.abstract_models(config, real.policy.shape, jax.devices())
 
 
 def described(tree):
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding.spec), tree)
 
 
-def test_the_abstract_state_is_the_first_state(real, abstract):
-    state = roles.initial_state(real, roles.initial_policy(real))
-    assert described(lowering.abstract_state(abstract)) == described(state)
-    params = real.rollout_layout(state.policy.params)
-    assert described(abstract.resharder.abstract()) == described(params)
+def test_the_abstract_state_is_the_first_state(config, real, abstract):
+    state = weights.initial_state(config, real, weights.initial_policy(config, real))
+    assert described(lowering.abstract_state(config, abstract)) == described(state)
+    params = sampler.build(config, real, {}).weights(state.policy.params)
+    resharder = sampler.build(config, abstract, {}).resharder
+    assert described(resharder.abstract()) == described(params)
 
 
-def test_every_program_lowers_and_the_update_consumes_its_state(abstract):
-    programs = lowering.lowered(abstract)
-    assert set(programs) == set(lowering.PROGRAMS)
+PROGRAMS = {"prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer"}
+
+
+def test_every_program_lowers_and_the_update_consumes_its_state(config, abstract):
+    programs = lowering.lowered(config, abstract)
+    assert set(programs) == PROGRAMS
     made = {name: lower() for name, lower in programs.items()}
     compiled = made["train"].compile().memory_analysis()
     held = sum(
         int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize
-        for a in jax.tree.leaves(lowering.abstract_state(abstract))
+        for a in jax.tree.leaves(lowering.abstract_state(config, abstract))
     )
     assert compiled.alias_size_in_bytes >= 0.9 * held
 
 
-def test_no_critic_no_program_for_it(config, abstract):
+def test_no_critic_no_program_for_it(abstract):
     grpo = from_config_dict({**VALUES, "algorithm": {"recipe": "grpo", "samples_per_prompt": 2}})
-    without = lowering.abstract_roles(grpo, abstract.policy.shape, jax.devices())
-    assert set(lowering.lowered(without)) == set(lowering.PROGRAMS) - {"score_critic"}
+    without = lowering.abstract_models(grpo, abstract.policy.shape, jax.devices())
+    assert set(lowering.lowered(grpo, without)) == PROGRAMS - {"score_critic"}

@@ -11,12 +11,12 @@ from jaxrl_llm.config import (
     ModelConfig,
     PlacementConfig,
     RLConfig,
+    RLTrainerConfig,
     RolloutConfig,
-    TrainerConfig,
 )
 from jaxrl_llm.config.recipes import RECIPES
-from jaxrl_llm.learner import experience, update
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import automatic, batches, estimate, predict, sampler, update, weights
+from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
@@ -30,7 +30,7 @@ def config(choice: str, **sizes: int) -> RLConfig:
         algorithm=AlgorithmConfig(**{**RECIPES["ppo"], "recipe": "ppo"}),
         data=DataConfig(max_prompt_tokens=8),
         rollout=RolloutConfig(max_response_tokens=T - 8),
-        trainer=TrainerConfig(prompts_per_step=B, minibatch_size=B // 2),
+        trainer=RLTrainerConfig(prompts_per_step=B, minibatch_size=B // 2),
         mesh=MeshConfig(fsdp=-1),
         placement=PlacementConfig(choice=choice),
     )
@@ -46,6 +46,7 @@ def rollouts_of(width: int = T, count: int = B) -> Rollouts:
         tokens=np.where(inside, random.integers(1, 90, (count, width)), 0).astype(np.int32),
         response_mask=mask,
         rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=mask.astype(np.int32),
         lengths=lengths,
         group_ids=np.arange(count, dtype=np.int32),
         stopped=np.ones(count, bool),
@@ -62,23 +63,26 @@ def rewards_of(count: int = B) -> Rewards:
 
 def two_updates(choice: str):
     """Returns predictions, metrics and the state after two minibatches of one step."""
-    roles = roles_lib.build(config(choice))
-    policy = roles_lib.initial_policy(roles)
-    roles = roles_lib.with_frozen_models(roles, policy, {})
-    state = roles_lib.initial_state(roles, policy)
-    predict, estimate = experience.predictor(roles), experience.estimator(roles)
-    learn = update.updater(roles, state)
-    rollouts = rollouts_of()
-    predictions = predict(state, rollouts, Clock())
-    estimates, state, _ = estimate(state, rollouts, rewards_of(), predictions)
-    batch = learn.spread(experience.assemble(rollouts, predictions, estimates))
+    run = config(choice)
+    models = models_lib.of_job(run, automatic.meshes(run))
+    policy = weights.initial_policy(run, models)
+    frozen = weights.frozen(run, models, policy, {})
+    state = weights.initial_state(run, models, policy)
+    predictions_of = predict.predictor(run, models, frozen)
+    estimates_of = estimate.estimator(run, models.mesh)
+    learn = update.updater(run, models, frozen.base, state)
+    rollouts, clock = rollouts_of(), Clock()
+    predictions = predictions_of(state, rollouts, clock)
+    estimates, state, _ = estimates_of(state, rollouts, rewards_of(), predictions, clock)
+    batch = learn.spread(batches.assemble(rollouts, predictions, estimates))
     found = []
-    for plan, key in experience.minibatches(roles, rollouts, jax.random.key(3)):
-        state, metrics = learn(state, batch, plan, key)
+    for packed, key in batches.minibatches(run, models.packer, rollouts, jax.random.key(3)):
+        state, metrics = learn.update(state, batch, packed, key)
         found.append(jax.device_get(metrics))
-    sampled = roles.rollout_layout(state.policy.params)
-    sampled = roles.rollout_layout(state.policy.params, old=sampled)
-    return roles, jax.device_get(predictions), found, jax.device_get((state, sampled))
+    sampling = sampler.build(run, models, frozen.base)
+    sampled = sampling.weights(state.policy.params)
+    sampled = sampling.weights(state.policy.params, old=sampled)
+    return models, jax.device_get(predictions), found, jax.device_get((state, sampled))
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +94,9 @@ def colocated():
 @pytest.mark.parametrize("choice", ["split", "hybrid", "standalone"])
 def test_roles_apart_give_the_numbers_of_roles_together(choice, colocated):
     _, predictions, metrics, (state, sampled) = colocated
-    roles, other_predictions, other_metrics, (other_state, other_sampled) = two_updates(choice)
-    assert roles.meshes["policy"] != roles.meshes["critic"]
-    assert len(pools.devices(roles.meshes.values())) == 8
+    models, other_predictions, other_metrics, (other_state, other_sampled) = two_updates(choice)
+    assert models.meshes["policy"] != models.meshes["critic"]
+    assert len(pools.devices(models.meshes.values())) == 8
     # Sums over four devices and over eight come in another order; float32.
     for mine, other in zip(metrics, other_metrics, strict=True):
         assert mine.keys() == other.keys() and "critic/vf_loss" in mine

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,14 @@ from jaxrl_llm.config import (
     AlgorithmConfig,
     ModelConfig,
     RLConfig,
+    RLTrainerConfig,
     RolloutConfig,
-    TrainerConfig,
 )
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import filling, optimizer, roles, update
-from jaxrl_llm.learner.batches import Layout
+from jaxrl_llm.learner import filling, optimizer, predict, update, weights
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.models import Models
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
@@ -52,24 +55,35 @@ def plain_steps(monkeypatch):
     monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
 
 
-def roles_on(mesh, algorithm, monkeypatch, epochs=2, alerts=AlertsConfig(), **settings):  # noqa: B008
+class Tiny(NamedTuple):
+    """A run on a mesh: what it is, and its networks."""
+
+    config: RLConfig
+    models: Models
+
+
+def tiny_run(mesh, algorithm, monkeypatch, epochs=2, alerts=AlertsConfig(), **settings):  # noqa: B008
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda *_: mesh)
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    model = ModelConfig(**sizes, head_size=8, mlp_size=48, **settings)
-    return roles.build(
-        RLConfig(
-            model=model,
-            algorithm=algorithm,
-            trainer=TrainerConfig(max_tokens_per_microbatch=1024, epochs=epochs),
-            rollout=RolloutConfig(temperature=0.8),
-            alerts=alerts,
-        )
+    config = RLConfig(
+        model=ModelConfig(**sizes, head_size=8, mlp_size=48, **settings),
+        algorithm=algorithm,
+        trainer=RLTrainerConfig(max_tokens_per_microbatch=1024, epochs=epochs),
+        rollout=RolloutConfig(temperature=0.8),
+        alerts=alerts,
     )
+    return Tiny(config, models_lib.of_job(config))
+
+
+def updater_of(run, state):
+    return update.updater(run.config, run.models, {}, state)
 
 
 def initial(run, policy=None):
-    weights = params_of(run.policy) if policy is None else policy
-    state = roles.initial_state(run, tiny.sharded(weights, run.mesh, run.policy))
+    models = run.models
+    first = params_of(models.policy) if policy is None else policy
+    first = tiny.sharded(first, models.mesh, models.policy)
+    state = weights.initial_state(run.config, models, first)
     if not state.critic.params:
         return state
     score = 0.1 * np.random.default_rng(5).standard_normal((1, 32)).astype(np.float32)
@@ -119,19 +133,19 @@ def batch_of(network, width=T):
     return Minibatch(lengths=lengths(), **padded)
 
 
-def plan_of(mesh, budget, width=T):
+def packed_of(mesh, budget, width=T):
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    return Layout(budget, shards).plan(lengths(), CHOSEN, width=width)
+    return Packer(budget, shards).pack(lengths(), CHOSEN, width=width)
 
 
 def learned(run, *, budget=1024, width=T, **settings):
     """Returns the gradients of policy and critic in one update, and its metrics."""
     state = initial(run)
-    learn = update.updater(run, state)
-    after, metrics = learn(
+    learn = updater_of(run, state)
+    after, metrics = learn.update(
         state,
-        learn.spread(batch_of(run.policy, width)),
-        plan_of(run.mesh, budget, width),
+        learn.spread(batch_of(run.models.policy, width)),
+        packed_of(run.models.mesh, budget, width),
         jax.random.key(3),
         **settings,
     )
@@ -162,20 +176,22 @@ def reference():
 
     def of(algorithm, monkeypatch):
         if algorithm not in found:
-            found[algorithm] = learned(roles_on(ONE, algorithm, monkeypatch))
+            found[algorithm] = learned(tiny_run(ONE, algorithm, monkeypatch))
         return found[algorithm]
 
     return of
 
 
 def test_update_is_the_plain_gradient(reference, monkeypatch):
-    run = roles_on(ONE, PLAIN, monkeypatch)
-    batch, params = batch_of(run.policy), params_of(run.policy)
+    run = tiny_run(ONE, PLAIN, monkeypatch)
+    batch, params = batch_of(run.models.policy), params_of(run.models.policy)
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.policy.hidden(params, batch.tokens, positions, jnp.ones((B, T), jnp.int32))
-        log_p = jax.nn.log_softmax(run.policy.logits(params, hidden)[:, :-1] / 0.8)
+        hidden = run.models.policy.hidden(
+            params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
+        )
+        log_p = jax.nn.log_softmax(run.models.policy.logits(params, hidden)[:, :-1] / 0.8)
         log_p = jnp.take_along_axis(log_p, batch.tokens[:, 1:, None], -1)[..., 0]
         ratio = jnp.exp(jnp.pad(log_p, ((0, 0), (1, 0))) - batch.old_log_probs)
         clipped = jnp.clip(ratio, 0.8, 1.2)
@@ -196,14 +212,16 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
     """Its gradient is that of the loss which is given them, and nobody else need know them."""
     found = []
     for epochs in (2, 1):
-        run = roles_on(ONE, algorithm, monkeypatch, epochs)
-        assert update.is_on_policy(run.config) == (epochs == 1)
-        rows = batch_of(run.policy)
+        run = tiny_run(ONE, algorithm, monkeypatch, epochs)
+        assert predict.is_on_policy(run.config) == (epochs == 1)
+        rows = batch_of(run.models.policy)
         old = rows.rollout_log_probs if epochs == 2 else np.full((B, T), np.nan, np.float32)
         rows = dataclasses.replace(rows, old_log_probs=old)
         state = initial(run)
-        learn = update.updater(run, state)
-        after, metrics = learn(state, learn.spread(rows), plan_of(ONE, 4 * T), jax.random.key(3))
+        learn = updater_of(run, state)
+        after, metrics = learn.update(
+            state, learn.spread(rows), packed_of(ONE, 4 * T), jax.random.key(3)
+        )
         found.append((jax.tree.map(np.asarray, after.policy.opt_state), metrics))
     (want, _), (got, metrics) = found
     # The log-probs given come from another program: rounding of numbers near 10 is in the ratio.
@@ -227,17 +245,17 @@ def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, mon
     ids=str,
 )
 def test_whoever_reads_old_log_probs_gets_them(settings):
-    assert update.is_on_policy(RLConfig())
-    assert not update.is_on_policy(RLConfig(algorithm=AlgorithmConfig(**settings)))
-    assert not update.is_on_policy(RLConfig(trainer=TrainerConfig(minibatch_size=8)))
+    assert predict.is_on_policy(RLConfig())
+    assert not predict.is_on_policy(RLConfig(algorithm=AlgorithmConfig(**settings)))
+    assert not predict.is_on_policy(RLConfig(trainer=RLTrainerConfig(minibatch_size=8)))
     watched = AlertsConfig(log_prob_difference=AlertConfig(limit=0.1, action="skip"))
-    assert not update.is_on_policy(RLConfig(alerts=watched))
+    assert not predict.is_on_policy(RLConfig(alerts=watched))
 
 
 def test_the_cut_does_not_matter(reference, monkeypatch):
-    run = roles_on(ONE, FULL, monkeypatch)
-    plan = plan_of(ONE, T)
-    assert (plan.microbatches.rows.shape[0], int(plan.count)) == (8, 5)  # three do nothing
+    run = tiny_run(ONE, FULL, monkeypatch)
+    packed = packed_of(ONE, T)
+    assert (packed.microbatches.rows.shape[0], int(packed.count)) == (8, 5)  # three do nothing
     assert_same(learned(run, budget=T), reference(FULL, monkeypatch))
 
 
@@ -292,38 +310,40 @@ def grouped_batch(network):
 def test_a_prompt_read_once_teaches_the_same(sizes, budget, algorithm, monkeypatch):
     """Policy's and critic's gradients of rows in which samples share their prompt's tokens."""
     monkeypatch.setattr(filling, "KEY_BLOCK", 4)
-    run = roles_on(tiny.make_mesh(**sizes), algorithm, monkeypatch)
-    batch = grouped_batch(run.policy)
+    run = tiny_run(tiny.make_mesh(**sizes), algorithm, monkeypatch)
+    batch = grouped_batch(run.models.policy)
     alike = packing.beginnings(batch.tokens, batch.lengths, batch.response_mask, GROUPS)
     np.testing.assert_array_equal(alike.lengths, PROMPTS)
-    shards = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+    shards = run.models.mesh.shape["data"] * run.models.mesh.shape["fsdp"]
     found, tokens, blocks = [], [], []
     for parity in (0, 1_000):
-        layout = Layout(budget, shards, attention_parity=parity)
-        plan = layout.plan(batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike)
+        packer = Packer(budget, shards, attention_parity=parity)
+        packed = packer.pack(
+            batch.lengths, CHOSEN, width=T, scored=batch.response_mask, common=alike
+        )
         state = initial(run)
-        learn = update.updater(run, state)
-        after, metrics = learn(state, learn.spread(batch), plan, jax.random.key(3))
+        learn = updater_of(run, state)
+        after, metrics = learn.update(state, learn.spread(batch), packed, jax.random.key(3))
         gradients = jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
         numbers = {k: float(v) for k, v in metrics.items() if not k.startswith("perf/")}
         found.append((gradients, numbers))
-        tokens.append(int((plan.microbatches.segment_ids != 0).sum()))
-        blocks.append(plan.microbatches.key_blocks.shape[-1])
-        assert 4 * blocks[-1] < plan.microbatches.segment_ids.shape[-1]
+        tokens.append(int((packed.microbatches.segment_ids != 0).sum()))
+        blocks.append(packed.microbatches.key_blocks.shape[-1])
+        assert 4 * blocks[-1] < packed.microbatches.segment_ids.shape[-1]
     assert blocks[0] == 0 < blocks[1]
     assert tokens[1] < tokens[0] == batch.lengths[CHOSEN].sum()
     assert_same(found[1], found[0])
 
 
 def test_padding_does_not_matter(reference, monkeypatch):
-    run = roles_on(ONE, FULL, monkeypatch)
+    run = tiny_run(ONE, FULL, monkeypatch)
     # Wider rows hold more sequences each, too.
     assert_same(learned(run, width=2 * T), reference(FULL, monkeypatch))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 2}], ids=str)
 def test_the_mesh_does_not_matter(sizes, reference, monkeypatch):
-    run = roles_on(tiny.make_mesh(**sizes), FULL, monkeypatch)
+    run = tiny_run(tiny.make_mesh(**sizes), FULL, monkeypatch)
     assert_same(learned(run, budget=2 * T), reference(FULL, monkeypatch))
 
 
@@ -339,7 +359,7 @@ def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypa
         kl_cov_share=0.1,
         kl_cov_coef=5.0,
     )
-    run = roles_on(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
+    run = tiny_run(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
     assert_same(learned(run, budget=T), reference(algorithm, monkeypatch))
     # The choice is felt: it is not the loss without one.
     chosen, _ = reference(algorithm, monkeypatch)
@@ -353,13 +373,14 @@ def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypa
 @pytest.mark.parametrize("limit, skipped", [(0.5, 1), (5.0, 0)])
 def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch):
     alerts = AlertsConfig(kl=AlertConfig(limit=limit, action="skip"))
-    run = roles_on(tiny.make_mesh(fsdp=2), PLAIN, monkeypatch, alerts=alerts)
-    batch, plan, key = batch_of(run.policy), plan_of(run.mesh, 1024), jax.random.key(0)
+    run = tiny_run(tiny.make_mesh(fsdp=2), PLAIN, monkeypatch, alerts=alerts)
+    batch, packed = batch_of(run.models.policy), packed_of(run.models.mesh, 1024)
+    key = jax.random.key(0)
     batch = dataclasses.replace(batch, old_log_probs=batch.old_log_probs + 1.0)
     state = initial(run)
-    step = update.updater(run, state)
+    step = updater_of(run, state)
     before = jax.tree.map(np.array, state.policy)
-    state, metrics = step(state, step.spread(batch), plan, key)
+    state, metrics = step.update(state, step.spread(batch), packed, key)
     assert 0.5 < metrics["actor/ppo_kl"] < 5.0
     assert metrics["actor/skipped_updates"] == skipped
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), state.policy, before)
@@ -368,11 +389,12 @@ def test_an_update_beyond_the_kl_alert_is_not_taken(limit, skipped, monkeypatch)
 
 def test_what_is_not_finite_changes_nothing(monkeypatch):
     algorithm = dataclasses.replace(FULL, safe=True, kl_in="none", entropy_coef=0.0)
-    run = roles_on(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
-    batch, plan, key = batch_of(run.policy), plan_of(run.mesh, 1024), jax.random.key(0)
+    run = tiny_run(tiny.make_mesh(fsdp=2), algorithm, monkeypatch)
+    batch, packed = batch_of(run.models.policy), packed_of(run.models.mesh, 1024)
+    key = jax.random.key(0)
     row, column = CHOSEN[1], int(np.flatnonzero(batch.loss_mask[CHOSEN[1]])[0])
     state = initial(run)
-    step = update.updater(run, state)
+    step = updater_of(run, state)
     before = jax.tree.map(np.array, state)
 
     def spoiled(name, row):
@@ -380,7 +402,7 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         values[row, column] = np.nan
         return dataclasses.replace(batch, **{name: values})
 
-    state, metrics = step(state, step.spread(spoiled("advantages", row)), plan, key)
+    state, metrics = step.update(state, step.spread(spoiled("advantages", row)), packed, key)
     assert metrics["actor/skipped_updates"] == 1
     assert metrics["critic/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
@@ -390,32 +412,34 @@ def test_what_is_not_finite_changes_nothing(monkeypatch):
         assert not np.array_equal(role.params["embed"], getattr(before, name).params["embed"])
 
     moved = jax.tree.map(np.array, state)
-    state, metrics = step(state, step.spread(spoiled("returns", row)), plan, key)
+    state, metrics = step.update(state, step.spread(spoiled("returns", row)), packed, key)
     assert metrics["critic/skipped_updates"] == 1
     assert metrics["actor/skipped_updates"] == metrics["cost_critic/skipped_updates"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.critic, moved.critic)
     assert (state.policy.num_updates, state.cost_critic.num_updates) == (1, 2)
 
     # Rows that are not of this minibatch are not looked at, whatever they hold.
-    clean, _ = step(initial(run), step.spread(batch), plan, key)
-    beside, metrics = step(initial(run), step.spread(spoiled("advantages", 1)), plan, key)
+    clean, _ = step.update(initial(run), step.spread(batch), packed, key)
+    beside, metrics = step.update(initial(run), step.spread(spoiled("advantages", 1)), packed, key)
     assert 1 not in CHOSEN
     jax.tree.map(np.testing.assert_array_equal, beside.policy.params, clean.policy.params)
 
     # While critics warm up the policy rests.
-    state, metrics = step(initial(run), step.spread(batch), plan, key, train_policy=False)
+    state, metrics = step.update(initial(run), step.spread(batch), packed, key, train_policy=False)
     jax.tree.map(np.testing.assert_array_equal, state.policy, before.policy)
     jax.tree.map(np.testing.assert_array_equal, state.critic, clean.critic)
     assert not any(name.startswith("actor/") for name in metrics)
 
 
 def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
-    run = roles_on(ONE, FULL, monkeypatch)
-    batch, params = batch_of(run.policy), initial(run).critic.params
+    run = tiny_run(ONE, FULL, monkeypatch)
+    batch, params = batch_of(run.models.policy), initial(run).critic.params
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden = run.value.hidden(params, batch.tokens, positions, jnp.ones((B, T), jnp.int32))
+        hidden = run.models.value.hidden(
+            params, batch.tokens, positions, jnp.ones((B, T), jnp.int32)
+        )
         values = jnp.pad((hidden @ params["score"][0])[:, :-1], ((0, 0), (1, 0)))
         near = jnp.clip(values, batch.values - 0.5, batch.values + 0.5)
         error = jnp.maximum((values - batch.returns) ** 2, (near - batch.returns) ** 2)
@@ -438,15 +462,15 @@ def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
 
     apply = optimizer.apply_if_finite
     monkeypatch.setattr(optimizer, "apply_if_finite", keep)
-    run = roles_on(ONE, PLAIN, monkeypatch, param_dtype="bfloat16")
-    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params_of(run.policy))
-    state = roles.initial_state(run, tiny.sharded(narrow, run.mesh, run.policy))
+    run = tiny_run(ONE, PLAIN, monkeypatch, param_dtype="bfloat16")
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params_of(run.models.policy))
+    state = initial(run, narrow)
     for budget in (T, 1024):
-        program = update.updater(run, state).program
+        program = updater_of(run, state).program
         learners = (state.policy, state.critic, state.cost_critic)
-        plan, key = plan_of(ONE, budget), jax.random.key(3)
-        with jax.set_mesh(run.mesh):
-            program.lower(learners, {}, batch_of(tiny.NETWORK), plan, key, train_policy=True)
+        packed, key = packed_of(ONE, budget), jax.random.key(3)
+        with jax.set_mesh(run.models.mesh):
+            program.lower(learners, {}, batch_of(tiny.NETWORK), packed, key, train_policy=True)
     assert len(found) == 2
     assert {d for dtypes in found.values() for d in jax.tree.leaves(dtypes)} == {
         jnp.dtype("float32")
@@ -454,14 +478,14 @@ def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
 
 
 def test_nothing_goes_to_the_host_and_back(monkeypatch):
-    run = roles_on(ONE, FULL, monkeypatch)
+    run = tiny_run(ONE, FULL, monkeypatch)
     state = initial(run)
-    step = update.updater(run, state)
-    replicated = mesh_lib.replicated(run.mesh)
-    batch, plan = jax.device_put((batch_of(run.policy), plan_of(ONE, T)), replicated)
+    step = updater_of(run, state)
+    replicated = mesh_lib.replicated(run.models.mesh)
+    batch, packed = jax.device_put((batch_of(run.models.policy), packed_of(ONE, T)), replicated)
     learners = (state.policy, state.critic, state.cost_critic)
-    arguments = learners, {}, batch, plan, jax.random.key(3)
-    with jax.set_mesh(run.mesh), jax.transfer_guard("disallow"):
+    arguments = learners, {}, batch, packed, jax.random.key(3)
+    with jax.set_mesh(run.models.mesh), jax.transfer_guard("disallow"):
         lowered = step.program.lower(*arguments, train_policy=True)
         moved, _ = jax.block_until_ready(step.program(*arguments, train_policy=True))
     assert int(moved[0].num_updates) == 1

@@ -25,8 +25,9 @@ def temporary(vocab_chunk: int) -> int:
     shape = dataclasses.replace(
         tiny.SHAPE, vocab_size=32_768, hidden_size=64, num_layers=1, mlp_size=128
     )
-    roles = lowering.abstract_roles(config, shape, jax.devices()[:1])
-    return lowering.lowered(roles)["train"]().compile().memory_analysis().temp_size_in_bytes
+    models = lowering.abstract_models(config, shape, jax.devices()[:1])
+    program = lowering.lowered(config, models)["train"]().compile()
+    return program.memory_analysis().temp_size_in_bytes
 
 
 def test_logits_are_never_there_at_one_time():
@@ -64,8 +65,8 @@ def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient():
             head_size=128,
             mlp_size=mlp,
         )
-        roles = lowering.abstract_roles(config, shape, devices)
-        program = lowering.lowered(roles)["train"]().compile()
+        models = lowering.abstract_models(config, shape, devices)
+        program = lowering.lowered(config, models)["train"]().compile()
         return program.memory_analysis().temp_size_in_bytes
 
     few, many = 16, 64

@@ -1,5 +1,7 @@
 """Numbers of a step, by hand on two short sequences."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from jaxrl_llm import types
 from jaxrl_llm.config import AlgorithmConfig, DataConfig, RLConfig, RolloutConfig
 from jaxrl_llm.metrics import statistics
+from jaxrl_llm.rollout.tally import Statistics
 
 
 def prompt(tokens, source, index):
@@ -26,6 +29,7 @@ def step():
         tokens=np.ones((2, 5), np.int32),
         response_mask=np.array([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]], bool),
         rollout_log_probs=np.zeros((2, 5), np.float32),
+        versions=np.zeros((2, 5), np.int32),
         lengths=np.array([4, 4]),
         group_ids=np.array([0, 1]),
         stopped=np.array([False, True]),
@@ -70,7 +74,11 @@ def config(**algorithm):
 
 
 def test_numbers_of_a_step_by_hand():
-    found = statistics.of_rollouts(config(advantage="gae", safe=True), *step())
+    found = {
+        **statistics.of_rewards(step()[1]),
+        **statistics.of_rollouts(config(advantage="gae", safe=True), *step()),
+    }
+    assert found.pop("critic/score/spread") == 4.0
     expected = {
         "critic/score": (-1.0, 1.0, -3.0),
         "critic/rewards": (-1.75, 0.5, -4.0),
@@ -157,15 +165,41 @@ def test_mean_over_updates_counts_only_those_that_have_a_number():
 
 
 def test_engine_speed_by_hand():
-    found = statistics.of_engine(8, 0.5, 6, 2.0, 0.75, 1.5, 0.25)
-    assert found == {
+    done = Statistics(
+        prefill_tokens=8,
+        prefill_s=0.5,
+        decode_tokens=6,
+        decode_s=2.0,
+        busy_slot_steps=3,
+        busy_room=4,
+        slot_steps=4,
+        guesses=8,
+    )
+    assert done.metrics() == {
         "rollout/prefill_tokens_per_s": 16.0,
         "rollout/decode_tokens_per_s": 3.0,
         "rollout/slot_occupancy": 0.75,
         "rollout/tokens_per_forward": 1.5,
         "rollout/draft_acceptance": 0.25,
     }
-    assert set(statistics.of_engine(0, 0.0, 0, 0.0, 1.0, 1.0, 0.0).values()) == {0.0, 1.0}
+    assert (done + done).metrics() == done.metrics()
+    assert set(Statistics().metrics().values()) == {0.0, 1.0}
+
+
+def test_scores_and_failed_calls_by_hand():
+    rewards = step()[1]
+    assert statistics.of_rewards(rewards) == {
+        "critic/score/mean": -1.0,
+        "critic/score/max": 1.0,
+        "critic/score/min": -3.0,
+        "critic/score/spread": 4.0,
+        "reward/num_failures": 1.0,
+    }
+    called = dataclasses.replace(rewards, num_calls=4)
+    assert statistics.of_rewards(called)["reward/failure_share"] == 0.25
+    # One score is not spread; its steps must not count as those whose rewards are all alike.
+    alone = dataclasses.replace(rewards, scores=rewards.scores[:1])
+    assert "critic/score/spread" not in statistics.of_rewards(alone)
 
 
 def test_speed_by_hand():

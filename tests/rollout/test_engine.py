@@ -192,6 +192,31 @@ def test_requests_may_come_while_others_run(one_window):
     engine.reset()
 
 
+def test_each_token_tells_the_weights_that_drew_it(one_window):
+    engine, params = engine_of(num_slots=4, chunk_steps=5), rollout_params()
+    engine.reset()
+    numbers, found = [engine.submit(wanted) for wanted in workload()], {}
+    version = 30
+    while engine.num_waiting or engine.num_active:
+        version += 1
+        for p in engine.step(params, version):
+            assert p.versions == (version,) * len(p.tokens)
+            found.setdefault((p.request, p.sample), []).extend(
+                zip(p.tokens, p.versions, strict=True)
+            )
+        if version == 32:
+            # What is aborted tells them too.
+            for i, c in enumerate(engine.abort(numbers[0])):
+                assert list(zip(c.tokens, c.versions, strict=True)) == found.pop((numbers[0], i))
+    assert version > 35
+    for number, completions in zip(numbers[1:], expected()[1:], strict=True):
+        for i, c in enumerate(completions):
+            assert [token for token, _ in found[number, i]] == c.tokens
+    assert len({versions for drawn in found.values() for _, versions in drawn}) > 4
+    for completions in engine.generate(params, workload(), version=9):
+        assert all(c.versions == [9] * len(c.tokens) for c in completions)
+
+
 def test_an_aborted_request_goes_on_as_if_it_had_not_been(one_window):
     engine, params = engine_of(num_slots=4, chunk_steps=5), rollout_params()
     engine.reset()
@@ -307,9 +332,9 @@ def order_of_chunks(engine, budgets, monkeypatch, **params):
         events.append("d")
         return generate(*args, **kwargs)
 
-    def read_chunk(outputs):
+    def read_chunk(outputs, version):
         events.append("r")
-        return read(outputs)
+        return read(outputs, version)
 
     random = np.random.default_rng(1)
     asked = [request(random, 8, [SamplingParams(n, **params)], i) for i, n in enumerate(budgets)]
@@ -560,12 +585,19 @@ def test_slots_stay_full_while_samples_wait(one_window):
     assert statistics.decode_tokens == budgets.sum() - budgets.size
     assert statistics.prefill_tokens == sum(len(r.tokens) for r in requests)
     assert budgets.max() <= statistics.decode_steps <= budgets.sum() / 8 + budgets.max()
-    assert engine.speed()[2:] == (
-        statistics.decode_tokens,
-        statistics.decode_s,
-        statistics.occupancy,
-        1.0,
-        0.0,
+    found = statistics.metrics()
+    assert found["rollout/slot_occupancy"] == statistics.occupancy
+    assert found["rollout/decode_tokens_per_s"] * statistics.decode_s == pytest.approx(
+        statistics.decode_tokens
+    )
+    assert (statistics.tokens_per_forward, statistics.acceptance) == (1.0, 0.0)
+    # Those of two calls add up, and shares are weighted by what they are shares of.
+    engine.generate(rollout_params(), workload()[:1])
+    other = engine.statistics
+    both = statistics + other
+    assert both.decode_tokens == statistics.decode_tokens + other.decode_tokens
+    assert both.occupancy == (statistics.busy_slot_steps + other.busy_slot_steps) / (
+        statistics.busy_room + other.busy_room
     )
 
 

@@ -1,5 +1,7 @@
 """The scheduler on its own: replayed decisions, no device."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,10 +89,11 @@ def test_one_run_by_hand():
 def test_likeliest_tokens_are_as_many_as_asked_for():
     scheduler = Scheduler(1, text_of)
     scheduler.add(request(2, top=1))
-    scheduler.take_first(scheduler.admit(), first([3], [1]))
-    scheduler.take(outputs({0: [4]}, 2, 1, [0]))
+    scheduler.take_first(scheduler.admit(), dataclasses.replace(first([3], [1]), version=5))
+    scheduler.take(dataclasses.replace(outputs({0: [4]}, 2, 1, [0]), version=6))
     (found,) = scheduler.progress()
-    assert found == Progress(0, 0, (3, 4), (-0.3, -0.4), (((3, -0.3),), ((4, -0.4),)), "length")
+    tops = ((3, -0.3),), ((4, -0.4),)
+    assert found == Progress(0, 0, (3, 4), (-0.3, -0.4), (5, 6), tops, "length")
 
 
 def test_a_request_is_removed_wherever_its_samples_are():
@@ -136,7 +139,7 @@ def test_a_stop_string_ends_a_sample_within_a_chunk():
     scheduler.take(outputs({0: [2, 3, 4, 5], 1: [1, 2, 4, 1]}, 4, 2, [4, 4]))
     one, other = scheduler.progress()
     assert (one.tokens, one.finish_reason) == ((1, 2, 3), "stop")
-    assert len(one.log_probs) == len(one.top_log_probs) == 3
+    assert len(one.log_probs) == len(one.versions) == len(one.top_log_probs) == 3
     assert (other.tokens, other.finish_reason) == ((0, 1, 2, 4, 1), "")
     assert scheduler.stale_slots() == [0]
     # Begun in one chunk and completed in the next; ending at its limit in the same chunk.

@@ -1,15 +1,14 @@
 """From rewards to advantages, with the state that moves from step to step."""
 
-import types
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jaxrl_llm.learner.experience import estimator
-from jaxrl_llm.learner.roles import LearnerState
 
 from jaxrl_llm.config import AlgorithmConfig, RLConfig
+from jaxrl_llm.learner.estimate import estimator
+from jaxrl_llm.learner.weights import LearnerState
+from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.types import Predictions, Rewards, Rollouts
 
 # Two prompts, two samples each, three tokens; the prompt is the first.
@@ -19,13 +18,13 @@ LOG_PROBS = np.where(MASK, -1.0, 0.0).astype(np.float32)
 
 
 def estimate(algorithm, *, rollout_log_probs=LOG_PROBS, ref_log_probs=LOG_PROBS, costs=0.0):
-    run = types.SimpleNamespace(config=RLConfig(algorithm=algorithm), mesh=tiny.make_mesh())
     state = LearnerState({}, {}, {}, jnp.float32(0.5), jnp.float32(0.0))
     group_ids, rows = np.array([0, 0, 1, 1], np.int32), np.zeros(4, np.float32)
     rollouts = Rollouts(
         tokens=MASK.astype(np.int32),
         response_mask=MASK,
         rollout_log_probs=np.asarray(rollout_log_probs, np.float32),
+        versions=MASK.astype(np.int32),
         lengths=np.full(4, 3, np.int32),
         group_ids=group_ids,
         stopped=MASK[:, -1],
@@ -36,7 +35,11 @@ def estimate(algorithm, *, rollout_log_probs=LOG_PROBS, ref_log_probs=LOG_PROBS,
     rewards = Rewards(SCORES, terms, {"answer": rows + 1}, rows + costs, rows, ({},) * 4, 0)
     zeros = jnp.zeros(MASK.shape)
     predictions = Predictions(LOG_PROBS, jnp.asarray(ref_log_probs), zeros, zeros, zeros, zeros)
-    return estimator(run)(state, rollouts, rewards, predictions)
+    clock = Clock()
+    of_run = estimator(RLConfig(algorithm=algorithm), tiny.make_mesh())
+    found = of_run(state, rollouts, rewards, predictions, clock)
+    assert set(clock.seconds()) == {"timing_s/adv", "timing_s/step"}
+    return found
 
 
 def test_a_rejected_token_has_no_loss_but_its_reward_counts():

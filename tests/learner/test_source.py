@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import AlgorithmConfig, RLConfig, RolloutConfig, TrainerConfig
-from jaxrl_llm.learner import collection
+from jaxrl_llm.config import AlgorithmConfig, RLConfig, RLTrainerConfig, RolloutConfig
+from jaxrl_llm.learner import source
+from jaxrl_llm.learner.source import SampledNow, Samples, SamplingError
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout.requests import SamplingParams
-from jaxrl_llm.types import Prompt, PromptBatch, Rewards, Rollouts
+from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.types import Prompt, PromptBatch, Rewards, Rollouts, Weights
 
 
 def prompt(index):
@@ -33,6 +35,7 @@ def rollouts_of(prompts, n, width=6):
         tokens=tokens.astype(np.int32),
         response_mask=mask,
         rollout_log_probs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        versions=np.where(mask, 1 + samples[:, None], 0).astype(np.int32),
         lengths=lengths,
         group_ids=group_ids,
         stopped=np.arange(count) % 2 == 0,
@@ -59,6 +62,9 @@ def assert_consistent(rollouts, rewards):
     count = len(rollouts.lengths)
     for field in ("tokens", "response_mask", "rollout_log_probs", "group_ids", "stopped"):
         assert len(getattr(rollouts, field)) == count
+    # The sample's number is in its tokens and in their versions.
+    drawn = np.where(rollouts.response_mask, rollouts.tokens - 49, 0)
+    np.testing.assert_array_equal(rollouts.versions, drawn)
     for row in range(count):
         index = rollouts.prompt_of(row).index
         assert rollouts.tokens[row, 0] == index
@@ -71,7 +77,7 @@ def assert_consistent(rollouts, rewards):
 def test_select_keeps_rows_and_their_prompts():
     rollouts = rollouts_of([prompt(i) for i in (7, 8, 9)], 2)
     rewards = rewards_of([1, 2, 3, 4, 5, 6], failures=3)
-    some, scores = collection.select(rollouts, rewards, np.array([0, 4, 5]))
+    some, scores = source.select(rollouts, rewards, np.array([0, 4, 5]))
     assert_consistent(some, scores)
     assert some.responses == ("7.0", "9.0", "9.1")
     assert [p.index for p in some.prompts] == [7, 9]
@@ -81,18 +87,33 @@ def test_select_keeps_rows_and_their_prompts():
     np.testing.assert_array_equal(scores.scores, [1, 5, 6])
     np.testing.assert_array_equal(scores.weights["a"], [0.5, 0.5, 0.5])
     assert scores.num_failures == 3
-    none, nothing = collection.select(rollouts, rewards, np.array([], int))
+    none, nothing = source.select(rollouts, rewards, np.array([], int))
     assert none.prompts == () == none.responses
     assert len(nothing.scores) == 0
 
 
 def test_waves_are_joined():
+    """Rows stand below each other; what is counted, by rewards or by the engine, is added up."""
+    nothing = source.select(rollouts_of([prompt(3)], 2), rewards_of([9, 9], 2), np.array([], int))
+    did = Statistics(
+        prefill_tokens=2,
+        prefill_positions=4,
+        prefill_s=0.5,
+        decode_tokens=3,
+        decode_steps=2,
+        slot_steps=3,
+        guesses=6,
+        busy_room=8,
+        busy_slot_steps=2,
+        decode_s=0.25,
+    )
     waves = [
-        (rollouts_of([prompt(7)], 2, width=4), rewards_of([1, 2], 1)),
-        collection.select(rollouts_of([prompt(3)], 2), rewards_of([9, 9], 2), np.array([], int)),
-        (rollouts_of([prompt(8), prompt(9)], 2, width=6), rewards_of([3, 4, 5, 6])),
+        Samples(rollouts_of([prompt(7)], 2, width=4), rewards_of([1, 2], 1), did),
+        Samples(*nothing, did),
+        Samples(rollouts_of([prompt(8), prompt(9)], 2, width=6), rewards_of([3, 4, 5, 6]), did),
     ]
-    joined, rewards = collection._concatenate(waves)
+    samples = source.joined(waves)
+    joined, rewards = samples.rollouts, samples.rewards
     assert_consistent(joined, rewards)
     assert joined.tokens.shape == (6, 6)
     np.testing.assert_array_equal(joined.tokens[1], [7, 1, 51, 51, 0, 0])
@@ -100,12 +121,16 @@ def test_waves_are_joined():
     np.testing.assert_array_equal(joined.group_ids, [0, 0, 1, 1, 2, 2])
     np.testing.assert_array_equal(rewards.scores, [1, 2, 3, 4, 5, 6])
     assert rewards.num_failures == 3
-    assert collection._concatenate(waves[:1]) is waves[0]
+    once, thrice = dataclasses.asdict(did), dataclasses.asdict(samples.engine)
+    assert thrice == {name: 3 * value for name, value in once.items()} and all(once.values())
+    assert samples.engine.metrics()["rollout/decode_tokens_per_s"] == 12.0
+    assert samples.engine.metrics()["rollout/slot_occupancy"] == 0.25
+    assert source.joined(waves[:1]) is waves[0]
 
 
 def test_the_greedy_sample_becomes_the_baseline():
     rollouts = rollouts_of([prompt(4), prompt(5)], 3)
-    left, rewards = collection._split_baseline(rollouts, rewards_of([1, 2, 3, 4, 5, 6]), 3)
+    left, rewards = source.split_baseline(rollouts, rewards_of([1, 2, 3, 4, 5, 6]), 3)
     assert_consistent(left, rewards)
     assert left.responses == ("4.0", "4.1", "5.0", "5.1")
     np.testing.assert_array_equal(rewards.scores, [1, 2, 4, 5])
@@ -116,25 +141,27 @@ class FakeRun:
     """Prompts 0, 1, 2, ..., a rollout of numbers, and a score of the caller's."""
 
     def __init__(self, monkeypatch, score, **algorithm):
-        self.config = RLConfig(
+        config = RLConfig(
             algorithm=AlgorithmConfig(**{"samples_per_prompt": 2} | algorithm),
-            trainer=TrainerConfig(prompts_per_step=4),
+            trainer=RLTrainerConfig(prompts_per_step=4),
             rollout=RolloutConfig(max_response_tokens=4, top_k=9, temperature=0.8),
         )
-        self.roles = types.SimpleNamespace(
-            config=self.config, eos_tokens=(2,), engine=None, tokenizer=None
-        )
+        engine = types.SimpleNamespace(statistics=Statistics(decode_tokens=5))
+        models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
+        sampler = types.SimpleNamespace(engine=engine, models=models)
+        self.source = SampledNow(config, sampler, self, self.score)
         self.score_of = score
         self.next = 0
         self.taken, self.keys, self.samples = [], [], []
-        monkeypatch.setattr(collection.agent, "rollout", self.rollout)
+        monkeypatch.setattr(source.episodes, "rollout", self.rollout)
 
     def take(self, count):
         first, self.next = self.next, self.next + count
         self.taken.append(count)
         return PromptBatch(tuple(prompt(i) for i in range(first, self.next)))
 
-    def rollout(self, engine, params, tokenizer, prompts, samples, key):
+    def rollout(self, engine, weights, tokenizer, prompts, samples, key):
+        assert weights.version == 7
         self.keys.append(jax.random.key_data(key).tolist())
         self.samples.append(tuple(samples))
         return rollouts_of(prompts.prompts, len(samples))
@@ -144,8 +171,11 @@ class FakeRun:
         return rewards_of(scores)
 
     def collect(self):
-        key = jax.random.key(0)
-        return collection.collect(self.roles, {}, self, self.score, key, Clock())
+        clock = Clock()
+        samples = self.source.take(Weights({}, 7), jax.random.key(0), clock)
+        assert set(clock.seconds()) == {"timing_s/gen", "timing_s/reward", "timing_s/step"}
+        assert samples.engine.decode_tokens == 5 * len(self.taken)
+        return samples.rollouts, samples.rewards
 
 
 def test_one_wave_without_dynamic_sampling(monkeypatch):
@@ -178,7 +208,7 @@ def test_too_few_groups_is_an_error(monkeypatch):
         monkeypatch, lambda i, s: float(i == 1 and s), dynamic_sampling=True, max_sampling_waves=3
     )
     with pytest.raises(
-        collection.SamplingError,
+        SamplingError,
         match=r"config.algorithm.max_sampling_waves: 10 prompts in 3 waves gave 1 of the 4 groups"
         r" whose rewards differ; .* raise the number of waves or samples_per_prompt, or set"
         r" dynamic_sampling=False",

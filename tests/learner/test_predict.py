@@ -13,10 +13,12 @@ from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,
     RLConfig,
+    RLTrainerConfig,
     RolloutConfig,
-    TrainerConfig,
 )
-from jaxrl_llm.learner import experience, roles
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import predict
+from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.types import Rollouts
 
@@ -26,7 +28,7 @@ CONFIG = RLConfig(
         hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, mlp_size=48
     ),
     algorithm=AlgorithmConfig(advantage="gae", kl_in="reward"),
-    trainer=TrainerConfig(max_tokens_per_microbatch=300, minibatch_size=4, epochs=2),
+    trainer=RLTrainerConfig(max_tokens_per_microbatch=300, minibatch_size=4, epochs=2),
     mesh=MeshConfig(fsdp=2, tensor=2, data=2),
     data=DataConfig(max_prompt_tokens=8),
     rollout=RolloutConfig(max_response_tokens=T - 8),
@@ -35,20 +37,19 @@ CONFIG = RLConfig(
 
 @pytest.fixture(scope="module")
 def run():
-    built = roles.build(CONFIG)
-    built = dataclasses.replace(
-        built,
-        reference_params=tiny.sharded(tiny.params(built.policy, seed=1), built.mesh, built.policy),
+    models = models_lib.of_job(CONFIG)
+    policy, reference = (
+        tiny.sharded(tiny.params(models.policy, seed=seed), models.mesh, models.policy)
+        for seed in (0, 1)
     )
-    policy = tiny.sharded(tiny.params(built.policy), built.mesh, built.policy)
-    state = roles.initial_state(built, policy)
+    state = weights_lib.initial_state(CONFIG, models, policy)
     head = np.random.default_rng(0).standard_normal((1, 32)).astype(np.float32)
     critic = state.critic.params | {
         "score": jax.device_put(head, state.critic.params["score"].sharding)
     }
     state = dataclasses.replace(state, critic=dataclasses.replace(state.critic, params=critic))
-    scorers = {"judge": roles.Scalar(built.value, critic)}
-    return dataclasses.replace(built, scorers=scorers), state
+    scorers = {"judge": weights_lib.Scalar(models.value, critic)}
+    return models, weights_lib.Frozen(reference=reference, scorers=scorers), state
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,14 @@ def rollouts():
     drawn[1::2, :5] = drawn[::2, :5]
     tokens = np.where(inside, drawn, 0).astype(np.int32)
     log_probs = np.where(mask, -random.random((B, T)), 0.0).astype(np.float32)
-    return Rollouts(tokens, mask, log_probs, lengths, groups, mask[:, -1], (), ())
+    versions = mask.astype(np.int32)
+    return Rollouts(tokens, mask, log_probs, versions, lengths, groups, mask[:, -1], (), ())
 
 
 def test_predictions_are_of_one_pass(run, rollouts):
-    built, state = run
+    models, frozen, state = run
     clock = Clock()
-    predictions = experience.predictor(built)(state, rollouts, clock)
+    predictions = predict.predictor(CONFIG, models, frozen)(state, rollouts, clock)
     timed = {f"timing_s/{phase}" for phase in ("old_log_prob", "ref", "values", "step")}
     assert set(clock.seconds()) == timed
     mask, ones = rollouts.response_mask, np.ones(B, np.float32)
@@ -79,12 +81,12 @@ def test_predictions_are_of_one_pass(run, rollouts):
         np.testing.assert_allclose(found, np.where(mask, want, 0.0), atol=2e-5)
 
     for field, seed in (("old_log_probs", 0), ("ref_log_probs", 1)):
-        weights = tiny.params(built.policy, seed=seed)
-        want = tiny.teacher_forced(rollouts.tokens, ones, built.policy, weights)
+        weights = tiny.params(models.policy, seed=seed)
+        want = tiny.teacher_forced(rollouts.tokens, ones, models.policy, weights)
         assert_is(getattr(predictions, field), want)
 
-    hidden = hidden_of(built.policy, tiny.params(built.policy), rollouts.tokens)
-    log_p = jax.nn.log_softmax(built.policy.logits(tiny.params(built.policy), hidden))
+    hidden = hidden_of(models.policy, tiny.params(models.policy), rollouts.tokens)
+    log_p = jax.nn.log_softmax(models.policy.logits(tiny.params(models.policy), hidden))
     after = lambda x: np.pad(np.asarray(x)[:, :-1], ((0, 0), (1, 0)))  # noqa: E731
     assert_is(predictions.entropies, after(-(np.exp(log_p) * log_p).sum(-1)))
     assert_is(predictions.sum_squared_probs, after(np.exp(2 * log_p).sum(-1)))
@@ -94,25 +96,10 @@ def test_predictions_are_of_one_pass(run, rollouts):
     assert not np.asarray(predictions.cost_values).any()
 
     # A scorer reads the last token of the whole sequence.
-    judged = experience.model_scorers(built)["judge"](rollouts)
+    judged = predict.model_scorers(models, frozen)["judge"](rollouts)
     np.testing.assert_allclose(judged, values[np.arange(B), rollouts.lengths - 1], atol=2e-5)
 
 
 def hidden_of(network, params, tokens):
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
     return jax.jit(network.hidden)(params, tokens, positions, np.ones_like(tokens))
-
-
-def test_each_epoch_takes_every_sequence_once(run, rollouts):
-    built, _ = run
-    key = jax.random.key(0)
-    found = list(experience.minibatches(built, rollouts, key))
-    assert len(found) == 6
-    chosen = np.array([plan.chosen for plan, _ in found])
-    np.testing.assert_array_equal(chosen.sum(1), 4)
-    np.testing.assert_array_equal(chosen[:3].sum(0), 1)
-    np.testing.assert_array_equal(chosen[3:].sum(0), 1)
-    assert (chosen[:3] != chosen[3:]).any(), "every epoch has an order of its own"
-    assert len({str(jax.random.key_data(k)) for _, k in found}) == 6
-    again = [plan.chosen for plan, _ in experience.minibatches(built, rollouts, key)]
-    np.testing.assert_array_equal(again, chosen)
