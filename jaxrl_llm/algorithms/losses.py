@@ -54,6 +54,24 @@ POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
 }
 
 
+# Losses of the table with a gradient where all advantages are zero.
+_PULL_BACK = frozenset({"kl_cov", "dro"})
+
+
+def follows_advantages(config: AlgorithmConfig) -> bool:
+    """Returns whether zero advantages leave the policy nothing to learn.
+
+    Not so with an entropy bonus, a KL in the loss, or a loss that pulls the policy back by itself;
+    a user's own loss may do that too.
+
+    Example:
+      >>> follows_advantages(AlgorithmConfig()), follows_advantages(AlgorithmConfig(kl_in="loss"))
+      (True, False)
+    """
+    known = config.policy_loss in POLICY_LOSSES and config.policy_loss not in _PULL_BACK
+    return known and config.kl_in != "loss" and not config.entropy_coef
+
+
 def entropy_bonus(
     config: AlgorithmConfig,
     entropies: Float[Array, "B T"],

@@ -9,11 +9,20 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms import advantages, corrections, kl, safe_rlhf, shaping
+from jaxrl_llm.algorithms import (
+    advantages,
+    corrections,
+    kl,
+    losses,
+    needs,
+    safe_rlhf,
+    shaping,
+)
 from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner.predict import is_on_policy
 from jaxrl_llm.learner.weights import LearnerState
+from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
@@ -55,6 +64,21 @@ def estimator(config: RLConfig, mesh: Mesh):
         return estimates, state, metrics
 
     return estimate
+
+
+def has_signal(
+    config: RLConfig, rewards: Rewards, rollouts: Rollouts, estimates: Estimates
+) -> bool:
+    """Returns whether the updates of a step have anything to learn from.
+
+    Not where every group's scores are equal, so that all advantages are zero, and nothing else in
+    the losses has a gradient: an update would only go on by the optimizer's momentum, and decay.
+    """
+    if needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm):
+        return True
+    if statistics.uniform_share(rollouts, rewards) < 1.0:
+        return True
+    return bool(jnp.any(estimates.advantages != 0))
 
 
 def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Predictions, arrays):

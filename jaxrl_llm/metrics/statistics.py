@@ -37,6 +37,16 @@ def of_rewards(rewards: Rewards) -> dict[str, float]:
     return found
 
 
+def uniform_share(rollouts: Rollouts, rewards: Rewards) -> float:
+    """Returns the share of the groups of two or more whose scores are all equal; 0 without any."""
+    order = np.argsort(rollouts.group_ids, kind="stable")
+    _, starts, sizes = np.unique(rollouts.group_ids[order], return_index=True, return_counts=True)
+    scores = rewards.scores[order]
+    spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
+    compared = sizes > 1
+    return float((spread[compared] == 0).mean()) if compared.any() else 0.0
+
+
 def of_rollouts(
     config: RLConfig,
     rollouts: Rollouts,
@@ -50,8 +60,8 @@ def of_rollouts(
     sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
     returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
     by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
-    a critic, costs only with Safe-RLHF; with dynamic sampling
-    `training/filter_groups/evicted_samples`, the sequences whose groups were replaced.
+    a critic, costs only with Safe-RLHF; `training/groups/uniform_share` as `uniform_share` says.
+    With dynamic sampling `training/filter_groups/evicted_samples`, the sequences whose groups were replaced.
 
     Args:
       config: For the length limits and what the algorithm uses.
@@ -66,6 +76,7 @@ def of_rollouts(
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", np.asarray(estimates.returns)[mask]),
         **_of_rewards(rollouts, rewards),
+        "training/groups/uniform_share": uniform_share(rollouts, rewards),
         **_of_lengths(config, rollouts),
     }
     if needs.of(config.algorithm).critic:

@@ -4,6 +4,7 @@ The functions run in processes (`pool.py`); the models run where the learner put
 here as plain callables.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.pool import Call, Outcome, RewardError, RewardPool
 from jaxrl_llm.rewards.worker import LARGEST_SCORE
 from jaxrl_llm.sharding import hosts
-from jaxrl_llm.types import Rewards, Rollouts
+from jaxrl_llm.types import Prompt, Rewards, Rollouts
+
+logger = logging.getLogger(__name__)
 
 ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
 TermConfig = RewardFunctionConfig | RewardModelConfig
@@ -35,22 +38,51 @@ def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "S
     return Scorer(config, model_scorers)
 
 
-def check(config: RewardsConfig) -> None:
-    """Raises RewardError if a function cannot be found; before anything is allocated.
+def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
+    """Raises RewardError if a function cannot be found or always fails; before any allocation.
 
     A user's file is run in a process of its own, so that it can neither end nor hang this one.
+    Its functions are called on a few rows: on the ground truth, on an empty response and on a
+    sentence, until one call succeeds. A function that fails every time would fail on samples
+    too; with `on_failure="score"` that is a warning.
+
+    Args:
+      config: Of the rewards.
+      prompts: Rows of the run; none: no function is called.
     """
-    names = [
-        term.function for term in (*config.functions.values(), *config.cost_functions.values())
-    ]
-    if any(is_import_path(name) for name in names):
-        _pool(config, names, num_workers=1).close()
+    terms = {**config.functions, **config.cost_functions}
+    if any(is_import_path(term.function) for term in terms.values()):
+        with _pool(config, [term.function for term in terms.values()], num_workers=1) as pool:
+            for name, term in terms.items():
+                if is_import_path(term.function):
+                    _probe(config, pool, name, prompts)
         return
-    for name in names:
+    for term in terms.values():
         try:
-            functions.location(name)  # the project's own: it can be imported
+            functions.location(term.function)  # the project's own: it can be imported
         except ValueError as error:
             raise RewardError(str(error)) from error
+
+
+def _probe(config: RewardsConfig, pool: RewardPool, name: str, prompts: Sequence[Prompt]) -> None:
+    term = {**config.functions, **config.cost_functions}[name]
+    rows = [p for p in prompts if term.data_source in ("*", p.data_source)][:2]
+    failures = []
+    for row in rows:
+        for text in (str(row.ground_truth), "", "The answer is 42."):
+            given = row.data_source, text, row.ground_truth, row.extra_info
+            (outcome,) = pool.attempt([Call(term.function, row.index, *given)])
+            if not outcome.failure:
+                return
+            failures.append(outcome.failure)
+    if failures:
+        said = (
+            f"config.rewards: {name!r} ({term.function}) failed in each of {len(failures)} calls on"
+            f" rows of the training set: {failures[0]}"
+        )
+        if config.on_failure == "stop":
+            raise RewardError(f"{said}\nCorrect the function")
+        logger.warning("%s", said)
 
 
 def _pool(config: RewardsConfig, names: Sequence[str], num_workers: int) -> RewardPool:

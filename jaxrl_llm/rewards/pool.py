@@ -126,6 +126,26 @@ class RewardPool:
         Raises:
           RewardError: a call failed and `on_failure` is "stop".
         """
+        outcomes = self.attempt(calls, stop=self._on_failure == "stop")
+        failed = [index for index, outcome in enumerate(outcomes) if outcome.failure]
+        if failed:
+            first = calls[failed[0]]
+            logger.warning(
+                "%d of %d reward calls failed and score %g; the first: %s",
+                len(failed),
+                len(calls),
+                self._failure_score,
+                f"{_where(first)}: {outcomes[failed[0]].failure}",
+            )
+        return outcomes
+
+    def attempt(self, calls: Sequence[Call], stop: bool = False) -> list[Outcome]:
+        """Returns the outcome of each call, without a word about failures.
+
+        Args:
+          calls: of any functions.
+          stop: whether to raise RewardError at the first that fails.
+        """
         if not self._workers:
             raise RewardError("the reward pool is closed")
         outcomes: dict[int, Outcome] = {}
@@ -139,7 +159,7 @@ class RewardPool:
                         continue
                     index = worker.call
                     outcomes[index] = self._outcome(worker)
-                    if outcomes[index].failure and self._on_failure == "stop":
+                    if outcomes[index].failure and stop:
                         raise RewardError(
                             f"{_where(calls[index])}: {outcomes[index].failure}\n"
                             "Correct the function, or set rewards.on_failure='score' to give such"
@@ -152,16 +172,6 @@ class RewardPool:
             # Whatever ended the loop early, no answer to an old call may meet the next ones.
             for worker in [worker for worker in self._workers if worker.call >= 0]:
                 self._replace(worker)
-        failed = [index for index in range(len(calls)) if outcomes[index].failure]
-        if failed:
-            first = calls[failed[0]]
-            logger.warning(
-                "%d of %d reward calls failed and score %g; the first: %s",
-                len(failed),
-                len(calls),
-                self._failure_score,
-                f"{_where(first)}: {outcomes[failed[0]].failure}",
-            )
         return [outcomes[index] for index in range(len(calls))]
 
     def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:

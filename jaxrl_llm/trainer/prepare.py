@@ -51,10 +51,11 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
         f"config.algorithm.{path}: {said}" for path, said in needs.problems(config.algorithm)
     ]:
         raise ConfigError(found)
-    rewards_lib.check(config.rewards)
-    rewards_lib.check(config.evaluation_rewards)
     training_set = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
     held_out = datasets.load_dataset(config.data, tokenizer, "eval", config.seed)
+    rewards_lib.check(config.rewards, training_set.prompts)
+    if config.evaluation.functions:
+        rewards_lib.check(config.evaluation_rewards, held_out.prompts)
     run.claim(models, training_set, held_out, budget=budget)
 
     # Policy, reference, critic, reward models: what each begins as.

@@ -76,11 +76,13 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             )  # advantages, returns: [B, T]
             batch = batches.assemble(rollouts, predictions, estimates)
 
-            # Learn, unless an alert says that there is nothing good to learn.
+            # Learn, unless an alert forbids it or there is nothing to learn from.
             run.hold()
             of_rewards = statistics.of_rewards(rewards)
             of_updates: dict[str, float] = {}
-            if run.allows_update({**of_estimates, **of_rewards}):
+            if run.allows_update({**of_estimates, **of_rewards}) and estimate.has_signal(
+                config, rewards, rollouts, estimates
+            ):
                 state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
 
             # Hand the new weights to the engine.
@@ -93,6 +95,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
                 **of_rewards,
                 **statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
                 **of_updates,
+                "training/updates_left_out": float(not of_updates),
                 **of_estimates,
                 **samples.engine.metrics(),
                 **sampler.metrics(),
