@@ -71,8 +71,9 @@ def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[
         values[group] |= fields
     devices = topologies.get_topology_desc(setting.topology, platform="tpu").devices
     begin, computed = time.perf_counter(), time.process_time()
-    roles = lowering.abstract_roles(from_config_dict(values), shapes.SHAPES[setting.model], devices)
-    lowered = lowering.lowered(roles)["train"]()
+    config = from_config_dict(values)
+    models = lowering.abstract_models(config, shapes.SHAPES[setting.model], devices)
+    lowered = lowering.lowered(config, models)["train"]()
     traced = time.perf_counter()
     program = lowered.compile()
     done = time.perf_counter()

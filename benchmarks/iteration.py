@@ -10,7 +10,6 @@ calls it.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -36,8 +35,9 @@ def measure(arguments) -> None:
     """Runs our loop in this process and prints its report."""
     from jaxrl_llm import program
     from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
+    from jaxrl_llm.learner import models
     from jaxrl_llm.metrics.clock import Clock
-    from jaxrl_llm.trainer import rl
+    from jaxrl_llm.trainer import rl, run
 
     imported = side_by_side.since_process_start()
     now = side_by_side.clock(arguments.clock)
@@ -52,7 +52,6 @@ def measure(arguments) -> None:
             starts.append(now())
             done_s.append(side_by_side.since_process_start())
 
-    build = rl.roles_lib.build
     model = side_by_side.model_folder(arguments.models[0])
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -64,9 +63,9 @@ def measure(arguments) -> None:
         settings.model.tokenizer = tokenizer
         if arguments.cache:
             program.keep_compilations(pathlib.Path(arguments.cache) / "run")
-        rl.Clock = StepClock
+        run.Clock = StepClock
         # No token ends a sample: every program does the same work.
-        rl.roles_lib.build = lambda config: dataclasses.replace(build(config), eos_tokens=())
+        models.eos_tokens = lambda config, tokenizer: ()
         rl.train(from_config_dict(settings), workdir)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]

@@ -43,8 +43,9 @@ def compiled(arguments: argparse.Namespace, form: str) -> str:
     devices = topologies.get_topology_desc(arguments.topology, platform="tpu").devices
     begin = time.perf_counter()
     shape = shapes.SHAPES["Llama-3.1-8B"]
-    roles = lowering.abstract_roles(from_config_dict(values), shape, devices)
-    lowered = lowering.lowered(roles)["train"]()
+    config = from_config_dict(values)
+    models = lowering.abstract_models(config, shape, devices)
+    lowered = lowering.lowered(config, models)["train"]()
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

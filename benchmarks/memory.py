@@ -43,8 +43,8 @@ def compiled_update(remat: str, devices, shape: Shape, tokens: int, **model):
             },
         }
     )
-    roles = lowering.abstract_roles(config, shape, devices)
-    return lowering.lowered(roles)["train"]().compile()
+    models = lowering.abstract_models(config, shape, devices)
+    return lowering.lowered(config, models)["train"]().compile()
 
 
 def memory_table(topology: str, tokens: int, policies: list[str]) -> None:

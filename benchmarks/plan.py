@@ -199,8 +199,8 @@ def main(_):
             continue
         on_cpu = combination.topology == "cpu"
         devices = jax.devices() if on_cpu else compiled.topology_devices(combination.topology)
-        roles = lowering.abstract_roles(config, SHAPES[combination.model], devices)
-        programs = lowering.lowered(roles)
+        models = lowering.abstract_models(config, SHAPES[combination.model], devices)
+        programs = lowering.lowered(config, models)
         for name in wanted:
             start = time.perf_counter()
             try:

@@ -76,8 +76,8 @@ class Work:
         import numpy as np
 
         from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-        from jaxrl_llm.learner import experience, update
-        from jaxrl_llm.learner import roles as roles_lib
+        from jaxrl_llm.learner import models as models_lib
+        from jaxrl_llm.learner import predict, update, weights
         from jaxrl_llm.types import Rollouts
 
         settings = default_config_dict()
@@ -94,22 +94,25 @@ class Work:
         settings.trainer.optimizer.learning_rate = 1e-6
         with side_by_side.own_tokenizer(model) as folder:
             settings.model.tokenizer = folder
-            roles = roles_lib.build(from_config_dict(settings))
-        policy = roles_lib.initial_policy(roles)
-        self._roles = roles_lib.with_frozen_models(roles, policy, {})
-        self._state = roles_lib.initial_state(self._roles, policy)
-        self._predict = experience.predictor(self._roles)
-        self._learn = update.updater(self._roles, self._state)
-        self._of_policy, _ = experience.scoring_programs(self._roles)
+            config = from_config_dict(settings)
+            models = models_lib.of_job(config)
+        policy = weights.initial_policy(config, models)
+        frozen = weights.frozen(config, models, policy, {})
+        self._config, self._models = config, models
+        self._state = weights.initial_state(config, models, policy)
+        self._predict = predict.predictor(config, models, frozen)
+        self._learn = update.updater(config, models, frozen.base, self._state)
+        self._of_policy, _ = predict.scoring_programs(config, models)
 
         random = np.random.default_rng(0)
         shape = (SEQUENCES, PROMPT_TOKENS + NEW_TOKENS)
         mask = np.broadcast_to(np.arange(shape[1]) >= PROMPT_TOKENS, shape).copy()
         self._advantages = np.where(mask, random.standard_normal((shape[0], 1)), 0.0)
         self._rollouts = Rollouts(
-            tokens=random.integers(2, roles.policy.shape.vocab_size, shape, np.int32),
+            tokens=random.integers(2, models.policy.shape.vocab_size, shape, np.int32),
             response_mask=mask,
             rollout_log_probs=np.where(mask, -6.0, 0.0).astype(np.float32),
+            versions=np.zeros(shape, np.int32),
             lengths=np.full(shape[0], shape[1], np.int32),
             group_ids=np.repeat(np.arange(SEQUENCES // 4, dtype=np.int32), 4),
             stopped=np.zeros(shape[0], bool),
@@ -121,24 +124,31 @@ class Work:
         """Returns what the policy says of the sequences."""
         import jax
 
-        from jaxrl_llm.learner import experience
-
-        ((plan, _),) = experience.minibatches(self._roles, self._rollouts, jax.random.key(0))
-        with jax.set_mesh(self._roles.mesh):
+        packed, _ = self._minibatch()
+        with jax.set_mesh(self._models.mesh):
             return self._of_policy(
                 self._state.policy.params,
                 self._rollouts.tokens,
                 self._rollouts.lengths,
-                plan,
+                packed,
                 entropy="value",
             )
 
+    def _minibatch(self):
+        """Returns all sequences in packed rows, and the key of their update."""
+        import jax
+
+        from jaxrl_llm.learner import batches
+
+        of_step = self._config, self._models.packer, self._rollouts, jax.random.key(0)
+        (found,) = batches.minibatches(*of_step)
+        return found
+
     def update(self):
         """Asks the reference, takes one update and returns its metrics."""
-        import jax
         import jax.numpy as jnp
 
-        from jaxrl_llm.learner import experience
+        from jaxrl_llm.learner import batches
         from jaxrl_llm.metrics.clock import Clock
         from jaxrl_llm.types import Estimates
 
@@ -153,9 +163,8 @@ class Work:
             loss_mask=mask,
             correction_weights=mask.astype(jnp.float32),
         )
-        batch = experience.assemble(self._rollouts, predictions, estimates)
-        ((plan, key),) = experience.minibatches(self._roles, self._rollouts, jax.random.key(0))
-        self._state, metrics = self._learn(self._state, self._learn.spread(batch), plan, key)
+        batch = self._learn.spread(batches.assemble(self._rollouts, predictions, estimates))
+        self._state, metrics = self._learn.update(self._state, batch, *self._minibatch())
         return metrics
 
 

@@ -61,7 +61,8 @@ def of_rollouts(
     returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
     by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
     a critic, costs only with Safe-RLHF; `training/groups/uniform_share` as `uniform_share` says.
-    With dynamic sampling `training/filter_groups/evicted_samples`, the sequences whose groups were replaced.
+    With dynamic sampling `training/filter_groups/evicted_samples`, the sequences whose groups were
+    replaced.
 
     Args:
       config: For the length limits and what the algorithm uses.

@@ -39,7 +39,7 @@ def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path):
 
 def test_a_process_that_is_killed_lets_go(tmp_path):
     command = [sys.executable, "-c", HOLDER, tmp_path]
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
         assert process.stdout.readline() == b"held\n"
         with FolderLock() as lock, pytest.raises(OccupiedError, match=f"process {process.pid} on "):

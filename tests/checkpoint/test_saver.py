@@ -17,13 +17,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxrl_llm.seal import SEAL
 
 from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.checkpoint.saver import CheckpointError, Saver, load_tree, save_tree
+from jaxrl_llm.checkpoint.seal import SEAL
 from jaxrl_llm.config import CheckpointConfig
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 EXTRA = {"data": {"position": 12, "order": [3, 1, 2]}, "kl_coef": 0.1, "empty": {}}
 
 

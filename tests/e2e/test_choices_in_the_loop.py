@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 import recipe_settings
-from jaxrl_llm.learner.collection import SamplingError
 
 from jaxrl_llm.config.recipes import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.learner.source import SamplingError
 from jaxrl_llm.rewards.functions import arithmetic
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.trainer import rl
@@ -21,8 +21,8 @@ def waves(monkeypatch):
     found = []
     generate = Engine.generate
 
-    def recorded(self, params, requests):
-        completions = generate(self, params, requests)
+    def recorded(self, params, requests, version):
+        completions = generate(self, params, requests, version)
         found.append((requests, completions))
         return completions
 

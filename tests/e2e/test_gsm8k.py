@@ -143,16 +143,17 @@ def test_transformers_computes_the_same(trained, exported, gsm8k, torch):
 
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor(tokens)).logits[0].numpy()
-    roles, params, step = saved.load_policy(trained)
-    assert step == 3
+    policy = saved.load_policy(trained)
+    assert policy.step == 3
+    network = policy.models.policy
     positions = np.arange(tokens.shape[1])[None]
 
     @jax.jit
     def forward(params, tokens):
-        hidden = roles.policy.hidden(params, tokens, positions, jnp.ones_like(tokens))
-        return roles.policy.logits(params, hidden)
+        hidden = network.hidden(params, tokens, positions, jnp.ones_like(tokens))
+        return network.logits(params, hidden)
 
-    with jax.set_mesh(roles.mesh):
-        logits = np.asarray(forward(params, tokens))[0]
+    with jax.set_mesh(policy.models.mesh):
+        logits = np.asarray(forward(policy.params, tokens))[0]
     # float32 in another order of summation: relative to the largest logit.
     assert np.abs(logits - expected).max() < 2e-5 * np.abs(expected).max()

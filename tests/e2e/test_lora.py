@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import recipe_settings
 
-from jaxrl_llm.learner import roles as roles_lib
-from jaxrl_llm.learner import saved
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import saved, weights
 from jaxrl_llm.models import huggingface, lora
 from jaxrl_llm.trainer import rl
 
@@ -49,8 +50,9 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     # Two moments beside the adapters, and nothing of the base.
     arrays = sum(p.stat().st_size for p in (whole / "checkpoints/40").rglob("*") if p.is_file())
     trained = bytes_of(state.policy.params)
-    roles, params, step = saved.load_policy(whole)
-    base = bytes_of(roles.base_params)
+    policy = saved.load_policy(whole)
+    sampler, models, params = policy.sampler, policy.models, policy.params
+    base = bytes_of(sampler.base)
     assert 3 * trained < arrays < 3 * trained + base / 2  # what Orbax adds to any tree: 60 kB
 
     resumed = tmp_path / "resumed"
@@ -61,38 +63,40 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state, again)
 
     # What is read back is what was trained; merged it is what samples and what is exported.
-    assert step == 40
+    assert policy.step == 40
     jax.tree.map(np.testing.assert_array_equal, params, state.policy.params)
-    merged = roles.whole_policy(params)
-    assert jax.tree.structure(merged) == jax.tree.structure(roles.base_params)
-    sampled = roles.rollout_layout(params)["layers"][0]["attention"]["q"]["kernel"]
-    if roles.engine.network.products == "cpu_kernels":
+    merged = sampler.whole_policy(params)
+    assert jax.tree.structure(merged) == jax.tree.structure(sampler.base)
+    sampled = sampler.weights(params)["layers"][0]["attention"]["q"]["kernel"]
+    if sampler.engine.network.products == "cpu_kernels":
         sampled = sampled.T  # as these want it
     np.testing.assert_array_equal(sampled, merged["layers"]["attention"]["q"]["kernel"][0])
-    assert not np.array_equal(sampled, roles.base_params["layers"]["attention"]["q"]["kernel"][0])
-    huggingface.save(tmp_path / "export", roles.policy, merged, tokenizer=roles.tokenizer)
+    assert not np.array_equal(sampled, sampler.base["layers"]["attention"]["q"]["kernel"][0])
+    huggingface.save(tmp_path / "export", models.policy, merged, tokenizer=models.tokenizer)
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["model_type"] == "qwen2"
 
 
 def test_the_reference_is_the_base_itself(one_device):
-    roles = roles_lib.build(recipe_settings.config("grpo", CHANGES))
-    policy = roles_lib.initial_policy(roles)
-    roles = roles_lib.with_frozen_models(roles, policy, {})
-    shared = zip(*map(jax.tree.leaves, (roles.reference_params, roles.base_params)), strict=True)
+    config = recipe_settings.config("grpo", CHANGES)
+    models = models_lib.of_job(config)
+    policy = weights.initial_policy(config, models)
+    frozen = weights.frozen(config, models, policy, {})
+    shared = zip(*map(jax.tree.leaves, (frozen.reference, frozen.base)), strict=True)
     assert all(a is b for a, b in shared)
-    state = roles_lib.initial_state(roles, policy)
+    state = weights.initial_state(config, models, policy)
     assert bytes_of(state.policy.opt_state) < 2.1 * bytes_of(state.policy.params)
     assert not any(a is b for a in jax.tree.leaves(state) for b in jax.tree.leaves(policy))
 
 
 def test_new_weights_compile_nothing(one_device):
-    roles = roles_lib.build(recipe_settings.config("grpo", CHANGES))
-    policy = roles_lib.initial_policy(roles)
-    roles = roles_lib.with_frozen_models(roles, policy, {})
-    params = roles_lib.initial_state(roles, policy).policy.params
-    first = roles.rollout_layout(params)
+    config = recipe_settings.config("grpo", CHANGES)
+    models = models_lib.of_job(config)
+    policy = weights.initial_policy(config, models)
+    params = weights.initial_state(config, models, policy).policy.params
+    sampler = sampler_lib.build(config, models, policy)
+    first = sampler.weights(params)
     moved = jax.tree.map(lambda a: jnp.asarray(a) + 0.1, params)
-    roles.rollout_layout(moved, old=first)
-    for program in roles.resharder.jitted.values():
+    sampler.weights(moved, old=first)
+    for program in sampler.resharder.jitted.values():
         assert program._cache_size() == 1

@@ -58,7 +58,7 @@ def test_killed_in_the_middle_of_step_7(name, tmp_path, cache, request):
 
 MOMENTS = {
     "warm_start": lambda workdir: (workdir / "config.json").exists(),
-    "saving_warm_start": lambda workdir: any(workdir.glob("warm_start*")),
+    "saving_warm_start": lambda workdir: any(workdir.glob("warm_start/product*")),
     "between_stages": lambda workdir: 0 in runs.metrics_written(workdir),
     "saving": lambda workdir: any(workdir.glob("checkpoints/*tmp*")),
 }

@@ -25,7 +25,7 @@ def test_what_the_optimizer_makes_of_gradients_decides(tmp_path, one_device, cap
     for optimizer in ("trainer.optimizer", "warm_start.optimizer"):
         settings |= {f"{optimizer}.learning_rate": 1e30, f"{optimizer}.weight_decay": 1e30}
     state = rl.train(runs.config("grpo_tiny", settings), tmp_path / "run")
-    assert "warm_start: 1 of 1 updates were skipped" in caplog.text
+    assert "sft: 1 of 1 updates were skipped" in caplog.text
     found = recipe_settings.metrics(tmp_path / "run")[1]
     assert found["actor/skipped_updates"] == found["alerts/nonfinite"] == 1
     assert np.isfinite(found["actor/grad_norm"]) and state.policy.num_updates == 0

@@ -22,11 +22,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.path import atomicity
 
 from jaxrl_llm.checkpoint import saver, seal
-from jaxrl_llm.learner import collection, experience
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import batches, sampler, source, weights
 from jaxrl_llm.metrics import alerts, dumps, statistics, writer
 from jaxrl_llm.rewards import pool
-from jaxrl_llm.rollout import agent
+from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.trainer import evaluate
 from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
@@ -35,24 +34,24 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # Name -> (where the function is, its name, "before" or "after" it, at which call).
 POINTS = {
-    "setup": (roles_lib, "initial_state", "before", 1),
+    "setup": (weights, "initial_state", "before", 1),
     "restore_before": (saver.Saver, "restore", "before", 1),
-    "restore_checked": (checkpoint, "_restored", "before", 1),
+    "restore_checked": (saver, "_restored", "before", 1),
     "restored": (saver.Saver, "restore", "after", 1),
     "numbers_opened": (writer, "keep_lines_before", "before", 1),
-    "rollout_before": (collection, "collect", "before", 1),
+    "rollout_before": (source.SampledNow, "take", "before", 1),
     "rollout_during": (Engine, "_take", "after", 2),
-    "rollout_after": (agent, "rollout", "after", 1),
+    "rollout_after": (episodes, "rollout", "after", 1),
     "reward_during": (pool._Worker, "begin", "after", 5),
-    "collected": (collection, "collect", "after", 1),
-    "predict": (statistics, "of_engine", "after", 1),
+    "collected": (source.SampledNow, "take", "after", 1),
+    "predicted": (batches, "assemble", "before", 1),
     "estimated": (alerts.Alerts, "allow_update", "before", 1),
-    "update_before": (experience, "assemble", "after", 1),
-    "update_between": (roles_lib.Layout, "plan", "after", 5),
+    "update_before": (batches, "assemble", "after", 1),
+    "update_between": (batches.Packer, "pack", "after", 5),
     "update_after": (statistics, "mean", "after", 1),
-    "reshard_before": (roles_lib.Roles, "rollout_layout", "before", 2),
-    "reshard_after": (roles_lib.Roles, "rollout_layout", "after", 2),
-    "evaluation": (evaluate.Evaluator, "run", "before", 1),
+    "reshard_before": (sampler.Sampler, "weights", "before", 2),
+    "reshard_after": (sampler.Sampler, "weights", "after", 2),
+    "evaluation": (evaluate.Evaluator, "__call__", "before", 1),
     "numbers_before": (writer.Writer, "write", "before", 2),
     "numbers_half": (dumps, "write_all", "half", 2),
     "numbers_after": (writer.Writer, "write", "after", 2),

@@ -22,8 +22,8 @@ from jaxrl_llm.config.recipes import (
     REJECTIONS,
 )
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import lowering
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import automatic, lowering
+from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.metrics import alerts, writer
 
 BASE: Mapping[str, Any] = {
@@ -99,6 +99,10 @@ def changed(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     return values
 
 
+def models_of(config: RLConfig) -> models_lib.Models:
+    return models_lib.of_job(config, automatic.meshes(config))
+
+
 def tried(found) -> RLConfig | None:
     """Returns the config if it can be built, None if it was refused with a message."""
     try:
@@ -113,11 +117,11 @@ def tried(found) -> RLConfig | None:
         custom.check(config.algorithm)
         writer.check(config.metrics)
         alerts.check(config.alerts)
-        roles = roles_lib.build(config)
+        models = models_of(config)
     except UserError as error:
         assert str(error)
         return None
-    lowering.abstract_state(roles)
+    lowering.abstract_state(config, models)
     return config
 
 
@@ -137,7 +141,7 @@ def fuzz(max_examples: int, lower_every: int) -> None:
         counts["refused" if config is None else "built"] += 1
         if config is None or counts["built"] % lower_every:
             return
-        for lower in lowering.lowered(roles_lib.build(config)).values():
+        for lower in lowering.lowered(config, models_of(config)).values():
             lower()
         counts["lowered"] += 1
 

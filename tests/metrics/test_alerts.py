@@ -14,6 +14,7 @@ import pytest
 from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.metrics import alerts as alerts_lib
+from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts
 from jaxrl_llm.types import Rewards
 
@@ -68,7 +69,8 @@ def observe(watch, monkeypatch, step=1, rewards=SPREAD, of_estimates=(), on_host
     total, used, free = disk or (1000, 0, 1000)
     usage = type("Usage", (), {"total": total, "used": used, "free": free})
     monkeypatch.setattr(alerts_lib.shutil, "disk_usage", lambda path: usage)
-    return watch.check(step, rewards, dict(of_estimates), {**SPEED, **dict(on_host)})
+    numbers = {**statistics.of_rewards(rewards), **SPEED, **dict(of_estimates), **dict(on_host)}
+    return watch.check(step, numbers)
 
 
 @pytest.mark.parametrize("name, bad, good", CASES)
@@ -98,7 +100,7 @@ def test_throughput_is_compared_to_its_median_without_evaluations(tmp_path, monk
 
 def test_a_disk_that_does_not_answer_is_said_and_the_run_goes_on(tmp_path, caplog):
     with Alerts(only("disk"), tmp_path / "gone", lambda _: None) as watch:
-        assert watch.check(1, SPREAD, {}, SPEED) == {"alerts/disk": 0.0}
+        assert watch.check(1, SPEED) == {"alerts/disk": 0.0}
     assert "free space of" in caplog.text and "No such file" in caplog.text
 
 
@@ -123,11 +125,11 @@ def test_skip_leaves_the_update_out_and_reads_only_what_it_must(tmp_path):
 
     with Alerts(only("constant_reward", steps=1, action="skip"), tmp_path, print) as watch:
         numbers = {"actor/entropy": Untouchable()}
-        assert not watch.allow_update(rewards(1, 1), numbers)
-        assert watch.allow_update(rewards(1, 0), numbers)
+        assert not watch.allow_update({**numbers, **statistics.of_rewards(rewards(1, 1))})
+        assert watch.allow_update({**numbers, **statistics.of_rewards(rewards(1, 0))})
     with Alerts(only("entropy", action="skip"), tmp_path, print) as watch:
-        assert not watch.allow_update(rewards(1, 0), {"actor/entropy": np.float32(0.0)})
-        assert watch.allow_update(rewards(1, 0), {"actor/entropy": np.float32(1.0)})
+        assert not watch.allow_update({"actor/entropy": np.float32(0.0)})
+        assert watch.allow_update({"actor/entropy": np.float32(1.0)})
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ def sampled():
         tokens=np.zeros((2, 4), np.int32),
         response_mask=np.zeros((2, 4), bool),
         rollout_log_probs=np.zeros((2, 4), np.float32),
+        versions=np.zeros((2, 4), np.int32),
         lengths=np.array([3, 4]),
         group_ids=np.array([0, 0]),
         stopped=np.array([True, False]),

@@ -48,8 +48,8 @@ def combinations():
 def test_within_a_tenth_of_the_compiler(name):
     """Compiled here and now, on fake CPU devices."""
     ours = setting()
-    roles = lowering.abstract_roles(ours.config, SHAPE, jax.devices())
-    report = compiled.compile_report(lowering.lowered(roles)[name])
+    models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
+    report = compiled.compile_report(lowering.lowered(ours.config, models)[name])
     assert memory.estimate(ours)[name].total == pytest.approx(report.total, rel=0.1)
 
 
@@ -66,8 +66,8 @@ def test_within_a_tenth_of_every_kept_report():
 
 def test_weights_and_optimizer_are_exact():
     ours = setting()
-    roles = lowering.abstract_roles(ours.config, SHAPE, jax.devices())
-    state = lowering.abstract_state(roles)
+    models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
+    state = lowering.abstract_state(ours.config, models)
     held = sum(
         leaf.dtype.itemsize * leaf.size // leaf.sharding.num_devices
         if not leaf.sharding.is_fully_replicated
