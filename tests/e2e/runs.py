@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import quick_compiler
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import Config
@@ -84,7 +85,7 @@ def start(program: str, arguments: Iterable[Any], cache: Any, **options: Any) ->
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": quick_compiler.flags(1),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

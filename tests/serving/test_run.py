@@ -24,11 +24,6 @@ FEW = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory, cache):
     """Returns a function that trains a run up to a step, and its folder."""
     workdir = tmp_path_factory.mktemp("grpo") / "run"
