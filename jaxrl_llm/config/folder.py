@@ -122,4 +122,11 @@ def load_config(workdir: str | os.PathLike[str]) -> Config:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); is this a run's folder?"]) from error
+    if isinstance(values, dict) and "model_type" in values:
+        raise ConfigError(
+            [
+                f"{workdir}: the folder of a model, not of a run; give it as --model where a"
+                " command has that, or to a run as --config.model.path"
+            ]
+        )
     return from_config_dict(values)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.models import attention, huggingface, lora, sequence_attention
+from jaxrl_llm.models import attention, families, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -17,7 +17,14 @@ from jaxrl_llm.sharding import resting
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Returns the run's tokenizer: of its folder, or the built-in one of characters."""
+    """Returns the run's tokenizer: of its folder, or the built-in one of characters.
+
+    Raises:
+      CheckpointFormatError: If there is no model folder to look into.
+      DataError: If the folder has no tokenizer that can be read.
+    """
+    if config.path:
+        families.read_config(config.path)  # what is wrong there is not the tokenizer's fault
     folder = config.tokenizer or config.path
     if not folder:
         return tokenizer_lib.character_tokenizer()

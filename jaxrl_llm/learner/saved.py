@@ -1,4 +1,4 @@
-"""The policy of a finished or running run, read from its folder."""
+"""A policy read from a folder: of a finished or running run, or a model's own."""
 
 import dataclasses
 import os
@@ -7,11 +7,12 @@ import pathlib
 import jax
 
 from jaxrl_llm import checkpoint
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, LoraConfig, MeshConfig, ModelConfig
 from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import networks
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import Roles
+from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
 
 
@@ -37,6 +38,34 @@ def load_policy(workdir: str | os.PathLike[str], best: bool = False) -> tuple[Ro
         roles = dataclasses.replace(roles, base_params=_base(roles, pathlib.Path(workdir)))
     params, step = _restore(config, roles, pathlib.Path(workdir), best)
     return roles, params, step
+
+
+def model_config(path: str, dtype: str = "", tensor: int = 1) -> Config:
+    """Returns the config of a model folder that is only asked, by the defaults of a run.
+
+    Args:
+      path: With config.json, safetensors and the tokenizer's files.
+      dtype: Of weights and arithmetic; "" is bfloat16 on accelerators, float32 on CPU.
+      tensor: Devices that share each layer; the others have slots of their own.
+    """
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return Config(
+        model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
+        mesh=MeshConfig(tensor=tensor),
+    )
+
+
+def model_roles(config: Config) -> Roles:
+    """Returns the roles of the model in the folder `config.model.path`, its weights not yet read.
+
+    They are `roles.initial_policy`. Adapters are of runs, so there are none here.
+
+    Raises:
+      UserError: If the folder cannot be used.
+    """
+    roles = roles_lib.build(dataclasses.replace(config, lora=LoraConfig()))
+    huggingface.check(config.model.path, roles.policy)
+    return roles
 
 
 def _base(roles: Roles, workdir: pathlib.Path) -> Params:

@@ -4,13 +4,10 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
-import jax
-
-from jaxrl_llm.config import Config, MeshConfig, ModelConfig, SpeculationConfig
+from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner import saved
 from jaxrl_llm.learner.roles import Roles
-from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
@@ -33,21 +30,12 @@ class Source:
 def from_folder(path: str, dtype: str = "", tensor: int = 1) -> Source:
     """Returns the model of a Hugging Face folder.
 
-    Args:
-      path: With config.json, safetensors and the tokenizer's files.
-      dtype: Of weights and arithmetic; "" is bfloat16 on accelerators, float32 on CPU.
-      tensor: Devices that share each layer; the others serve slots of their own.
+    Args: See `saved.model_config`.
 
     Raises:
       UserError: If the folder, or so many devices, cannot be used.
     """
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    config = Config(
-        model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
-        mesh=MeshConfig(tensor=tensor),
-    )
-    roles = roles_lib.build(config)
-    huggingface.check(path, roles.policy)
+    roles = saved.model_roles(saved.model_config(path, dtype, tensor))
     return Source(
         name=pathlib.Path(path).resolve().name,
         roles=roles,
@@ -123,6 +111,7 @@ def engine(
         or capacity.num_slots(network, mesh, model.max_tokens, most, draft_tokens),
         max_tokens=model.max_tokens,
         chunk_steps=chunk_steps,
+        layout=roles.engine.layout,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
     )

@@ -79,7 +79,9 @@ def _train(
     # Nothing is allocated before everything that can be checked has been.
     roles = roles_lib.build(config)
     training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
-    held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
+    held_out = datasets.Dataset(())
+    if config.evaluation.wanted:
+        held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
     budget = planned.check(config, jax.devices())
