@@ -70,6 +70,7 @@ def test_a_model_folder_answers(capsys, model):
     assert "tokenizer" not in log
 
 
+@pytest.mark.slow
 def test_a_run_without_evaluation_needs_no_held_out_rows(capsys, tmp_path):
     row = {"data_source": "sums", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
     rows = tmp_path / "rows.jsonl"
