@@ -46,7 +46,7 @@ def main():
         place = planned.here(jax.devices())
     else:
         place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
-    plan = planned.plan(config, place)
+    plan = planned.plan(planned.filled(config, place), place)
     compiled = _compiled(plan, place.devices) if COMPILE.value else {}
     nearest = advice.nearest(plan)
     if JSON.value:

@@ -74,7 +74,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> Config
         range, and fields that contradict each other (checked once all groups could be built).
     """
     errors: list[str] = []
-    config = _build(Config, values, "config", errors, _class_defaults(Config))
+    config = _build(Config, values, "config", errors, class_defaults(Config))
     if errors:
         raise ConfigError(errors)
     return config
@@ -100,7 +100,7 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
         where = f"{path}.{name}"
         if dataclasses.is_dataclass(expected):
             # Built even when not given: a recipe may say what no default says.
-            nested = _values(defaults[name]) if name in defaults else _class_defaults(expected)
+            nested = _values(defaults[name]) if name in defaults else class_defaults(expected)
             fields[name] = _build(expected, given.get(name, {}), where, errors, nested)
         elif name in given:
             fields[name] = _convert(expected, given[name], where, errors)
@@ -116,7 +116,7 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
     return built
 
 
-def _class_defaults(cls: Any) -> dict[str, Any]:
+def class_defaults(cls: Any) -> dict[str, Any]:
     """Returns the defaults of a dataclass; fields without one are left out."""
     defaults = {}
     for field in dataclasses.fields(cls):
@@ -131,7 +131,7 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
     """Returns `value` as the annotation `expected` admits it, or `_INVALID`."""
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if dataclasses.is_dataclass(expected):
-        return _build(expected, value, path, errors, _class_defaults(expected))
+        return _build(expected, value, path, errors, class_defaults(expected))
     if origin is Mapping:
         if isinstance(value, (Mapping, ml_config.ConfigDict)):
             entries = {

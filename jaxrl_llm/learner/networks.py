@@ -53,6 +53,17 @@ def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shap
     )
 
 
+def check_stop_tokens(config: Config, shape: Shape) -> None:
+    """Raises ConfigError if the model can never sample one of `rollout.stop_tokens`."""
+    if beyond := [token for token in config.rollout.stop_tokens if token >= shape.vocab_size]:
+        raise ConfigError(
+            [
+                f"config.rollout.stop_tokens: {beyond} are not in the vocabulary, tokens 0 to"
+                f" {shape.vocab_size - 1}; leave them out"
+            ]
+        )
+
+
 def check_mesh(config: Config, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot hold this run's sequences, heads and what rests."""
     shards = mesh.shape["sequence"]

@@ -137,6 +137,7 @@ def build(config: Config) -> Roles:
     """
     tokenizer = networks.load_tokenizer(config.model)
     shape = networks.model_shape(config.model, tokenizer)
+    networks.check_stop_tokens(config, shape)
     config = automatic.here(config, shape, jax.devices())
     meshes = places.meshes(config)
     eos = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()

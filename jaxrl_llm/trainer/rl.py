@@ -24,7 +24,7 @@ from absl import logging
 from jaxrl_llm import checkpoint
 from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import Config
-from jaxrl_llm.config.folder import claim_workdir
+from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.console import screen
 from jaxrl_llm.data import datasets
 from jaxrl_llm.folder_lock import FolderLock
@@ -77,14 +77,15 @@ def _train(
     total = config.trainer.num_steps
 
     # Nothing is allocated before everything that can be checked has been.
+    check_workdir(config, workdir)
     roles = roles_lib.build(config)
+    budget = planned.check(config, jax.devices())
     training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:
         held_out = datasets.load_dataset(config.data, roles.tokenizer, "eval", config.seed)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     roles_lib.check_folders(roles)
-    budget = planned.check(config, jax.devices())
     custom.check(config.algorithm)
     rewards_lib.check(config.rewards)
     rewards_lib.check(config.evaluation_rewards)
