@@ -32,14 +32,14 @@ def main():
     if problem := number_problem("temperature", TEMPERATURE.value):
         program.refuse([("temperature", problem)])
     # JetStream may be missing; what is wrong with the flags is told first.
-    from jaxrl_llm.serving import jetstream_adapter
+    from jaxrl_llm.serving.jetstream import adapter
 
     program.keep_compilations(MODEL.value or WORKDIR.value)
     read = loading.from_folder if MODEL.value else loading.from_run
     source = read(MODEL.value or WORKDIR.value)
     served = loading.served(source, max_tokens=MAX_TOKENS.value)
     roles = source.roles
-    engine = jetstream_adapter.JetStreamEngine(
+    engine = adapter.JetStreamEngine(
         roles_lib.rollout_network(roles.config, roles.policy, roles.mesh),
         roles.mesh,
         served,
@@ -50,7 +50,7 @@ def main():
         ),
         seed=SEED.value,
     )
-    server = jetstream_adapter.run(engine, HOST.value, PORT.value)
+    server = adapter.run(engine, HOST.value, PORT.value)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
