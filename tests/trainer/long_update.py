@@ -20,6 +20,7 @@ def long(*args, **kwargs):
     return take(*args, **kwargs)
 
 
-update.Updater.__call__ = long
-sys.argv = [os.path.join(os.getcwd(), "launch", "train.py"), *sys.argv[1:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if __name__ == "__main__":
+    update.Updater.__call__ = long
+    sys.argv = [os.path.join(os.getcwd(), "launch", "train.py"), *sys.argv[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
