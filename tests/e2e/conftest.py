@@ -18,7 +18,11 @@ from jaxrl_llm.trainer import rl
 def grpo_run(tmp_path_factory, cache) -> pathlib.Path:
     """The folder of a tiny GRPO run that was not interrupted."""
     workdir = tmp_path_factory.mktemp("grpo") / "run"
-    runs.launch("train", [*runs.flags("grpo_tiny"), f"--workdir={workdir}"], cache)
+    flags = [*runs.flags("grpo_tiny"), f"--workdir={workdir}"]
+    result = runs.finish(runs.start("train", flags, cache))
+    assert result.returncode == 0, result.stderr[-4000:]
+    (workdir.parent / "stdout").write_text(result.stdout)
+    (workdir.parent / "stderr").write_text(result.stderr)
     return workdir
 
 

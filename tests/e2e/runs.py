@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -123,6 +124,7 @@ def refused(program: str, arguments: Iterable[Any], cache: Any, **options: Any) 
     result = finish(start(program, arguments, cache, **options))
     said = result.stdout + result.stderr
     assert result.returncode == 1, said[-4000:]
+    assert not re.search(r"^[IWEF]\d{4} ", said, re.MULTILINE), said[-4000:]  # a log's prefix
     # Threads of tensorstore print their own traces when a disk is full; the program shows none.
     trace = "Traceback" in said and "Event loop is closed" not in said
     assert not trace and f'File "{ROOT}' not in said, said[-4000:]
