@@ -1,6 +1,7 @@
 """The root of all errors that a user can mend, and what they must name."""
 
 import contextlib
+import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,15 @@ class ConfigError(UserError, ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
+
+
+def check_package(package: str, extra: str, where: str) -> None:
+    """Raises ConfigError if the package of an extra, which the setting `where` needs, is absent."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        remedy = f"pip install 'jaxrl_llm[{extra}]', or leave it out"
+        raise ConfigError([f"{where}: needs the package {package} ({error}); {remedy}"]) from error
 
 
 class Interrupted(KeyboardInterrupt):

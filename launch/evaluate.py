@@ -1,6 +1,7 @@
 """Evaluates a run's policy on its held-out prompts: `python launch/evaluate.py --workdir=DIR`.
 
-Prints one JSON object: mean@k, pass@k and maj@k of each data source.
+Or the model of a Hugging Face folder on those of a config: `--model=FOLDER --config=FILE`. Prints
+one JSON object: mean@k, pass@k and maj@k of each data source.
 """
 
 import dataclasses
@@ -8,43 +9,64 @@ import json
 
 import jax
 from absl import flags
+from ml_collections import config_flags
 
 from jaxrl_llm import program
+from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import saved
+from jaxrl_llm.learner.saved import Source
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer.evaluate import Evaluator
-from jaxrl_llm.types import Weights
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
+MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, in the place of a run.")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "For --model: whose data and rewards; may be changed as for a run."
+)
 SAMPLES = flags.DEFINE_integer("samples_per_prompt", 1, "k of mean@k, pass@k and maj@k.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy; needed above 0 for k > 1.")
 PROMPTS = flags.DEFINE_integer("num_prompts", 0, "How many prompts; 0: all.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
 
 
+def _load() -> Source:
+    if WORKDIR.value:
+        return saved.from_run(WORKDIR.value)
+    config = rl_config(from_config_dict(CONFIG.value))
+    model = dataclasses.replace(config.model, path=MODEL.value)
+    return saved.from_model(dataclasses.replace(config, model=model))
+
+
 def main():
-    program.keep_compilations(WORKDIR.value)
-    policy = saved.load_policy(WORKDIR.value)
+    if bool(MODEL.value) == bool(WORKDIR.value):
+        program.refuse([("model", "give either --model or --workdir")])
+    if bool(MODEL.value) != bool(CONFIG.value):
+        message = "--model needs a config file: whose data and rewards; a run has its own"
+        program.refuse([("config", message)])
+    folder = WORKDIR.value or MODEL.value
+    program.keep_compilations(folder)
+    source = _load()
     wanted = dataclasses.replace(
-        policy.config.evaluation,
+        source.config.evaluation,
         samples_per_prompt=SAMPLES.value,
         temperature=TEMPERATURE.value,
         num_prompts=PROMPTS.value,
     )
     program.refuse(wanted.problems())
-    config = dataclasses.replace(policy.config, evaluation=wanted)
-    held_out = datasets.load_dataset(config.data, policy.models.tokenizer, "eval", config.seed)
+    config = dataclasses.replace(source.config, evaluation=wanted)
+    held_out = datasets.load_dataset(config.data, source.models.tokenizer, "eval", config.seed)
     rewards = config.evaluation_rewards
     if rewards.models:
-        message = f"{WORKDIR.value}: this run's rewards are models; set evaluation.functions in it"
-        program.refuse([("workdir", message)])
+        message = f"{folder}: its rewards are models; set evaluation.functions"
+        program.refuse([("workdir" if WORKDIR.value else "config", message)])
     only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
     with rewards_lib.build(only_functions, {}) as scorer:
         key = jax.random.key(SEED.value)
-        evaluate = Evaluator(config, policy.sampler, held_out, scorer.score, key)
-        found = evaluate(Weights(policy.sampler.weights(policy.params), policy.step))
-    print(json.dumps({"step": policy.step, "data": found}))
+        evaluate = Evaluator(config, source.sampler, held_out, scorer.score, key)
+        weights = source.weights()
+        found = evaluate(weights)
+    print(json.dumps({"step": weights.version, "data": found}))
 
 
 if __name__ == "__main__":

@@ -23,25 +23,26 @@ BEST = flags.DEFINE_bool(
 
 
 def main():
-    policy = saved.load_policy(WORKDIR.value, BEST.value)
+    policy = saved.from_run(WORKDIR.value, BEST.value)
+    params, step = policy.read()
     models, path = policy.models, policy.config.model.path
     if ADAPTERS.value:
         if not policy.config.lora.rank:
             message = f"the run in {WORKDIR.value} has no adapters (lora.rank=0); leave it out"
             program.refuse([("adapters", message)])
-        peft_folder.save(OUT.value, models.policy, policy.params, path)
-        logging.info("the adapters after step %d are in %s", policy.step, OUT.value)
+        peft_folder.save(OUT.value, models.policy, params, path)
+        logging.info("the adapters after step %d are in %s", step, OUT.value)
         return
     huggingface.save(
         OUT.value,
         models.policy,
-        policy.sampler.whole_policy(policy.params),
+        policy.sampler.whole_policy(params),
         tokenizer=models.tokenizer,
         source_config=families.read_config(path) if path else None,
         dtype=DTYPE.value or None,
         eos_token_ids=models.eos_tokens,
     )
-    logging.info("the policy after step %d is in %s", policy.step, OUT.value)
+    logging.info("the policy after step %d is in %s", step, OUT.value)
 
 
 if __name__ == "__main__":

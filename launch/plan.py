@@ -11,7 +11,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm import program
+from jaxrl_llm import errors, program
 from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import advice, fit, placement, report
@@ -36,6 +36,9 @@ def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
 
 
 def main():
+    if CHART.value:
+        program.refuse(report.chart_problems(CHART.value))
+        errors.check_package("matplotlib", "plot", "--chart")
     config = rl_config(from_config_dict(CONFIG.value))
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
@@ -43,15 +46,19 @@ def main():
         place = planned.here(jax.devices())
     else:
         place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
-    plan = planned.plan(config, place)
+    plan = planned.plan(planned.filled(config, place), place)
     compiled = _compiled(plan, place.devices) if COMPILE.value else {}
     nearest = advice.nearest(plan)
-    if CHART.value:
-        report.save_chart(plan, CHART.value)
     if JSON.value:
         found = report.to_json(plan, nearest, PRICE.value)
         print(json.dumps({**found, "compiled": compiled}))
-        return
+    else:
+        _print(plan, compiled, nearest)
+    if CHART.value:
+        report.save_chart(plan, CHART.value)
+
+
+def _print(plan: fit.Plan, compiled: dict[str, float | str], nearest: advice.Advice) -> None:
     print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
     if not plan.fits:
         print(f"\nnearest run that fits, {nearest}")

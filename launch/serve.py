@@ -9,6 +9,7 @@ import sys
 from absl import flags, logging
 
 from jaxrl_llm import program
+from jaxrl_llm.learner import saved
 from jaxrl_llm.serving.driver import Driver
 
 try:
@@ -42,13 +43,13 @@ def main():
     program.keep_compilations(MODEL.value or WORKDIR.value)
     listener = server.listen(HOST.value, PORT.value)
     if MODEL.value:
-        source = loading.from_folder(MODEL.value, DTYPE.value, TENSOR.value)
+        source = saved.from_model(saved.model_config(MODEL.value, DTYPE.value, TENSOR.value))
     else:
-        source = loading.from_run(WORKDIR.value)
+        source = saved.from_run(WORKDIR.value)
     served = loading.served(source, NAME.value, MAX_TOKENS.value)
     engine = loading.engine(source, served, SLOTS.value, CHUNK.value, DRAFT.value)
     logging.info("reading the weights of %s", source.name)
-    params = source.read()
+    params = source.weights().params
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
     app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
@@ -56,7 +57,8 @@ def main():
     filters = (False, True) if WARM_UP.value else ()
     programs = engine.programs(WARM_UP.value, longest, filters)
     del params  # or these would stay in memory beside those that SIGHUP brings
-    life = server.Lifetime(programs, source.read, GRACE_S.value, max(256, 4 * driver.capacity))
+    read = lambda: source.weights().params  # noqa: E731
+    life = server.Lifetime(programs, read, GRACE_S.value, max(256, 4 * driver.capacity))
     server.run(app, driver, listener, life)
 
 

@@ -10,7 +10,7 @@ import threading
 from absl import flags, logging
 
 from jaxrl_llm import program
-from jaxrl_llm.learner import sampler
+from jaxrl_llm.learner import sampler, saved
 from jaxrl_llm.rollout.checks import number_problem
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.serving import loading
@@ -32,25 +32,27 @@ def main():
     if problem := number_problem("temperature", TEMPERATURE.value):
         program.refuse([("temperature", problem)])
     # JetStream may be missing; what is wrong with the flags is told first.
-    from jaxrl_llm.serving import jetstream_adapter
+    from jaxrl_llm.serving.jetstream import adapter
 
     program.keep_compilations(MODEL.value or WORKDIR.value)
-    read = loading.from_folder if MODEL.value else loading.from_run
-    source = read(MODEL.value or WORKDIR.value)
+    if MODEL.value:
+        source = saved.from_model(saved.model_config(MODEL.value))
+    else:
+        source = saved.from_run(WORKDIR.value)
     served = loading.served(source, max_tokens=MAX_TOKENS.value)
     models = source.models
-    engine = jetstream_adapter.JetStreamEngine(
+    engine = adapter.JetStreamEngine(
         sampler.rollout_network(source.config.rollout, models.policy, models.mesh),
         models.mesh,
         served,
-        source.read,
+        lambda: source.weights().params,
         num_slots=SLOTS.value,
         sampling=SamplingParams(
             1, TEMPERATURE.value, top_p=TOP_P.value, stop_tokens=served.eos_tokens
         ),
         seed=SEED.value,
     )
-    server = jetstream_adapter.run(engine, HOST.value, PORT.value)
+    server = adapter.run(engine, HOST.value, PORT.value)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -1,20 +1,39 @@
-"""Every test sees eight fake CPU devices, and programs that compile fast rather than run fast."""
+"""Every test sees eight fake CPU devices, and programs that compile fast rather than run fast.
+
+A program is compiled once for all processes of a session, those that tests start included: they
+share a folder, that of `JAX_COMPILATION_CACHE_DIR` or one that goes with the session.
+"""
 
 import os
 import pathlib
+import shutil
+import tempfile
 
 import pytest
+import quick_compiler
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
-if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = quick_compiler.flags(8, os.environ.get("XLA_FLAGS", ""))
+
+COMPILED = "JAX_COMPILATION_CACHE_DIR"  # read by jax, here and in every process below this one
+OWN_FOLDER = None if os.environ.get(COMPILED) else tempfile.mkdtemp(prefix="compiled-")
+if OWN_FOLDER:
+    os.environ[COMPILED] = OWN_FOLDER
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 20_000  # Linux allows a process 65,530; a compiled program takes several
+
+
+def pytest_unconfigure():
+    if OWN_FOLDER:
+        shutil.rmtree(OWN_FOLDER, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cache() -> pathlib.Path:
+    """Compiled programs, shared by all processes of the session."""
+    return pathlib.Path(os.environ[COMPILED])
 
 
 @pytest.fixture(scope="session")

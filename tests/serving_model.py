@@ -11,6 +11,7 @@ import time
 
 import httpx
 import numpy as np
+import quick_compiler
 import tiny
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -72,9 +73,7 @@ class Server:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = str(ROOT)
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = (
-            f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        )
+        environment["XLA_FLAGS"] = quick_compiler.flags(devices)
         self.process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=ROOT,

@@ -1,6 +1,7 @@
 """How a program ends: with a message for what the user can mend, with a trace for the rest."""
 
 import errno
+import logging
 import pathlib
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def test_what_the_user_can_mend_is_a_message(run, capsys, error, message):
     assert ended.value.code == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and message in shown and "Traceback" not in shown
+
+
+def test_a_library_is_not_missed_that_is_not_used():
+    record = logging.makeLogRecord({"msg": "PyTorch was not found. Models won't be available"})
+    assert not logging.getLogger("transformers").filter(record)
+    assert logging.getLogger("transformers").filter(logging.makeLogRecord({"msg": "other"}))
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x")])

@@ -74,6 +74,8 @@ class Saver:
             preservation_policy=_Kept(self),
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
+            create=not self._read_only,  # this and the next: else it warns that it sets them
+            save_interval_steps=int(not self._read_only),
             enable_async_checkpointing=True,
             temporary_path_class=seal.SealedPath,
         )

@@ -86,7 +86,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     job = values.get("job") or "rl"
     if job not in JOBS:
         raise ConfigError([f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}"])
-    config = _build(JOBS[job], values, "config", errors, _class_defaults(JOBS[job]))
+    config = _build(JOBS[job], values, "config", errors, class_defaults(JOBS[job]))
     if errors:
         raise ConfigError(errors)
     return config
@@ -124,7 +124,7 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
         where = f"{path}.{name}"
         if dataclasses.is_dataclass(expected):
             # Built even when not given: a recipe may say what no default says.
-            nested = _values(defaults[name]) if name in defaults else _class_defaults(expected)
+            nested = _values(defaults[name]) if name in defaults else class_defaults(expected)
             fields[name] = _build(expected, given.get(name, {}), where, errors, nested)
         elif name in given:
             fields[name] = _convert(expected, given[name], where, errors)
@@ -140,7 +140,7 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
     return built
 
 
-def _class_defaults(cls: Any) -> dict[str, Any]:
+def class_defaults(cls: Any) -> dict[str, Any]:
     """Returns the defaults of a dataclass; fields without one are left out."""
     defaults = {}
     for field in dataclasses.fields(cls):
@@ -155,7 +155,7 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
     """Returns `value` as the annotation `expected` admits it, or `_INVALID`."""
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if dataclasses.is_dataclass(expected):
-        return _build(expected, value, path, errors, _class_defaults(expected))
+        return _build(expected, value, path, errors, class_defaults(expected))
     if origin is Mapping:
         if isinstance(value, (Mapping, ml_config.ConfigDict)):
             entries = {

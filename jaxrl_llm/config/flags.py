@@ -1,41 +1,124 @@
 """The command line: `--config=FILE` and `--config.key=value`, checked before absl reads them."""
 
 import dataclasses
-import pathlib
+import difflib
+import importlib.machinery
+import importlib.util
+import os
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import app
-from ml_collections.config_flags import config_flags
+from absl import app, flags
+from ml_collections import config_dict as ml_config
 
-from jaxrl_llm.config.bridge import described, unknown_field
+from jaxrl_llm.config.bridge import JOBS, class_defaults, described, unknown_field
 from jaxrl_llm.config.rl import RLConfig
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
 
 
-def unknown_overrides(argv: Sequence[str], name: str = "config") -> list[str]:
+def load(file: str) -> Any:
+    """Returns what `get_config` of a config file returns.
+
+    Entries of named groups get the fields that the file leaves out, so that the command line can
+    set them.
+
+    Args:
+      file: Path; what follows a colon is `get_config`'s argument.
+
+    Raises:
+      ConfigError: If the file is missing, cannot be run, or describes nothing; names the line.
+    """
+    path, *argument = file.split(":", 1)
+    if not os.path.isfile(path):  # no error of a name that no file can have
+        raise ConfigError([f"--config: {path}: no such file"])
+    loader = importlib.machinery.SourceFileLoader("config_file", path)
+    spec = importlib.util.spec_from_loader("config_file", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        loader.exec_module(module)
+        if hasattr(module, "get_config"):
+            values = module.get_config(*argument)
+    except (Exception, SystemExit) as error:
+        raise ConfigError([f"--config: {_place(error, path)}; mend the file"]) from error
+    if not hasattr(module, "get_config"):
+        message = f"--config: {path}: has no function get_config(); see configs/grpo_tiny.py"
+        raise ConfigError([message])
+    if not isinstance(values, (dict, ml_config.ConfigDict)):
+        message = f"--config: {path}: get_config() returned {values!r}; return the config"
+        raise ConfigError([message])
+    _complete(values, _job(values))
+    return values
+
+
+def _job(values: Any) -> Any:
+    """Returns the class of the job that a config describes; of RL if it names none we know."""
+    return JOBS.get(values.get("job"), RLConfig)
+
+
+def _place(error: BaseException, path: str) -> str:
+    """Returns file, line and text of what a config file raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    if isinstance(error, SyntaxError) and error.filename:
+        path, lines = error.filename, [error.lineno]
+        error = SyntaxError(error.msg)
+    line = f", line {lines[-1]}" if lines else ""
+    return f"{path}{line}: {type(error).__name__}: {error}"
+
+
+def _complete(values: Any, cls: Any) -> None:
+    """Sets what entries of named groups leave out to the defaults of their class."""
+    for name, hint in typing.get_type_hints(cls).items():
+        group = values.get(name)
+        if not isinstance(group, (dict, ml_config.ConfigDict)):
+            continue
+        if dataclasses.is_dataclass(hint):
+            _complete(group, hint)
+        elif dataclasses.is_dataclass(kind := typing.get_args(hint)[1]):
+            for entry in group.values():
+                if isinstance(entry, ml_config.ConfigDict):
+                    with entry.unlocked():
+                        entry.update({**class_defaults(kind), **entry})
+
+
+class _ConfigFile(flags.ArgumentParser):
+    """What absl reads `--config=FILE` with."""
+
+    def parse(self, file: str) -> Any:
+        values = load(file)
+        if isinstance(values, ml_config.ConfigDict):
+            values.lock()
+        return values
+
+    def flag_type(self) -> str:
+        return "config object"
+
+
+def unknown_overrides(argv: Sequence[str]) -> list[str]:
     """Returns what is wrong with `--config=FILE` and the keys of `--config.key=value`.
 
     Args:
       argv: Arguments of the process.
-      name: Name of the config flag.
     """
-    text = "\n".join(argv)
-    match = re.search(rf"^--?{name}[=\n](.+)$", text, re.MULTILINE)
-    file = match[1] if match else ""
-    if match and not pathlib.Path(file.partition(":")[0]).is_file():
-        return [f"--{name}: {file}: no such file"]
+    match = re.search(r"^--?config[=\n](.+)$", "\n".join(argv), re.MULTILINE)
+    try:
+        values = load(match[1]) if match else {}
+    except ConfigError as error:
+        return list(error.problems)
     errors: list[str] = []
     for argument in argv:
-        if found := re.match(rf"--?(?:no)?{name}\.([^=]+)", argument):
-            errors.extend(_unknown_key(found[1].split("."), RLConfig, name, file))
+        if found := re.match(r"--?(?:no)?config\.([^=]+)", argument):
+            errors.extend(_unknown_key(found[1].split("."), _job(values), values))
     return errors
 
 
-def _unknown_key(parts: Sequence[str], expected: Any, path: str, file: str) -> Iterator[str]:
+def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[str]:
+    path = "config"
     for part in parts:
         if dataclasses.is_dataclass(expected):
             hints = typing.get_type_hints(expected)
@@ -44,37 +127,48 @@ def _unknown_key(parts: Sequence[str], expected: Any, path: str, file: str) -> I
                 return
             expected = hints[part]
         elif typing.get_origin(expected) is Mapping:
-            entries: Any = config_flags.ConfigFileFlagParser(name="config").parse(file)
-            for parent in path.split(".")[1:]:
-                entries = entries[parent]
-            if part not in entries:
+            if part not in values:
                 yield (
                     f"{path}.{part}: the config file has no such entry (it has:"
-                    f" {', '.join(entries) or 'none'}); set the whole group,"
+                    f" {', '.join(values) or 'none'}); set the whole group,"
                     f" --{path}=\"{{'{part}': {{...}}}}\""
                 )
                 return
             expected = typing.get_args(expected)[1]
-            if parts[-1] in typing.get_type_hints(expected) and parts[-1] not in entries[part]:
-                yield (
-                    f"{path}.{part}.{parts[-1]}: the config file leaves it out, and what it leaves"
-                    f" out cannot be set here; add it to {part!r} in the config file, or set the"
-                    f" whole entry, --{path}=\"{{'{part}': {{...}}}}\""
-                )
-                return
         else:
             yield f"{path}.{part}: {path} is {described(expected)} and has no fields"
             return
+        values = values.get(part, {}) if hasattr(values, "get") else {}
         path = f"{path}.{part}"
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses flags for `app.run(main, flags_parser=parse_flags)`.
 
-    An unknown `--config.key` ends the program with all such keys named, each with the
-    nearest known one, where ml_collections alone would show a KeyError's traceback.
+    A config file that cannot be read, an unknown `--config.key` and an argument that is no flag
+    end the program with a message each, where absl or ml_collections show a traceback, or nothing.
     """
     if errors := unknown_overrides(argv):
-        print(f"FATAL {ConfigError(errors)}", file=sys.stderr)
-        raise SystemExit(1)
-    return app.parse_flags_with_usage(list(argv))
+        _refuse(errors)
+    if "config" in flags.FLAGS:
+        flags.FLAGS["config"].parser = _ConfigFile()
+    flags.FLAGS.set_gnu_getopt(True)  # what follows an argument that is no flag is read too
+    rest = app.parse_flags_with_usage(list(argv))
+    if len(rest) > 1:
+        _refuse([_meant(argument) for argument in rest[1:]])
+    return rest
+
+
+def _refuse(errors: Sequence[str]) -> typing.NoReturn:
+    print(f"error: {ConfigError(errors)}", file=sys.stderr)
+    raise SystemExit(EXIT_MENDABLE)
+
+
+def _meant(argument: str) -> str:
+    """Returns what is wrong with an argument that is no flag, and the flag that was meant."""
+    name, equals, value = argument.lstrip("-").partition("=")
+    top, dot, key = name.partition(".")
+    near = [top] if top in flags.FLAGS else difflib.get_close_matches(top, list(flags.FLAGS), n=1)
+    if not near:
+        return f"{argument!r} is no flag; write --flag=value, --help lists the flags"
+    return f"{argument!r} is no flag; did you mean --{near[0]}{dot}{key}{equals}{value}?"

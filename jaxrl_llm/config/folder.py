@@ -64,19 +64,18 @@ def _resumable(path: str) -> bool:
     return any(path == name or path.startswith(name + ".") for name in RESUMABLE)
 
 
-def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
-    """Makes `workdir` the folder of this run: `config.json` in it describes the run.
-
-    Args:
-      config: The run.
-      workdir: Its folder; made if missing.
-      write: Whether this process writes the file (one process of a run does).
+def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
+    """Checks that `workdir` can be the folder of this run; writes nothing.
 
     Raises:
-      ConfigError: If the folder belongs to a run with other settings than may change between
-        resumes (`RESUMABLE`), or holds outputs that no run described; names them.
+      ConfigError: If it is or lies below a file, belongs to a run with other settings than may
+        change between resumes (`RESUMABLE`) or with more steps done than this one has, or holds
+        outputs that no run described; names them.
     """
-    path = pathlib.Path(workdir) / "config.json"
+    path = pathlib.Path(workdir).absolute() / "config.json"
+    for folder in path.parents:
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise ConfigError([f"--workdir: {folder} is a file; name a folder, made if missing"])
     if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
         raise ConfigError(
             [
@@ -91,6 +90,31 @@ def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: boo
                 *changed,
             ]
         )
+    steps = [
+        int(found.name) for found in path.parent.glob("checkpoints/*") if found.name.isdecimal()
+    ]
+    if steps and config.trainer.num_steps < max(steps):
+        raise ConfigError(
+            [
+                f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
+                f" {max(steps)} steps; set it above {max(steps)} to go on, or use another --workdir"
+            ]
+        )
+
+
+def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
+    """Makes `workdir` the folder of this run: `config.json` in it describes the run.
+
+    Args:
+      config: The run.
+      workdir: Its folder; made if missing.
+      write: Whether this process writes the file (one process of a run does).
+
+    Raises:
+      ConfigError: As `check_workdir`.
+    """
+    check_workdir(config, workdir)
+    path = pathlib.Path(workdir) / "config.json"
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -114,4 +138,11 @@ def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); is this a run's folder?"]) from error
+    if isinstance(values, dict) and "model_type" in values:
+        raise ConfigError(
+            [
+                f"{workdir}: the folder of a model, not of a run; give it as --model where a"
+                " command has that, or to a run as --config.model.path"
+            ]
+        )
     return from_config_dict(values)

@@ -93,7 +93,8 @@ class AlertsConfig(Group):
     constant_reward: AlertConfig = AlertConfig(limit=0.0, steps=10)  # max - min of scores, at most
     reward_failures: AlertConfig = AlertConfig(limit=0.1)  # share of calls, above
     disk: AlertConfig = AlertConfig(limit=0.03)  # free share of the run's file system, below
-    throughput: AlertConfig = AlertConfig(limit=0.5)  # tokens/s over their recent median, below
+    # Tokens/s over their median before, below; so long that a busy machine alone is no alert.
+    throughput: AlertConfig = AlertConfig(limit=0.3, steps=5)
     webhook: Address = ""  # a JSON object is posted to it; "": none
     function: Function = ""  # your own, called with the same object; "": none
 

@@ -118,6 +118,7 @@ class RLConfig(JobConfig):
                 "rewards.cost_models",
                 "algorithm.safe needs a cost: add cost_models or cost_functions",
             )
+        yield from self._skips_without_effect()
         untrained = [
             f"{group}.{name}"
             for group in ("models", "cost_models")
@@ -139,6 +140,26 @@ class RLConfig(JobConfig):
                 "preference.num_steps",
                 f"needs preference pairs; data.task={self.data.task!r} has none, use 'arithmetic'",
             )
+
+    def _skips_without_effect(self) -> Iterator[Problem]:
+        """Yields alerts that shall skip updates and, in this run, can never fire before one."""
+        measured = self.algorithm.old_log_probs == "recompute"
+        one_update = self.minibatch_size == self.sequences_per_step and self.trainer.epochs == 1
+        reasons = {}
+        if measured and one_update:
+            reasons["kl"] = (
+                "a step has one update, before which the policy has not moved;"
+                " use 'continue' or 'stop', or a smaller trainer.minibatch_size"
+            )
+        if not measured:
+            reasons["log_prob_difference"] = (
+                "old_log_probs='rollout' takes the engine's for the policy's own; use 'recompute'"
+            )
+        if not (self.rewards.functions or self.rewards.cost_functions):
+            reasons["reward_failures"] = "no reward function is called; use 'off'"
+        for name, reason in reasons.items():
+            if getattr(self.alerts, name).action == "skip":
+                yield f"alerts.{name}.action", f"'skip' would never skip: {reason}"
 
     def warnings(self) -> Iterator[str]:
         """Yields settings that have no effect in this run."""

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Group, Range, Tokens
+from jaxrl_llm.config.ranges import Group, Range, Text, Tokens
 from jaxrl_llm.errors import Problem
 
 # Of the temperatures above 0 (greedy). Float32 logits are right to about 2e-6: divided by less
 # than this, that error alone would decide what is drawn and what training learns of it.
 MIN_TEMPERATURE = 1e-4
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
+StopString = Annotated[str, Text()]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 
 
@@ -40,6 +41,7 @@ class RolloutConfig(Group):
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
     stop_tokens: tuple[Token, ...] = ()  # beside the tokenizer's end of sequence
+    stop_strings: tuple[StopString, ...] = ()  # a response ends with the token that completes one
     # At one time; chosen from the work and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
     # Decode steps between two looks of the host.
@@ -50,3 +52,7 @@ class RolloutConfig(Group):
     def rules(self) -> Iterator[Problem]:
         if len(self.stop_tokens) > 8:
             yield "stop_tokens", f"at most 8, got {len(self.stop_tokens)}"
+        if len(self.stop_strings) > 8:
+            yield "stop_strings", f"at most 8, got {len(self.stop_strings)}"
+        if "" in self.stop_strings:
+            yield "stop_strings", "one is empty and would end every response; leave it out"

@@ -65,6 +65,11 @@ class EvaluationConfig(Group):
     temperature: Temperature = 0.0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.before or self.after or self.every > 0
+
     def rules(self) -> Iterator[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
             yield (

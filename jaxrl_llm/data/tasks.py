@@ -135,7 +135,9 @@ def file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 def _files(config: DataConfig, split: Split) -> tuple[str, ...]:
     files = config.train_files if split == "train" else config.eval_files
     if not files:
-        raise DataError(f"config.data.{split}_files: task={config.task!r} reads files, none given")
+        message = f"config.data.{split}_files: task={config.task!r} reads files, none given"
+        off = "; name some, or set evaluation.before=False, evaluation.after=False and every=0"
+        raise DataError(message + (off if split == "eval" else "; name some"))
     return files
 
 

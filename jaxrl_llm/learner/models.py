@@ -64,7 +64,14 @@ class Models:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Returns the job's tokenizer: of its folder, or the built-in one of characters."""
+    """Returns the job's tokenizer: of its folder, or the built-in one of characters.
+
+    Raises:
+      CheckpointFormatError: If there is no model folder to look into.
+      DataError: If the folder has no tokenizer that can be read.
+    """
+    if config.path:
+        families.read_config(config.path)  # what is wrong there is not the tokenizer's fault
     folder = config.tokenizer or config.path
     if not folder:
         return tokenizer_lib.character_tokenizer()
@@ -184,6 +191,17 @@ def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> t
             ]
         )
     return budget, rows, length
+
+
+def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
+    """Raises ConfigError if the model can never sample one of `rollout.stop_tokens`."""
+    if beyond := [token for token in config.rollout.stop_tokens if token >= shape.vocab_size]:
+        raise ConfigError(
+            [
+                f"config.rollout.stop_tokens: {beyond} are not in the vocabulary, tokens 0 to"
+                f" {shape.vocab_size - 1}; leave them out"
+            ]
+        )
 
 
 def check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:

@@ -1,6 +1,7 @@
 """The plan of a run: for devices of this process, or for others that it may be given."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxrl_llm.planning import advice, devices, fit, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.planning.memory import Setting
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 _MARGIN = 1.1  # how far estimates are from compilers' reports at most
 
@@ -78,6 +80,18 @@ def plan(config: RLConfig, place: Place) -> Plan:
     setting = Setting(config, policy, scorers, {}, place.backend)
     config = automatic.placed(setting, place.device, place.num_devices, place.num_hosts)
     return fit.make(config, policy, scorers, place.device, place.num_devices, place.backend)
+
+
+def filled(config: RLConfig, place: Place) -> RLConfig:
+    """Returns the config on a mesh that fills the place; warns where that is not its own."""
+    try:
+        mesh_lib.mesh_sizes(config.mesh, place.num_devices)
+        return config
+    except ConfigError as error:
+        tensor = math.gcd(max(1, config.mesh.tensor), place.num_devices)
+        logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
+        mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
+        return dataclasses.replace(config, mesh=mesh)
 
 
 def _vocab_size(config: RLConfig) -> int:

@@ -1,11 +1,15 @@
-"""The policy of a finished or running run, read from its folder."""
+"""A policy in a folder: of a finished or running run, or a model's own."""
 
 import dataclasses
+import functools
 import os
 import pathlib
+from collections.abc import Callable
+
+import jax
 
 from jaxrl_llm.checkpoint import saver as saver_lib
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import LoraConfig, MeshConfig, ModelConfig, RLConfig
 from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import automatic
@@ -14,24 +18,42 @@ from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
+from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.types import Weights
+
+MOST_TOKENS = 4096  # of prompt and answer, where none is asked for and a model would take more
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedPolicy:
-    """The policy of a run."""
+class Source:
+    """Where a policy comes from.
 
+    Attributes:
+      name: Of its folder.
+      config: Of its run, or the defaults of one.
+      models: Its networks, on the devices of this process.
+      sampler: With the base of its adapters, if it has any.
+      max_tokens: Of prompt and answer together, where none is asked for.
+      read: Returns the newest weights as they were trained (whole, or adapters) and the step
+        that they were saved after.
+    """
+
+    name: str
     config: RLConfig
     models: Models
-    sampler: Sampler  # with the base of adapters, if there are any
-    params: Params  # as it was trained: whole, or adapters
-    step: int  # it was saved after
+    sampler: Sampler
+    max_tokens: int
+    read: Callable[[], tuple[Params, int]]
+
+    def weights(self) -> Weights:
+        """Returns the newest weights for sampling."""
+        params, step = self.read()
+        return Weights(self.sampler.weights(params), step)
 
 
-def load_policy(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy:
-    """Returns the newest saved policy of a run, on the devices of this process.
-
-    Critics, optimizers and frozen models are left unread.
+def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
+    """Returns the policy of a run. Critics, optimizers and frozen models are left unread.
 
     Args:
       workdir: Folder of a finished or running run.
@@ -39,14 +61,69 @@ def load_policy(workdir: str | os.PathLike[str], best: bool = False) -> SavedPol
 
     Raises:
       ConfigError: If `workdir` is not the folder of a run.
-      CheckpointError: If it holds no undamaged checkpoint.
+      CheckpointError: When it is read, if there is no undamaged checkpoint.
     """
-    config, workdir = rl_config(load_config(workdir)), pathlib.Path(workdir)
+    config, folder = rl_config(load_config(workdir)), pathlib.Path(workdir)
     models = models_lib.of_job(config, automatic.meshes(config))
-    base: Params = {}
+    base = _base(config, models, folder) if config.lora.rank else {}
+    return Source(
+        name=folder.resolve().name,
+        config=config,
+        models=models,
+        sampler=sampler_lib.build(config, models, base),
+        max_tokens=config.max_sequence_tokens,
+        read=functools.partial(_newest, config, models, folder, best),
+    )
+
+
+def from_model(config: RLConfig) -> Source:
+    """Returns the policy in the model folder `config.model.path`; adapters are of runs alone.
+
+    Raises:
+      UserError: If the folder cannot be used.
+    """
+    config = dataclasses.replace(config, lora=LoraConfig())
+    models = models_lib.of_job(config)
+    huggingface.check(config.model.path, models.policy)
+    return Source(
+        name=pathlib.Path(config.model.path).resolve().name,
+        config=config,
+        models=models,
+        sampler=sampler_lib.build(config, models, {}),
+        max_tokens=min(models.policy.shape.max_positions, MOST_TOKENS),
+        read=lambda: (weights_lib.initial_policy(config, models), 0),
+    )
+
+
+def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
+    """Returns the config of a model folder that is only asked, by the defaults of a run.
+
+    Args:
+      path: With config.json, safetensors and the tokenizer's files.
+      dtype: Of weights and arithmetic; "" is bfloat16 on accelerators, float32 on CPU.
+      tensor: Devices that share each layer; the others have slots of their own.
+    """
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return RLConfig(
+        model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
+        mesh=MeshConfig(tensor=tensor),
+    )
+
+
+def _base(config: RLConfig, models: Models, workdir: pathlib.Path) -> Params:
+    """Returns the policy as RL found it: of the warm start, or of where the run began."""
+    product = workdir / "warm_start" / "product"
+    if not product.exists():
+        return weights_lib.initial_policy(config, models)
+    abstract = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+    return saver_lib.load_tree(product, abstract)[0]
+
+
+def _newest(
+    config: RLConfig, models: Models, workdir: pathlib.Path, best: bool
+) -> tuple[Params, int]:
     shapes, shardings = models.policy.abstract(), models.policy_shardings
     if config.lora.rank:
-        base = _base(config, models, workdir)
         shapes = models.policy.abstract_adapters()
         shardings = models_lib.adapter_shardings(models.policy, models.mesh)
     abstract = weights_lib.with_shardings(shapes, shardings)
@@ -59,14 +136,4 @@ def load_policy(workdir: str | os.PathLike[str], best: bool = False) -> SavedPol
         )
     state, _, step = saver.restore({"policy": {"params": abstract}}, partial=True, step=wanted)
     saver.close()
-    sampler = sampler_lib.build(config, models, base)
-    return SavedPolicy(config, models, sampler, state["policy"]["params"], step)
-
-
-def _base(config: RLConfig, models: Models, workdir: pathlib.Path) -> Params:
-    """Returns the policy as RL found it: of the warm start, or of where the run began."""
-    product = workdir / "warm_start" / "product"
-    if not product.exists():
-        return weights_lib.initial_policy(config, models)
-    abstract = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
-    return saver_lib.load_tree(product, abstract)[0]
+    return state["policy"]["params"], step

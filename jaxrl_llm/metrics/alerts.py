@@ -91,7 +91,7 @@ ALERTS: Mapping[str, Alert] = {
         "remove what is not needed before the next checkpoint fails",
     ),
     "throughput": Alert(
-        f"tokens/s over the median of the last {SPEED_STEPS} steps",
+        f"tokens/s over the median of the last {SPEED_STEPS} steps that were not slow",
         "below",
         "look for other work on this machine",
     ),
@@ -166,7 +166,10 @@ class Alerts:
         speed = _speed(numbers)
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)
-        self._speeds.append(speed)
+        # Slow steps do not become the measure before they have been told of.
+        rule = self._rule("throughput")
+        if not self._is_bad("throughput", readings) or self._in_row["throughput"] >= rule.steps:
+            self._speeds.append(speed)
         found = {}
         for name in ALERTS:
             rule = self._rule(name)

@@ -18,8 +18,8 @@ import jax
 import tensorboardX
 from absl import logging
 
-from jaxrl_llm.config import ConfigError, MetricsConfig
-from jaxrl_llm.errors import naming
+from jaxrl_llm.config import MetricsConfig
+from jaxrl_llm.errors import check_package, naming
 from jaxrl_llm.metrics import console, dumps
 from jaxrl_llm.types import Rewards, Rollouts
 
@@ -181,17 +181,8 @@ class Writer:
 
 def check(config: MetricsConfig) -> None:
     """Raises ConfigError if an output needs a package that is not there; before any work."""
-    if not config.wandb_project:
-        return
-    try:
-        importlib.import_module("wandb")
-    except ImportError as error:
-        raise ConfigError(
-            [
-                f"config.metrics.wandb_project: {config.wandb_project!r} needs the package wandb"
-                f" ({error}); pip install 'jaxrl_llm[wandb]', or set it to ''"
-            ]
-        ) from error
+    if config.wandb_project:
+        check_package("wandb", "wandb", "config.metrics.wandb_project")
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:

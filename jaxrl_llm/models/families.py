@@ -80,13 +80,21 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
+        name = pathlib.PurePath(folder).name
         raise CheckpointFormatError(
-            f"{folder}: no such folder; give a local folder with config.json and safetensors"
-            " (models are not downloaded by name)"
+            f"{folder}: no such folder; give a local folder with config.json and safetensors. A"
+            " model is not downloaded by its name on Hugging Face:"
+            f" `hf download {folder} --local-dir {name}` makes such a folder"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointFormatError(f"{folder}: has no config.json; is it a model folder?")
-    return _read_json(folder / "config.json")
+    config = _read_json(folder / "config.json")
+    if "model_type" not in config and "trainer" in config:
+        raise CheckpointFormatError(
+            f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
+            f" model's folder of it: launch/export.py --workdir={folder} --out=FOLDER"
+        )
+    return config
 
 
 def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:

@@ -1,18 +1,17 @@
 """Does a run fit its devices, by how much, and what every pool of them holds."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import ConfigError, MeshConfig, RLConfig
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.memory import Parts, Setting
 from jaxrl_llm.sharding import pools
-from jaxrl_llm.sharding.mesh import AXES
+from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
 Roles = tuple[str, ...]
 
@@ -59,23 +58,6 @@ class Plan:
 def axes(mesh: Mapping[str, int]) -> str:
     """Returns the axes of a mesh that split anything: "fsdp 8 x tensor 2"."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
-
-
-def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Returns the size of every mesh axis over so many devices.
-
-    Raises:
-      ConfigError: If the axes do not fill the devices.
-    """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
-    if math.prod(sizes.values()) != num_devices:
-        given = " x ".join(f"{axis} {getattr(config, axis)}" for axis in AXES)
-        raise ConfigError(
-            [f"config.mesh: {given} does not fill {num_devices} devices; set one axis to -1"]
-        )
-    return sizes
 
 
 def make(

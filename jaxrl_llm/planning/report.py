@@ -1,9 +1,11 @@
 """Plans as text, JSON and charts."""
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_llm.errors import Problem
 from jaxrl_llm.planning import placement
 from jaxrl_llm.planning.advice import Advice
 from jaxrl_llm.planning.devices import GIB
@@ -127,12 +129,17 @@ def _series(plan: Plan) -> Iterator[tuple[str, list[float]]]:
         yield part, [getattr(parts, part) / GIB for parts in plan.programs.values()]
 
 
-def save_chart(plan: Plan, path: str) -> None:
-    """Writes the plan as a picture: a stacked bar a program, the device's memory a line.
+def chart_problems(path: str) -> Iterator[Problem]:
+    """Yields why no chart can be written to `path`."""
+    if not path.endswith(".png"):
+        yield "chart", f"{path} must end in .png"
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        yield "chart", f"{path}: no such folder; make it first"
 
-    Raises:
-      ImportError: If matplotlib, the extra `[plot]`, is not installed.
-    """
+
+def save_chart(plan: Plan, path: str) -> None:
+    """Writes the plan as a picture: a stacked bar a program, the device's memory a line."""
+    # Of the extra [plot], which no other module needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -32,6 +32,7 @@ def code(
     tests = _tests(ground_truth)
     blocks = BLOCK.findall(solution_str)
     found = {"score": 0.0, "passed": 0.0, "failure": "", "sandbox": str(protections())}
+    found["pred"] = blocks[-1] if blocks else ""
     if not blocks:
         return {**found, "failure": "no block of code"}
     seconds = float(extra_info.get("timeout_s", 5.0))

@@ -1,7 +1,8 @@
 """Reward functions: the built-in ones, and how a user's own are found.
 
 Each has the signature `f(data_source, solution_str, ground_truth, extra_info)` and returns a
-number, or a dict with `score` and whatever else should be logged. This module runs in the worker
+number, or a dict with `score` and whatever else should be logged; `pred`, the answer that was
+found in the solution, is what maj@k votes on. This module runs in the worker
 processes and must not import jax.
 """
 
@@ -23,26 +24,29 @@ DEFAULT_MAX_CHARACTERS = 1024
 
 def arithmetic(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
-    """Returns 1.0 if all that stands behind the first `#` is the ground truth, else 0.0.
+) -> dict[str, Any]:
+    """Returns 1.0 as `score` if all that stands behind the first `#` is the ground truth, else 0.0.
 
     White space around it is ignored. Only the first `#` counts and nothing may follow the answer,
     so that a policy can neither guess twice nor go on for ever.
     """
     _, _, answer = solution_str.partition("#")
-    return float(answer.strip() == str(ground_truth))
+    return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
 
 
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
-    """Returns 1.0 if the last `#### number` of the last 300 characters is the ground truth.
+) -> dict[str, Any]:
+    """Returns 1.0 as `score` if the last `#### number` of the text's end is the ground truth.
+
+    The end is the last 300 characters.
 
     Commas in it are dropped; then the texts must be equal, as in verl: `12.0` is not `12`, and
     neither is `12.` at the end of a sentence.
     """
     numbers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARACTERS:])
-    return float(bool(numbers) and numbers[-1].replace(",", "") == ground_truth)
+    answer = numbers[-1].replace(",", "") if numbers else ""
+    return {"score": float(bool(numbers) and answer == ground_truth), "pred": answer}
 
 
 def answer_format(

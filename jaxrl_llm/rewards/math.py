@@ -12,8 +12,8 @@ EXPRESSION_TIMEOUT_S = 2
 
 def math_answer(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
-    """Returns 1.0 if the solution's final answer has the value of the ground truth, else 0.0.
+) -> dict[str, Any]:
+    """Returns 1.0 as `score` if the final answer has the value of the ground truth, else 0.0.
 
     A boxed answer counts first, then LaTeX, then a plain expression near the end of the text.
     Several different boxed answers are one set, so that a second guess is no help. An answer that
@@ -37,4 +37,13 @@ def math_answer(
         [LatexExtractionConfig(), ExprExtractionConfig()],
         parsing_timeout=EXPRESSION_TIMEOUT_S,
     )
-    return float(verify(target, answer, timeout_seconds=EXPRESSION_TIMEOUT_S))
+    right = verify(target, answer, timeout_seconds=EXPRESSION_TIMEOUT_S)
+    return {"score": float(right), "pred": _text(answer)}
+
+
+def _text(answer: list[Any]) -> str:
+    """Returns the same text for equal answers, as far as the library simplifies them."""
+    try:
+        return str(answer[0]) if answer else ""
+    except ValueError:  # an integer of more digits than Python prints
+        return str(answer[-1])

@@ -84,6 +84,7 @@ class Engine:
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.chunk_steps = chunk_steps
+        self.layout = layout
         # Two sizes, so two programs: of a refill, and of the first fill.
         self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self._places = 1 + speculation.draft_tokens  # tokens that a step may give a slot

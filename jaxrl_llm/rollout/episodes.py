@@ -53,6 +53,7 @@ def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> Samplin
         top_p=config.top_p,
         min_p=config.min_p,
         stop_tokens=tuple(dict.fromkeys((*eos_tokens, *config.stop_tokens))),
+        stop_strings=config.stop_strings,
     )
 
 

@@ -65,6 +65,26 @@ ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
 _rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=ACTIVATIONS)
 
 
+def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Returns the size of every mesh axis over so many devices.
+
+    Raises:
+      ConfigError: If the sizes do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    found = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
+    if math.prod(found.values()) != num_devices:
+        given = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ConfigError(
+            [
+                f"config.mesh: {given} does not fill the {num_devices} devices;"
+                " set one axis to -1 for the rest"
+            ]
+        )
+    return found
+
+
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """Returns the mesh over `devices` (all of them if None), axes `AXES`.
 
@@ -72,18 +92,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
       ConfigError: If the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    rest, left = divmod(len(devices), fixed)
-    wild = [axis for axis, size in sizes.items() if size == -1]
-    if left or (not wild and rest != 1):
-        raise ConfigError(
-            [
-                f"config.mesh: {' x '.join(f'{a} {s}' for a, s in sizes.items())} does not fill the"
-                f" {len(devices)} devices; set one axis to -1 for the rest"
-            ]
-        )
-    sizes.update({axis: rest for axis in wild})
+    sizes = mesh_sizes(config, len(devices))
     grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

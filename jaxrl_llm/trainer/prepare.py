@@ -41,9 +41,9 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
       ConfigError, DataError, CheckpointError, RewardError, OccupiedError: See `rl.train`.
     """
     models = models_lib.of_job(config, automatic.meshes(config))
-    tokenizer = models.tokenizer
-    weights_lib.check_folders(config, models)
+    models_lib.check_stop_tokens(config, models.policy.shape)
     budget = planned.check(config, jax.devices())
+    weights_lib.check_folders(config, models)
     custom.check(config.algorithm)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
@@ -51,8 +51,10 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
         f"config.algorithm.{path}: {said}" for path, said in needs.problems(config.algorithm)
     ]:
         raise ConfigError(found)
-    training_set = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
-    held_out = datasets.load_dataset(config.data, tokenizer, "eval", config.seed)
+    training_set = datasets.load_dataset(config.data, models.tokenizer, "train", config.seed)
+    held_out = datasets.Dataset(())
+    if config.evaluation.wanted:
+        held_out = datasets.load_dataset(config.data, models.tokenizer, "eval", config.seed)
     rewards_lib.check(config.rewards, training_set.prompts)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)

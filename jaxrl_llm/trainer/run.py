@@ -24,7 +24,7 @@ from absl import logging
 from jaxrl_llm.checkpoint.lock import FolderLock
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
-from jaxrl_llm.config.folder import claim_workdir
+from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner import planned, replicas
@@ -92,6 +92,7 @@ class Run:
             logging.warning("%s", warning)
         writer_lib.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
+        check_workdir(self.config, self.workdir)
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:

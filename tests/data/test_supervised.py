@@ -52,8 +52,8 @@ def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
         row = dataset[i % 200]
         good, bad = tokenizer.decode(chosen[:-1]), tokenizer.decode(rejected[:-1])
         assert prompt == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
-        assert arithmetic("", good, row.ground_truth, {}) == 1.0
-        assert arithmetic("", bad, row.ground_truth, {}) == 0.0
+        assert arithmetic("", good, row.ground_truth, {})["score"] == 1.0
+        assert arithmetic("", bad, row.ground_truth, {})["score"] == 0.0
         assert int(bad.partition("#")[2]) >= 0
         steps = [text.partition("=") for text in bad.partition("#")[0].split(",")]
         wrong = [step for step, (sum_, _, got) in enumerate(steps) if eval(sum_) != int(got)]

@@ -9,23 +9,20 @@ import jax
 import pytest
 import recipe_settings
 import runs
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> pathlib.Path:
-    """Compiled programs, shared by all processes of the session."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="session")
 def grpo_run(tmp_path_factory, cache) -> pathlib.Path:
     """The folder of a tiny GRPO run that was not interrupted."""
     workdir = tmp_path_factory.mktemp("grpo") / "run"
-    runs.launch("train", [*runs.flags("grpo_tiny"), f"--workdir={workdir}"], cache)
+    flags = [*runs.flags("grpo_tiny"), f"--workdir={workdir}"]
+    result = runs.finish(runs.start("train", flags, cache))
+    assert result.returncode == 0, result.stderr[-4000:]
+    (workdir.parent / "stdout").write_text(result.stdout)
+    (workdir.parent / "stderr").write_text(result.stderr)
     return workdir
 
 
@@ -40,49 +37,27 @@ def ppo_run(tmp_path_factory, cache) -> pathlib.Path:
     return workdir
 
 
-@pytest.fixture(scope="session")
-def compiled_here(tmp_path_factory) -> pathlib.Path:
-    """Compiled programs of the runs in this process."""
-    return tmp_path_factory.mktemp("compiled_here")
-
-
 @contextlib.contextmanager
-def compiled_once(folder: pathlib.Path):
-    """Keeps compiled programs in `folder` while it is entered."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(folder), 0.0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def on_one_device(folder: pathlib.Path):
+def on_one_device():
     """Makes meshes of one device: eight on two cores would wait for each other."""
-    with compiled_once(folder), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
         patch.setattr(mesh_lib, "make_mesh", make)
         yield
 
 
 @pytest.fixture
-def one_device(compiled_here):
+def one_device():
     """Runs of the test in this process have one device; those of other tests have eight."""
-    with on_one_device(compiled_here):
+    with on_one_device():
         yield
 
 
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory, compiled_here) -> pathlib.Path:
+def taught(tmp_path_factory) -> pathlib.Path:
     """The product of the warm start that all runs on sums begin from."""
     workdir = tmp_path_factory.mktemp("taught")
-    with on_one_device(compiled_here):
+    with on_one_device():
         rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
     return workdir / "warm_start"
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import quick_compiler
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -35,8 +37,7 @@ def start(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
-        " --xla_backend_optimization_level=0",
+        "XLA_FLAGS": quick_compiler.flags(devices),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import quick_compiler
 from ml_collections import ConfigDict
 
 from jaxrl_llm.config import RLConfig
@@ -84,7 +86,7 @@ def start(program: str, arguments: Iterable[Any], cache: Any, **options: Any) ->
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": quick_compiler.flags(1),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -122,6 +124,7 @@ def refused(program: str, arguments: Iterable[Any], cache: Any, **options: Any) 
     result = finish(start(program, arguments, cache, **options))
     said = result.stdout + result.stderr
     assert result.returncode == 1, said[-4000:]
+    assert not re.search(r"^[IWEF]\d{4} ", said, re.MULTILINE), said[-4000:]  # a log's prefix
     # Threads of tensorstore print their own traces when a disk is full; the program shows none.
     trace = "Traceback" in said and "Event loop is closed" not in said
     assert not trace and f'File "{ROOT}' not in said, said[-4000:]

@@ -131,7 +131,8 @@ def test_a_file_without_rows(tmp_path):
 
 def test_no_file(tmp_path):
     settings = from_rows(tmp_path, GOOD) | {"data.eval_files": ()}
-    assert "config.data.eval_files" in refused(tmp_path, settings, DataError)
+    said = refused(tmp_path, settings, DataError)
+    assert "config.data.eval_files" in said and "or set evaluation.before=False" in said
 
 
 def test_no_prompt_that_is_short_enough(tmp_path):

@@ -41,12 +41,8 @@ def test_every_mistake_of_a_config_file_is_named(tmp_path, cache):
             "config.trainer.optimizer.learning_rat: unknown field; did you mean 'learning_rate'?",
         ),
         ("--config.trainer.num_steps=ten", "--config.trainer.num_steps=ten"),
-        (
-            "--config.rewards.functions.answer.data_source=sums",
-            "config.rewards.functions.answer.data_source: the config file leaves it out",
-        ),
     ],
-    ids=["unknown", "type", "left_out"],
+    ids=["unknown", "type"],
 )
 def test_a_mistake_on_the_command_line_is_named(tmp_path, cache, argument, message):
     arguments = [*runs.flags("grpo_tiny"), argument, f"--workdir={tmp_path / 'run'}"]
@@ -73,6 +69,20 @@ def test_sizes_that_do_not_divide(tmp_path):
     assert (
         "6 does not divide the 16 sequences of a step (4 prompts x 4 samples); use 4 or 8" in said
     )
+
+
+def test_a_stop_token_beyond_the_vocabulary(tmp_path):
+    said = refused(tmp_path, {"rollout.stop_tokens": (1, 10**9)}, ConfigError)
+    assert "config.rollout.stop_tokens: [1000000000] are not in the vocabulary, tokens 0 to" in said
+
+
+def test_fewer_steps_than_are_done(tmp_path):
+    claim_workdir(runs.config("grpo_tiny", {"trainer.num_steps": 7}), tmp_path)
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(ConfigError, match="has done 7 steps; set it above 7 to go on"):
+        rl.train(runs.config("grpo_tiny", {"trainer.num_steps": 5}), tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
 
 
 def test_a_mesh_that_does_not_fill_the_devices(tmp_path):

@@ -46,7 +46,7 @@ def test_remax_samples_its_baseline_in_the_same_wave(train, waves):
             assert [params.temperature for params in request.params] == [1.0, 0.0]
             assert row["num_tokens"] == len(sampled.tokens)
             text = character_tokenizer().decode(greedy.tokens, skip_special_tokens=True)
-            baseline = arithmetic("", text, row["gts"], {})
+            baseline = arithmetic("", text, row["gts"], {})["score"]
             weighted += (row["score"] - baseline) * row["num_tokens"]
         # Every token of a response has the advantage score - baseline.
         mean = weighted / sum(row["num_tokens"] for row in rows)

@@ -15,6 +15,7 @@ import sys
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import quick_compiler
 import runs
 import starter
 
@@ -59,7 +60,7 @@ class Starter:
                 **os.environ,
                 "PYTHONPATH": str(runs.ROOT),
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_backend_optimization_level=0",
+                "XLA_FLAGS": quick_compiler.flags(1),
                 "JAX_COMPILATION_CACHE_DIR": str(cache),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             },

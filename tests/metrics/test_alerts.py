@@ -89,13 +89,27 @@ def test_each_fires_on_its_own_reading(name, bad, good, tmp_path, monkeypatch, c
 
 
 def test_throughput_is_compared_to_its_median_without_evaluations(tmp_path, monkeypatch):
-    with Alerts(only("throughput"), tmp_path, lambda _: None) as watch:
+    config = only("throughput", limit=0.5, steps=1)
+    with Alerts(config, tmp_path, lambda _: None) as watch:
         for step in range(1, 8):
             assert observe(watch, monkeypatch, step) == {"alerts/throughput": 0.0}
         slow = {"timing_s/step": 5.0, "timing_s/testing": 1.0}
         assert observe(watch, monkeypatch, on_host=slow) == {"alerts/throughput": 1.0}
         evaluated = {"timing_s/step": 60.0, "timing_s/testing": 59.0}
         assert observe(watch, monkeypatch, on_host=evaluated) == {"alerts/throughput": 0.0}
+
+
+def test_a_busy_machine_is_no_alert_and_a_slow_one_is(tmp_path, monkeypatch):
+    def fires(watch, seconds):
+        slow = {"timing_s/step": seconds, "timing_s/testing": 0.0}
+        return observe(watch, monkeypatch, on_host=slow)["alerts/throughput"]
+
+    with Alerts(only("throughput"), tmp_path, lambda _: None) as watch:
+        # The first step compiles; then every other step is ten times slower, or all are twice.
+        assert not any(fires(watch, seconds) for seconds in (60, *[1, 10] * 12, *[2] * 12))
+        found = [fires(watch, 20.0) for _ in range(40)]
+    assert found[:5] == [0, 0, 0, 0, 1]
+    assert not any(found[-20:])  # a pace that stays is the measure in the end
 
 
 def test_a_disk_that_does_not_answer_is_said_and_the_run_goes_on(tmp_path, caplog):
@@ -196,10 +210,25 @@ def test_a_function_that_cannot_be_used_is_refused(tmp_path, content):
         alerts_lib.check(AlertsConfig(function=f"{tmp_path}/mine.py:tell"))
 
 
+def test_an_alert_that_could_never_skip_is_refused():
+    values = default_config_dict()
+    values.rewards.models = {"judge": {"path": "folder"}}
+    values.algorithm.old_log_probs = "rollout"
+    for name in ("kl", "reward_failures", "log_prob_difference"):
+        values.alerts[name].action = "skip"
+    with pytest.raises(ConfigError) as refused:
+        from_config_dict(values)
+    text = str(refused.value)
+    assert "alerts.kl.action" not in text  # against the engine's log-probs there is one
+    for name in ("reward_failures", "log_prob_difference"):
+        assert f"config.alerts.{name}.action: 'skip' would never skip" in text
+
+
 @pytest.mark.parametrize(
     "key, value, message",
     [
         ("disk.action", "skip", "'skip' comes too late"),
+        ("kl.action", "skip", "'skip' would never skip: a step has one update"),
         ("kl.steps", 0, r"must be in \[1, "),
         ("entropy.limit", -1.0, r"must be in \[0, inf\]"),
         ("webhook", "file:///etc/passwd", "must begin with http"),

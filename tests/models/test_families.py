@@ -140,6 +140,14 @@ def test_unwritable_shapes_are_refused():
         families.to_hf_config(dataclasses.replace(LLAMA_SHAPE, qkv_bias=True))
 
 
+def test_a_folder_of_something_else_is_told(tmp_path):
+    with pytest.raises(CheckpointFormatError, match="`hf download Qwen/Qwen3-8B --local-dir Qwen3"):
+        families.read_config("Qwen/Qwen3-8B")
+    (tmp_path / "config.json").write_text('{"trainer": {"num_steps": 1}}')
+    with pytest.raises(CheckpointFormatError, match=r"the folder of a run, .* give it as"):
+        families.read_config(tmp_path)
+
+
 def test_end_of_sequence_ids(tmp_path):
     with pytest.raises(CheckpointFormatError, match="no such folder"):
         families.eos_token_ids(tmp_path / "absent")

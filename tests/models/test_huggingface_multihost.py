@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import quick_compiler
 
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.shape import Shape
@@ -41,7 +42,7 @@ def test_two_processes_export_what_they_imported(tmp_path):
         address = f"localhost:{free.getsockname()[1]}"
     paths = [str(pathlib.Path(__file__).parent), *(p for p in sys.path if p)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    environment["XLA_FLAGS"] = quick_compiler.flags(2)
     processes = [
         subprocess.Popen(
             [

@@ -32,6 +32,17 @@ def test_what_cannot_fit_is_refused_with_advice():
     assert "--config." in str(error.value)
 
 
+def test_a_topology_overrides_a_mesh_that_cannot_fill_it(caplog):
+    config = from_config_dict({**VALUES, "mesh": {"data": 3, "fsdp": 2, "tensor": 4}})
+    place = planned.elsewhere("v5e:2x3", "", 0)
+    filled = planned.filled(config, place)
+    assert (filled.mesh.data, filled.mesh.fsdp, filled.mesh.tensor) == (1, -1, 2)
+    assert "does not fill the 6 devices" in caplog.text
+    assert "planned with fsdp -1 x tensor 2 instead" in caplog.text
+    assert planned.plan(filled, place).num_devices == 6
+    assert planned.filled(filled, place) is filled
+
+
 def test_measured_against_planned(monkeypatch):
     class Device:
         def memory_stats(self):

@@ -98,7 +98,7 @@ def test_an_absurd_request_is_answered_at_once():
 
 
 def test_a_mesh_that_does_not_fill_the_devices_is_refused():
-    with pytest.raises(ConfigError, match="does not fill 8 devices"):
+    with pytest.raises(ConfigError, match="does not fill the 8 devices"):
         plan("h100", 8, mesh={"fsdp": 3})
 
 

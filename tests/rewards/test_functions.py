@@ -9,7 +9,8 @@ from jaxrl_llm.rewards.functions import gsm8k, resolve
 
 
 def score(name, solution, truth="", extra_info=()):
-    return resolve(name)("source", solution, truth, dict(extra_info))
+    found = resolve(name)("source", solution, truth, dict(extra_info))
+    return found["score"] if isinstance(found, dict) else found
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,25 @@ def test_gsm8k(solution, truth, expected):
 )
 def test_math(solution, truth, expected):
     assert score("math", solution, truth) == expected
+
+
+@pytest.mark.parametrize(
+    "name, solution, answer",
+    [
+        ("arithmetic", "3+4=7 # 7\n", "7"),
+        ("arithmetic", "3+4=7", ""),
+        ("gsm8k", "#### 1 and #### 1,234 it is", "1234"),
+        ("gsm8k", "no idea", ""),
+        ("math", r"so it is \boxed{\frac12}", "1/2"),
+        ("math", r"half of it, \boxed{\frac{2}{4}}", "1/2"),
+        ("math", "no idea", ""),
+        ("code", "```python\nprint(1)\n```", "print(1)\n"),
+        ("code", "print(1)", ""),
+    ],
+)
+def test_the_answer_that_was_found_is_told(name, solution, answer):
+    truth = {"tests": "pass"} if name == "code" else "7"
+    assert resolve(name)("source", solution, truth, {})["pred"] == answer
 
 
 def test_math_refuses_a_ground_truth_that_is_none():

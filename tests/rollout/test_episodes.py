@@ -83,9 +83,15 @@ def test_keys_are_the_folded_ones():
 
 def test_parameters_of_a_run():
     config = RolloutConfig(
-        max_response_tokens=7, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_tokens=(4, 2)
+        max_response_tokens=7,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        stop_tokens=(4, 2),
+        stop_strings=("so.",),
     )
-    want = SamplingParams(7, 0.5, 3, 0.9, 0.1, stop_tokens=(2, 9, 4))
+    want = SamplingParams(7, 0.5, 3, 0.9, 0.1, stop_tokens=(2, 9, 4), stop_strings=("so.",))
     assert episodes.sampling_params(config, (2, 9)) == want
 
 

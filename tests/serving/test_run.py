@@ -24,11 +24,6 @@ FEW = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory, cache):
     """Returns a function that trains a run up to a step, and its folder."""
     workdir = tmp_path_factory.mktemp("grpo") / "run"
@@ -44,7 +39,8 @@ def run(tmp_path_factory, cache):
 
 def generated(workdir, cache):
     """Returns the text and the log-prob of the run's own answer."""
-    said = runs.launch("generate", [f"--workdir={workdir}", f"--prompt={QUESTION}"], cache)
+    flags = [f"--workdir={workdir}", f"--prompt={QUESTION}", "--max_tokens=16"]
+    said = runs.launch("generate", flags, cache)
     line = json.loads(said)
     return line["output"], pytest.approx(line["log_prob"], abs=1e-3)
 

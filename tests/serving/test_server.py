@@ -243,6 +243,7 @@ def test_filters_leave_the_likeliest(client):
         ({"prompt": {"a": 1}}, 400, "prompt", "prompt"),
         ({"model": "../../etc/passwd"}, 404, "model", "is not served here; use 'tiny-model'"),
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2; got 3"),
+        ({"temperature": 1e-10}, 400, "temperature", "at least 0.0001, or 0 for greedy, got 1e-10"),
         ({"temperature": "hot"}, 400, "temperature", "valid number; got 'hot'"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
@@ -299,6 +300,30 @@ def test_bodies_that_are_not_json(url):
         assert reply.json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(url + "/v1/nothing").json()["error"]["message"] == "Not Found"
     assert httpx.get(url + "/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ({"stop": "\ud800"}, "stop"),
+        ({"stop": ["a", "b\udfff"]}, "stop.1"),
+        ({"prompt": "a\ud83d"}, "prompt"),
+        ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages.0.content"),
+        ({"metadata": {"a": {"\ud800": 1}}}, r"metadata.a.'\ud800'"),
+        ({"\ud800": 1}, r"'\ud800'"),
+        ({"model": "\ud800"}, "model"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told_where_it_is(url, field, place):
+    path = "/v1/chat/completions" if "messages" in field else "/v1/completions"
+    body = {"model": "tiny-model", "prompt": PROMPT, **field}
+    if "messages" in field:
+        del body["prompt"]
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(url + path, content=json.dumps(body), headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(f"{place}: holds half of a surrogate pair")
+    assert httpx.get(url + "/health").status_code == 200
 
 
 def test_models_health_and_metrics(client, url):

@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.prefill import Prefix, Prompts
 from jaxrl_llm.rollout.programs import Admission, DecodeState
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
-from jaxrl_llm.serving.jetstream_library import (
+from jaxrl_llm.serving.jetstream.library import (
     config_lib,
     engine_api,
     server_lib,

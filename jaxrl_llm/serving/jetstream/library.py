@@ -37,9 +37,10 @@ class _Unavailable:
         raise UserError("this tokenizer of JetStream needs seqio and tiktoken, not installed here")
 
 
-if importlib.util.find_spec("jetstream") is None:
+_packages = ("jetstream", "grpc", "prometheus_client", "shortuuid")
+if _missing := [name for name in _packages if importlib.util.find_spec(name) is None]:
     raise JetStreamMissing(
-        "google-jetstream is not installed: pip install --no-deps google-jetstream &&"
+        f"{', '.join(_missing)} not installed: pip install --no-deps google-jetstream &&"
         " pip install grpcio prometheus-client protobuf shortuuid"
     )
 if importlib.util.find_spec("seqio") is None:

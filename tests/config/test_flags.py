@@ -1,0 +1,49 @@
+"""Config files that cannot be read end with file, line and remedy."""
+
+import pytest
+
+from jaxrl_llm.config.flags import unknown_overrides
+
+GOOD = """from jaxrl_llm.config.bridge import default_config_dict
+def get_config(size="small"):
+    config = default_config_dict()
+    config.rewards.functions.answer = dict(function="arithmetic")
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"x = 1\ndef get_config(:\n", ", line 2: SyntaxError: invalid syntax; mend the file"),
+        (b"\nimport absent_package\n", ", line 2: ModuleNotFoundError: No module named 'absent_"),
+        (b"x = 1\n", ": has no function get_config(); see configs/grpo_tiny.py"),
+        (b"def get_config():\n  return [1][2]\n", ", line 2: IndexError: list index out of range"),
+        (b"def get_config():\n  pass\n", ": get_config() returned None; return the config"),
+        (b"raise SystemExit(3)\n", ", line 1: SystemExit: 3; mend the file"),
+        (b"\xff\xfe\x00", ": SyntaxError: "),
+        (b"def get_config():\n  raise SystemError('no')\n", ", line 2: SystemError: no"),
+        (b"def get_config(): return 3\n", ": get_config() returned 3; return the config"),
+        (b"def get_config(): raise OSError(2, 'gone')\n", ", line 1: FileNotFoundError"),
+    ],
+)
+def test_a_config_file_that_cannot_be_read_is_named_with_its_line(tmp_path, content, message):
+    file = tmp_path / "run.py"
+    file.write_bytes(content)
+    (said,) = unknown_overrides(["train.py", f"--config={file}", "--config.no_such=1"])
+    assert said.startswith(f"--config: {file}") and message in said
+
+
+@pytest.mark.parametrize("name", ["absent.py", "", "a\0b", "x" * 5000])
+def test_a_config_file_that_is_not_there(tmp_path, name):
+    (said,) = unknown_overrides(["train.py", "--config", f"{tmp_path}/{name}"])
+    assert said.endswith("no such file")
+
+
+def test_overrides_of_an_entry_that_the_file_has(tmp_path):
+    file = tmp_path / "run.py"
+    file.write_text(GOOD)
+    key = "--config.rewards.functions.answer"
+    assert unknown_overrides(["train.py", f"--config={file}:large", f"{key}.weight=2"]) == []
+    (said,) = unknown_overrides(["train.py", f"--config={file}", f"{key}.wait=2"])
+    assert said.startswith("config.rewards.functions.answer.wait: unknown field")

@@ -1,0 +1,170 @@
+"""Every command of the README and the docs is run as written, or listed here with the reason."""
+
+import functools
+import pathlib
+import re
+import shlex
+import sys
+
+import commands
+import jax
+import pytest
+import runs
+import serving_model
+
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.serving import server
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import rl
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The log tells what was run on its day.
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS.remove(ROOT / "docs" / "log.md")
+BEGINS = r"(?:(?:python|pip|pytest|pre-commit|sbatch|kubectl|mpirun|hf) |launch/tpu_pod|\.ci/run)"
+# What only an extra brings, of what the commands here could want.
+PACKAGES = {"plot": ["matplotlib"], "serve": ["fastapi", "uvicorn", "prometheus_client"]}
+NOT_RUN = {
+    r"pip install|pre-commit install": "makes the environment of .ci/run",
+    r"hf download": "needs the network",
+    r"pytest|\.ci/run": "this is it",
+    r"sbatch|kubectl|launch/tpu_pod\.sh": "needs a cluster; see tests/launch/test_cluster_files.py",
+    r"mpirun|python .*--process_id=": "several processes; see tests/e2e/test_multihost.py",
+    r"python launch/serve_jetstream\.py": "see tests/serving/test_jetstream.py",
+    r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
+    r".* --help$": "shows the flags",
+}
+# A run in seconds: sizes and numbers of steps are settings as all others.
+FEWER = {**runs.TINY, "trainer.num_steps": 1, "warm_start.num_steps": 2}
+SETTINGS = {
+    "reward_model": {"preference.num_steps": 2, "preference.batch_size": 16},
+    "dapo": {"algorithm.dynamic_sampling": False},  # nothing is learned yet: all groups are equal
+    "sums": {"warm_start.num_steps": 0},
+}
+
+
+def found():
+    """Yields each command once, with the extras that its section says to install."""
+    seen = set()
+    for document in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", document.read_text().replace("\\\n", " "), flags=re.DOTALL)
+        for section in re.split(r"^## ", text, flags=re.MULTILINE):
+            extras = set(",".join(re.findall(r"\.\[([\w,]+)\]", section)).split(","))
+            lines = re.findall(rf"^ +({BEGINS}.*)|`({BEGINS}[^`\n]*)`", section, re.MULTILINE)
+            for line in (a or b for a, b in lines):
+                for command in line.partition("  #")[0].split(" && "):
+                    command = " ".join(command.removesuffix(" &").split())
+                    if command not in seen:
+                        seen.add(command)
+                        yield command, frozenset(extras)
+
+
+COMMANDS = dict(found())
+RUN = {c: e for c, e in COMMANDS.items() if not any(re.match(known, c) for known in NOT_RUN)}
+OF_A_RUN = [c for c in RUN if "--workdir=" in c]
+
+
+def test_each_is_run_or_has_a_reason():
+    assert len(COMMANDS) > 20
+    unknown = [c for c in RUN if not re.match(r"python launch/(\w+)\.py ", c)]
+    assert not unknown
+    assert not [known for known in NOT_RUN if not any(re.match(known, c) for c in COMMANDS)]
+
+
+def test_files_and_flags_of_those_that_are_not_run_exist():
+    source = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    for command in COMMANDS.keys() - RUN.keys():
+        words = shlex.split(command)
+        files = [w for w in words if re.match(r"(?:launch|benchmarks|tests|configs)/", w)]
+        assert not [name for name in files if not (ROOT / name).exists()], command
+        if files and files[0].startswith("benchmarks/"):
+            flags = [w.partition("=")[0] for w in words if w.startswith("--")]
+            assert not [flag for flag in flags if f'"{flag}"' not in source], command
+
+
+def test_flags_that_the_text_names_exist():
+    named = [
+        found
+        for document in DOCUMENTS
+        for found in re.findall(r"`(launch/\w+\.py) --(\w+)`", document.read_text())
+    ]
+    assert len(named) > 2
+    assert not [
+        (file, flag) for file, flag in named if f'"{flag}"' not in (ROOT / file).read_text()
+    ]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the repository's, where a model stands in FOLDER."""
+    for name in ("configs", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    serving_model.make_folder(tmp_path / "FOLDER")
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    return tmp_path
+
+
+def python_of(document):
+    """Returns the blocks of Python in a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.DOTALL)
+
+
+def call(capsys, command, *more):
+    """Runs a command with the packages of its own extras alone; returns what it printed."""
+    _, program, *arguments = shlex.split(command)
+    with pytest.MonkeyPatch.context() as patch:
+        for extra, packages in PACKAGES.items():
+            for package in packages if extra not in RUN[command] else ():
+                patch.setitem(sys.modules, package, None)
+        name = pathlib.Path(program).stem
+        code, out, log = commands.call(capsys, name, *arguments, *more)
+    assert code == 0, log
+    return out
+
+
+@pytest.mark.parametrize("command", [c for c in RUN if c not in OF_A_RUN])
+def test_a_command_without_a_run(command, capsys, place, monkeypatch):
+    served = []
+    monkeypatch.setattr(server, "run", lambda *given: served.append(given))
+    more = {
+        "serve": ["--port=0"],
+        "generate": ["--max_tokens=4"],
+        "evaluate": ["--num_prompts=2", "--config.rollout.max_response_tokens=8"],
+    }
+    name = pathlib.Path(command.split()[1]).stem
+    out = call(capsys, command, *more.get(name, ()))
+    assert out or served
+    if "--chart=" in command:
+        assert (place / "plan.png").exists()
+
+
+@pytest.mark.parametrize("command", [c for c in OF_A_RUN if "launch/train.py" in c])
+def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
+    """Read and validated as written; the slow test below takes a step."""
+    given = []
+    monkeypatch.setattr(rl, "train", lambda config, workdir: given.append(config))
+    call(capsys, command)
+    (config,) = given
+    assert isinstance(config, RLConfig) and not list(config.warnings())
+
+
+@pytest.mark.slow
+def test_the_commands_of_runs(capsys, place, monkeypatch):
+    """In the order of the documents, in one folder; later ones use what earlier ones made."""
+    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", one)
+    monkeypatch.setattr(server, "run", lambda *_: None)
+    monkeypatch.chdir(place)
+    (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
+    exec(python_of("data.md")[1], {})
+    for command in sorted(OF_A_RUN, key=lambda c: "launch/train.py" not in c):
+        run = re.search(r"--workdir=runs/(\w+)", command)[1]
+        if "launch/train.py" in command:
+            fewer = {**FEWER, **SETTINGS.get(run, {})}
+            more = [f"--config.{name}={value}" for name, value in fewer.items()]
+        else:
+            more = {"serve": ["--port=0"], "generate": ["--max_tokens=4"]}.get(
+                pathlib.Path(command.split()[1]).stem, []
+            )
+        call(capsys, command, *more)
+        assert (place / "runs" / run / "metrics.jsonl").exists()

@@ -1,0 +1,54 @@
+"""docs/data.md: its rows are read as it says, and its errors are told as it says."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.tasks import TASKS, task_rows
+
+DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
+ERRORS = re.findall(r"^\| `([{\[].*)` \| `(.*)` \|$", DOCUMENT, re.MULTILINE)
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+def read(*paths):
+    return task_rows(DataConfig(task="files", train_files=tuple(map(str, paths))), "train", 0)
+
+
+def test_every_task_has_its_row():
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \|$", DOCUMENT, re.MULTILINE)
+    assert rows[: len(TASKS)] == list(TASKS)
+
+
+def test_the_rows_are_read_as_it_says(tmp_path):
+    (lines,), (wanted, _) = blocks("json"), blocks("python")
+    (tmp_path / "two.jsonl").write_text(lines)
+    first, second = read(tmp_path / "two.jsonl")
+    assert first["prompt"] == [{"role": "user", "content": "3+4+2="}]
+    assert first["extra_info"] == {} and first["reward_model"]["ground_truth"] == "9"
+    assert [message["role"] for message in second["prompt"]] == ["system", "user"]
+    given = {**second, "ground_truth": second["reward_model"]["ground_truth"]}
+    wanted = ast.literal_eval(wanted)
+    assert {name: given[name] for name in wanted} == wanted
+
+
+def test_its_script_writes_both_kinds_of_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(blocks("python")[1], {})
+    rows = read("sums.jsonl")
+    assert len(rows) == 100 and read("sums.parquet") == rows
+
+
+@pytest.mark.parametrize(("line", "message"), ERRORS)
+def test_errors_are_told_as_it_says(line, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "rows.jsonl")
+    assert "rows.jsonl, row 1" in str(error.value) and message in str(error.value)

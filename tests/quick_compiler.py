@@ -1,0 +1,16 @@
+"""Flags of XLA for programs that compile fast rather than run fast: tests compile all day."""
+
+# Code of elementwise operations by the older generator takes a quarter of the time to compile, and
+# one piece of code a program less than one for each core.
+FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+
+
+def flags(devices: int, given: str = "") -> str:
+    """Returns `XLA_FLAGS` of a process with as many CPU devices; what is `given` stays."""
+    wanted = (f"--xla_force_host_platform_device_count={devices}", *FLAGS)
+    missing = [flag for flag in wanted if flag.partition("=")[0] not in given]
+    return " ".join([*given.split(), *missing])
