@@ -61,7 +61,7 @@ def engine(
         or capacity.num_slots(network, mesh, model.max_tokens, most, draft_tokens),
         max_tokens=model.max_tokens,
         chunk_steps=chunk_steps,
-        layout=models.engine.layout,
+        layout=source.sampler.engine.layout,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
     )

@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import AlgorithmConfig, RLConfig, ConfigError, bridge, folder
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig, bridge, folder
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.config.recipes import RECIPES
 

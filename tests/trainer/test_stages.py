@@ -1,42 +1,75 @@
 """The stages before RL learn what they are given, once: a later start reads their product."""
 
 import dataclasses
+import os
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jaxrl_llm.seal import SEAL
+import runs
 
 from jaxrl_llm.checkpoint import saver
-from jaxrl_llm.config import OptimizerConfig, SupervisedConfig
+from jaxrl_llm.checkpoint.seal import SEAL
+from jaxrl_llm.config import OptimizerConfig, StageConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.data import supervised as examples
-from jaxrl_llm.learner import experience
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.errors import Interrupted
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import predict, update, weights
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.weights import Trainable
+from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer import rl, supervised
+from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Prompt, Rollouts
 
 VALUES = {
     "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_size": 16},
-    "data": {"arithmetic_terms": 2, "arithmetic_train_prompts": 60, "arithmetic_eval_prompts": 20},
+    "data": {
+        "arithmetic_terms": 2,
+        "arithmetic_train_prompts": 60,
+        "arithmetic_eval_prompts": 20,
+        "max_prompt_tokens": 16,
+        "chat_template": False,
+    },
     "rollout": {"max_response_tokens": 16},
     "rewards": {"models": {"judge": {}}},
     "evaluation": {"functions": {"answer": {"function": "arithmetic"}}},
-    "warm_start": {"num_steps": 20, "batch_size": 32, "optimizer": {"learning_rate": 3e-3}},
+    "warm_start": {
+        "num_steps": 20,
+        "batch_size": 32,
+        "save_every": 5,
+        "optimizer": {"learning_rate": 3e-3},
+    },
     "preference": {"num_steps": 150, "batch_size": 32, "optimizer": {"learning_rate": 2e-3}},
+    "metrics": {"tensorboard": False, "console": False},
 }
+CONFIG = from_config_dict(VALUES)
 
 
 @pytest.fixture(scope="module")
-def roles():
-    VALUES["data"] |= {"max_prompt_tokens": 16, "chat_template": False}
-    return roles_lib.build(from_config_dict(VALUES))
+def models():
+    """On one device: eight on two cores would wait for each other."""
+    return models_lib.of_job(CONFIG, models_lib.one_mesh(CONFIG, jax.devices()[:1]))
 
 
-def losses(caplog, stage: str) -> list[float]:
+def warm_start(models, workdir, config=CONFIG):
+    with Run(config, workdir) as run:
+        return supervised.warm_start(config, models, run)
+
+
+def reward_models(models, policy, workdir, config=CONFIG):
+    with Run(config, workdir) as run:
+        return supervised.reward_models(config, models, policy, run)
+
+
+def losses(caplog, task: str) -> list[float]:
     lines = [record.getMessage() for record in caplog.records]
-    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(stage)]
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{task}: update")]
 
 
 def same_bits(left, right) -> bool:
@@ -46,34 +79,149 @@ def same_bits(left, right) -> bool:
     return all(jax.tree.leaves(equal))
 
 
-def test_warm_start_lowers_the_loss_and_is_read_back(roles, tmp_path, caplog):
-    begin = roles_lib.initial_policy(roles)
-    with caplog.at_level("INFO", logger="absl"):
-        first = supervised.warm_start(roles, jax.tree.map(lambda a: a.copy(), begin), tmp_path)
-    found = losses(caplog, "warm_start")
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def taught(models, tmp_path_factory):
+    """A policy after its warm start, and the folder of the run."""
+    workdir = tmp_path_factory.mktemp("taught")
+    return warm_start(models, workdir), workdir
+
+
+def test_warm_start_lowers_the_loss_and_is_read_back(models, taught, caplog):
+    first, workdir = taught
+    found = runs.metrics(workdir / "warm_start")
+    assert list(found) == list(range(1, 21))
     # 104 tokens of equal chance cost log(104) = 4.64; the sums use 14 of them.
-    assert found[0] == pytest.approx(4.64, abs=0.3) and found[-1] < np.log(14)
-    caplog.clear()
-    again = supervised.warm_start(roles, jax.tree.map(lambda a: a.copy(), begin), tmp_path)
-    assert same_bits(first, again) and not losses(caplog, "warm_start")
-    assert not same_bits(first, begin)
+    assert found[1]["sft/loss"] == pytest.approx(4.64, abs=0.3)
+    assert found[20]["sft/loss"] < np.log(14)
+    assert names(workdir) == {"warm_start"}
+    assert names(workdir / "warm_start") == {"config.json", "metrics.jsonl", "product"}
+    with caplog.at_level("INFO", logger="absl"):
+        again = warm_start(models, workdir)
+    assert same_bits(first, again) and not losses(caplog, "sft")
+    assert runs.metrics(workdir / "warm_start") == found
+    assert not same_bits(first, weights.initial_policy(CONFIG, models))
 
 
-def test_no_warm_start_leaves_the_policy_alone(roles, tmp_path):
-    config = dataclasses.replace(roles.config, warm_start=SupervisedConfig(num_steps=0))
-    params = roles_lib.initial_policy(roles)
-    same = supervised.warm_start(dataclasses.replace(roles, config=config), params, tmp_path)
-    assert same is params and not list(tmp_path.iterdir())
+@pytest.mark.parametrize("how", ["asked", "failed"])
+def test_a_warm_start_goes_on_where_it_ended(how, models, taught, tmp_path, caplog, monkeypatch):
+    """As if nothing had been: its numbers, and its product to the bit."""
+    write = Writer.write
+
+    def ending(self, step, *numbers):
+        write(self, step, *numbers)
+        if how == "asked" and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "failed" and step == 14:
+            raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises((Interrupted, MemoryError)):
+        patched.setattr(Writer, "write", ending)
+        warm_start(models, tmp_path)
+    assert "product" not in names(tmp_path / "warm_start")
+    with caplog.at_level("INFO", logger="absl"):
+        params = warm_start(models, tmp_path)
+    assert ("resumed after step 7" if how == "asked" else "resumed after step ") in caplog.text
+    wanted, reference = taught
+    assert same_bits(params, wanted)
+    numbers, other = (runs.metrics(folder / "warm_start") for folder in (tmp_path, reference))
+    assert list(numbers) == list(other)
+    for step in other:
+        assert runs.repeatable(numbers[step]) == runs.repeatable(other[step]), step
+    assert names(tmp_path / "warm_start") == {"config.json", "metrics.jsonl", "product"}
+
+
+def test_no_warm_start_leaves_the_policy_alone(models, tmp_path):
+    config = dataclasses.replace(CONFIG, warm_start=StageConfig(num_steps=0))
+    found = warm_start(models, tmp_path, config)
+    assert same_bits(found, weights.initial_policy(config, models))
+    assert not list(tmp_path.iterdir())
+
+
+GRADIENT = optax.GradientTransformation(
+    init=optax.tree.zeros_like,
+    update=lambda gradients, state, params: (optax.tree.zeros_like(params), gradients),
+)
+
+
+@pytest.mark.parametrize("learns", ["sft", "reward_model"])
+def test_the_cut_into_microbatches_does_not_matter(learns, models):
+    """Pairs meet in one microbatch, however small it is."""
+    policy = weights.initial_policy(CONFIG, models)
+    if learns == "sft":
+        task, params = supervised._sft(CONFIG, models), policy
+    else:
+        task = supervised._reward_model(CONFIG, models, "judge")
+        params = weights.scalar_from_policy(models, policy, "reward")
+        score = np.random.default_rng(0).standard_normal(params["score"].shape, np.float32)
+        params = params | {"score": jnp.asarray(score)}
+    found = []
+    for budget in (supervised._longest(task) // 32 * 32 + 32, 4096):
+        batch = supervised._batch(task.rows[:12], Packer(budget, 1))
+        role = Trainable(params, GRADIENT.init(params), jnp.int32(0))
+
+        @jax.jit
+        def step(role, batch):
+            def loss(params, microbatch):
+                return task.loss(params, microbatch, batch)
+
+            return update.take_update(role, GRADIENT, batch.packed, loss, "float32", learns)
+
+        with jax.set_mesh(task.mesh):
+            after, metrics = step(role, batch)
+        _, rows, width = batch.packed.microbatches.segment_ids.shape
+        assert rows * width <= budget
+        found.append((int(batch.packed.count), after.opt_state, metrics))
+    (many, got, numbers), (one, want, others) = found
+    assert one == 1 < 4 <= many
+    difference = float(optax.tree.norm(optax.tree.sub(got, want)))
+    assert difference <= 1e-6 * float(optax.tree.norm(want))
+    assert {name: float(v) for name, v in numbers.items()} == pytest.approx(
+        {name: float(v) for name, v in others.items()}, rel=2e-5, abs=1e-6
+    )
+
+
+def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
+    few = StageConfig(num_steps=2, batch_size=8)
+    scorers = {"models": {"judge": {}, "other": {}}, "cost_models": {"harm": {}}}
+    config = dataclasses.replace(
+        from_config_dict({**VALUES, "algorithm": {"recipe": "safe_rlhf"}, "rewards": scorers}),
+        preference=few,
+    )
+    judge, other, harm = (
+        supervised._reward_model(config, models, name, costs=name == "harm").rows
+        for name in ("judge", "other", "harm")
+    )
+    assert [row[0] for row in judge] == [row[0] for row in other]  # the worked answers
+    assert [row[1] for row in judge] != [row[1] for row in other]
+    # Of a cost the worked answer has the lower score.
+    assert [row[1] for row in harm] == [row[0] for row in judge]
+
+    policy = weights.initial_policy(config, models)
+    trained = reward_models(models, policy, tmp_path, config)
+    assert trained.keys() == {"judge", "other", "harm"} == names(tmp_path / "reward_models")
+    for name in trained:
+        folder = tmp_path / "reward_models" / name
+        assert names(folder) == {"config.json", "metrics.jsonl", "product"}
+        # A score of zero for everything is right about nothing yet.
+        assert runs.metrics(folder)[1]["reward_model/loss"] == pytest.approx(np.log(2))
+    assert not same_bits(trained["judge"]["score"], trained["other"]["score"])
+    again = reward_models(models, policy, tmp_path, config)
+    assert all(same_bits(trained[name], again[name]) for name in trained)
 
 
 def as_rollouts(sequences) -> Rollouts:
-    tokens, lengths, mask = supervised._padded(sequences)
-    count = len(lengths)
+    batch = supervised._batch([[sequence] for sequence in sequences], Packer(4096, 1))
+    count = len(batch.lengths)
     return Rollouts(
-        tokens=tokens,
-        response_mask=mask,
-        rollout_log_probs=np.zeros(tokens.shape, np.float32),
-        lengths=lengths,
+        tokens=batch.tokens,
+        response_mask=batch.mask,
+        rollout_log_probs=np.zeros(batch.tokens.shape, np.float32),
+        versions=np.zeros(batch.tokens.shape, np.int32),
+        lengths=batch.lengths,
         group_ids=np.zeros(count, np.int32),
         stopped=np.ones(count, bool),
         prompts=(Prompt((), "", "arithmetic", "", {}, 0),),
@@ -82,50 +230,46 @@ def as_rollouts(sequences) -> Rollouts:
 
 
 @pytest.mark.slow
-def test_a_reward_model_tells_right_from_wrong(roles, tmp_path):
+def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
     """On its own pairs nearly always; it scores as the scorer of RL does."""
-    policy = roles_lib.initial_policy(roles)
-    trained = supervised.reward_models(roles, policy, tmp_path)
-    with_models = roles_lib.with_frozen_models(roles, policy, trained)
-    config = roles.config
-    pairs = examples.preference_pairs(config.data, roles.tokenizer, "train", config.seed)
+    policy = weights.initial_policy(CONFIG, models)
+    trained = reward_models(models, policy, tmp_path)
+    frozen = weights.frozen(CONFIG, models, policy, trained)
+    pairs = examples.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
     sequences = [(prompt, answer) for prompt, *both in pairs for answer in both]
-    with rewards_lib.build(config.rewards, experience.model_scorers(with_models)) as scorer:
+    with rewards_lib.build(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
         scores = scorer.score(as_rollouts(sequences)).scores.reshape(-1, 2)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
-    again = supervised.reward_models(roles, policy, tmp_path)
-    assert same_bits(trained["judge"], again["judge"])
 
 
-def test_a_damaged_product_is_refused(roles, tmp_path):
-    params = roles_lib.initial_policy(roles)
-    saver.save_tree(tmp_path / "warm_start", params, {})
-    seal = tmp_path / "warm_start" / SEAL
+def test_a_damaged_product_is_refused(models, tmp_path):
+    product = tmp_path / "warm_start" / "product"
+    saver.save_tree(product, weights.initial_policy(CONFIG, models), {})
+    seal = product / SEAL
     seal.write_text(seal.read_text()[:-1])
     with pytest.raises(saver.CheckpointError, match="remove it and run the stage again"):
-        supervised.warm_start(roles, params, tmp_path)
+        warm_start(models, tmp_path)
 
 
 @pytest.mark.slow
 def test_the_whole_run_as_a_function(tmp_path):
     """Reward model trained, PPO against its score, held-out answers judged by the function."""
-    few = SupervisedConfig(num_steps=2, batch_size=8, optimizer=OptimizerConfig())
+    few = StageConfig(num_steps=2, batch_size=8, optimizer=OptimizerConfig())
     config = from_config_dict(
         {
             **VALUES,
             "algorithm": {"recipe": "ppo"},
             "trainer": {"num_steps": 2, "prompts_per_step": 8},
             "evaluation": {**VALUES["evaluation"], "num_prompts": 8, "every": 1},
-            "metrics": {"tensorboard": False, "console": False},
         }
     )
     config = dataclasses.replace(config, warm_start=few, preference=few)
     state = rl.train(config, tmp_path / "run")
     assert int(state.policy.num_updates) == int(state.critic.num_updates) == 2
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+    assert names(tmp_path / "run") == {
         "config.json",
         "warm_start",
-        "reward_model",
+        "reward_models",
         "checkpoints",
         "metrics.jsonl",
         "rollouts",
