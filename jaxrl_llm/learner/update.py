@@ -240,13 +240,11 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         entropy = "gradient"
     of_kl = config.alerts.kl
     max_kl = of_kl.limit if of_kl.action == "skip" else math.inf
+    scale = algorithm.loss_scale or float(config.rollout.max_response_tokens)
 
     def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
         width = batch.tokens.shape[1]
-        denominators = minibatch_denominators(
-            batch.loss_mask & packed.chosen[:, None],
-            algorithm.loss_scale or float(config.rollout.max_response_tokens),
-        )
+        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None], scale)
         chosen = _selection(lora.joined(base, role.params), batch, packed, key)
 
         def loss(params: Params, microbatch: Microbatch):
@@ -307,7 +305,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         role: Trainable, batch: Minibatch, packed: PackedBatch, old, returns, prefix: str
     ):
         width = batch.tokens.shape[1]
-        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None])
+        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None], scale)
 
         def loss(params: Params, microbatch: Microbatch):
             values = token_values(models.value, params, batch.tokens, microbatch)

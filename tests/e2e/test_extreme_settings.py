@@ -1,0 +1,72 @@
+"""What the config admits takes a step: extremes of its numbers, many in one run."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import runs
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.config.ranges import Range, listed
+from jaxrl_llm.trainer import rl
+
+NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)
+# What the run must have for its size, and -1 as "the rest" of devices, of which there is one.
+SIZES = ("config.mesh", "config.placement", "config.preference", "config.warm_start.num_steps")
+# Of Safe-RLHF, which reads most of the fields: two critics, a cost, KL in the reward.
+BASE = {
+    "trainer.num_steps": 1,
+    "trainer.prompts_per_step": 2,
+    "trainer.minibatch_size": 4,
+    "algorithm.recipe": "safe_rlhf",
+    "algorithm.samples_per_prompt": 2,
+    "algorithm.overlong_buffer_tokens": 4,
+    "algorithm.correction": "token",
+    "algorithm.kl_controller": "adaptive",
+    "algorithm.aggregation": "seq-mean-token-sum-norm",
+    "rewards.cost_functions": {"long": {"function": "length"}},
+    "evaluation.num_prompts": 2,
+    "warm_start.num_steps": 1,
+}
+
+
+def extremes(number: float) -> dict[str, Any]:
+    """Returns the fields that admit a number, at that number."""
+    found = {
+        key.removeprefix("config."): number
+        for key, hint, rule in listed(Config)
+        if isinstance(rule, Range) and "NAME" not in key and not key.startswith(SIZES)
+        if number in rule and (hint is float or (hint is int and isinstance(number, int)))
+    }
+    if not number:  # greedy samples of a prompt would be the same
+        found.update({"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2})
+    if found.get("algorithm.correction_high") == 0:
+        found["algorithm.correction_high"] = 1.0
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NUMBERS)
+def test_all_fields_at_an_extreme_take_a_step(number, tmp_path, one_device):
+    changed = extremes(number)
+    assert changed
+    rl.train(runs.config("grpo_tiny", {**BASE, **changed}), tmp_path / "run")
+    assert max(runs.metrics(tmp_path / "run")) == 1
+
+
+LOSSES = ("vanilla", "sapo", "dro", "clip_cov", "kl_cov", "cispo", "gspo", "geo_mean")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "number, loss", list(itertools.product(NUMBERS, LOSSES)), ids=lambda value: str(value)
+)
+def test_every_extreme_alone_takes_a_step(number, loss, tmp_path, one_device):
+    for i, (key, value) in enumerate(extremes(number).items()):
+        changes = {**BASE, "algorithm.policy_loss": loss, key: value}
+        if key.endswith("temperature"):
+            changes.update({"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2})
+        workdir = tmp_path / str(i)
+        rl.train(runs.config("grpo_tiny", changes), workdir)
+        assert max(runs.metrics(workdir)) == 1, key
