@@ -80,7 +80,7 @@ def of(config: AlgorithmConfig) -> Needs:
         # It gets all that the run has; what the policy said is asked for, models are not added.
         before |= _OF_POLICY
     if config.safe:
-        before |= {"values", "cost_values"}
+        before |= {"values", "cost_values", "old_log_probs"}
     in_update = loss.names | ({"ref_log_probs"} if config.kl_in == "loss" else frozenset())
     return Needs(before, in_update)
 
