@@ -96,6 +96,15 @@ ALERTS: Mapping[str, Alert] = {
         "look for other work on this machine",
     ),
 }
+# What an alert reads of the metrics; the last of them that there is counts.
+_NUMBERS = {
+    "kl": ("actor/ppo_kl",),
+    "reference_kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
+    "entropy": ("actor/entropy",),
+    "log_prob_difference": ("training/rollout_probs_diff_mean",),
+    "constant_reward": ("critic/score/spread",),
+    "reward_failures": ("reward/failure_share",),
+}
 # Read before the updates of a step, which can then be left out altogether.
 _BEFORE_UPDATE = ("entropy", "log_prob_difference", "constant_reward", "reward_failures")
 
@@ -139,7 +148,8 @@ class Alerts:
         skips = [name for name in _BEFORE_UPDATE if self._rule(name).action == "skip"]
         if not skips:
             return True
-        readings = _readings(jax.device_get(dict(numbers)))
+        wanted = {number for name in skips for number in _NUMBERS[name]}
+        readings = _readings(jax.device_get({k: v for k, v in numbers.items() if k in wanted}))
         return not any(
             self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
             for name in skips
@@ -249,17 +259,9 @@ def check(config: AlertsConfig) -> None:
 def _readings(numbers: Numbers) -> dict[str, float]:
     """Returns what can be read from the numbers that there are."""
     losses = [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]
-    by_name = {
-        "kl": ("actor/ppo_kl",),
-        "reference_kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
-        "entropy": ("actor/entropy",),
-        "log_prob_difference": ("training/rollout_probs_diff_mean",),
-        "constant_reward": ("critic/score/spread",),
-        "reward_failures": ("reward/failure_share",),
-    }
     found = {
         alert: float(numbers[name])
-        for alert, names in by_name.items()
+        for alert, names in _NUMBERS.items()
         for name in names
         if name in numbers
     }

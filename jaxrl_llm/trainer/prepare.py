@@ -40,11 +40,11 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     Raises:
       ConfigError, DataError, CheckpointError, RewardError, OccupiedError: See `rl.train`.
     """
+    custom.check(config.algorithm)  # first: what a run has follows from its functions
     models = models_lib.of_job(config, automatic.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     budget = planned.check(config, jax.devices())
     weights_lib.check_folders(config, models)
-    custom.check(config.algorithm)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
     if found := [
