@@ -1,6 +1,7 @@
 """No dead keys: whatever can be set is read somewhere."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 import typing
@@ -8,6 +9,7 @@ import typing
 import pytest
 
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config.bridge import JOBS
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxrl_llm"
 
@@ -25,12 +27,16 @@ def _leaves(cls):
 def source():
     # The description itself does not count: the bridge reads every field, whatever it is for.
     files = [p for p in PACKAGE.rglob("*.py") if PACKAGE / "config" not in p.parents]
-    return "\n".join(path.read_text() for path in files)
+    # A stage is described as the job that it is; that is where its group is read.
+    return "\n".join([*(path.read_text() for path in files), inspect.getsource(RLConfig.stage)])
 
 
-@pytest.mark.parametrize(
-    "group, name", sorted(set(_leaves(RLConfig)) - {("AlgorithmConfig", "recipe")})
-)
+KEYS = {key for job in JOBS.values() for key in _leaves(job)}
+# Read by the bridge: what the others are set to, and which class they make.
+KEYS -= {("AlgorithmConfig", "recipe"), *((job.__name__, "job") for job in JOBS.values())}
+
+
+@pytest.mark.parametrize("group, name", sorted(KEYS))
 def test_every_key_is_read(group, name, source):
     by_attribute = re.search(rf"\.{name}\b", source)
     by_name = re.search(rf"\"{name}\"", source)  # getattr over several fields of one kind

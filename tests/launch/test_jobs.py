@@ -1,0 +1,149 @@
+"""The command trains whatever job a config names; a job that ended in its middle goes on."""
+
+import functools
+import os
+import signal
+import sys
+
+import commands
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import runs
+
+import jaxrl_llm
+from jaxrl_llm import program
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+FILE = """
+from jaxrl_llm.config.bridge import default_config_dict
+
+
+def get_config():
+    config = default_config_dict("sft")
+    config.model.hidden_size = 32
+    config.model.num_layers = 1
+    config.model.num_heads = 2
+    config.model.num_kv_heads = 1
+    config.model.mlp_size = 64
+    config.data.max_prompt_tokens = 16
+    config.trainer.num_steps = 10
+    config.trainer.batch_size = 64
+    config.trainer.max_sequence_tokens = 64
+    config.checkpoint.every = 4
+    config.metrics.tensorboard = config.metrics.console = False
+    return config
+"""
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    make = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", make)
+
+
+@pytest.fixture
+def start(tmp_path, capsys, monkeypatch, one_device):
+    """Returns `start(workdir, *flags)`, which runs the command; its exit code and what it said."""
+    (tmp_path / "sft.py").write_text(FILE)
+    monkeypatch.setattr(program, "_leave", sys.exit)  # it ends a process at once
+
+    def run(workdir, *flags):
+        code, printed, logged = commands.call(
+            capsys, "train", f"--config={tmp_path / 'sft.py'}", f"--workdir={workdir}", *flags
+        )
+        return code, printed + logged
+
+    return run
+
+
+def arrays(step):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(step / "arrays")
+
+
+def test_sft_by_the_command_resumes_and_is_the_same_as_by_a_call(start, tmp_path, monkeypatch):
+    small = "--config.trainer.batch_size=16"
+    code, said = start(tmp_path / "whole", small)
+    assert code == 0, said
+    whole = runs.metrics(tmp_path / "whole")
+    assert list(whole) == list(range(1, 11))
+    assert whole[10]["sft/loss"] < whole[1]["sft/loss"]
+    assert whole[10]["perf/total_num_tokens"] > 0 and "timing_s/update" in whole[10]
+
+    write = Writer.write
+
+    def ending(self, step, *numbers):
+        write(self, step, *numbers)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "write", ending)
+        code, _ = start(tmp_path / "cut", small)
+    assert code == 75 and max(runs.metrics(tmp_path / "cut")) == 6
+    assert (tmp_path / "cut" / "checkpoints" / "6").exists()
+    code, _ = start(tmp_path / "cut", small)
+    assert code == 0
+    cut = runs.metrics(tmp_path / "cut")
+    assert list(cut) == list(whole)
+    for step in whole:
+        assert runs.repeatable(cut[step]) == runs.repeatable(whole[step]), step
+    mine, other = (arrays(tmp_path / name / "checkpoints" / "10") for name in ("cut", "whole"))
+    assert mine.keys() == other.keys() and len(mine) > 3
+    for name in mine:
+        assert np.asarray(mine[name]).tobytes() == np.asarray(other[name]).tobytes(), name
+
+    module: dict = {}
+    exec(FILE, module)
+    config = module["get_config"]()
+    config.trainer.batch_size = 16
+    state = jaxrl_llm.train(config, tmp_path / "called")
+    assert int(state.num_updates) == 10
+    called = arrays(tmp_path / "called" / "checkpoints" / "10")
+    for name in other:
+        assert np.asarray(called[name]).tobytes() == np.asarray(other[name]).tobytes(), name
+
+    # The folder is that job's.
+    code, said = start(tmp_path / "whole", small, "--config.job=reward_model")
+    assert code == 1 and "belongs to another run" in said and "config.job: 'reward_model'" in said
+
+
+def test_a_reward_model_is_a_job(tmp_path, one_device):
+    config = jaxrl_llm.default_config("reward_model")
+    config.model.hidden_size, config.model.num_layers = 32, 1
+    config.data.max_prompt_tokens = 16
+    config.trainer.num_steps, config.trainer.batch_size = 3, 8
+    config.trainer.max_sequence_tokens = 128
+    config.metrics.tensorboard = config.metrics.console = False
+    state = jaxrl_llm.train(config, tmp_path / "run")
+    assert state.params["score"].shape[0] == 1 and int(state.num_updates) == 3
+    found = runs.metrics(tmp_path / "run")
+    assert list(found) == [1, 2, 3]
+    assert found[1]["reward_model/loss"] == pytest.approx(np.log(2))
+    assert (tmp_path / "run" / "checkpoints" / "3").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"job": "dpo"}, "config.job: unknown job 'dpo'; known: rl, sft, reward_model"),
+        ({"job": "sft", "rollout": {}}, "config.rollout: unknown field"),
+        (
+            {"job": "sft", "trainer": {"max_sequence_tokens": 8}},
+            "config.trainer.max_sequence_tokens: the longest row has .* raise it",
+        ),
+        (
+            {"job": "sft", "trainer": {"max_tokens_per_microbatch": 32}},
+            "config.trainer.max_tokens_per_microbatch: ",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_job_is_refused(changes, message, tmp_path, one_device):
+    with pytest.raises(ConfigError, match=message):
+        jaxrl_llm.train(changes, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
