@@ -456,9 +456,9 @@ def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
     """Eight microbatches or one: the sum is rounded once, when the parameters move."""
     found = {}
 
-    def keep(transformation, gradients, *rest):
+    def keep(transformation, gradients, *rest, **settings):
         found[len(found)] = jax.tree.map(lambda a: a.dtype, gradients)
-        return apply(transformation, gradients, *rest)
+        return apply(transformation, gradients, *rest, **settings)
 
     apply = optimizer.apply_if_finite
     monkeypatch.setattr(optimizer, "apply_if_finite", keep)
