@@ -105,6 +105,7 @@ def test_numbers_of_a_step_by_hand():
         "response_length/p99": 3.0,
         "response_length/clip_ratio": 0.5,
         "prompt_length/clip_ratio": 0.5,
+        "training/groups/uniform_share": 0.0,
     }
 
 

