@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -125,3 +126,11 @@ class Minibatch:
     cost_returns: Float[Array, "B T"]
     cost_values: Float[Array, "B T"]
     correction_weights: Float[Array, "B T"]
+
+    @classmethod
+    def zeros(cls, num_rows: int, num_tokens: int) -> "Minibatch":
+        """Returns rows of zeros with empty masks: what an example or a test need not name."""
+        dtypes = {"tokens": "int32", "response_mask": "bool", "loss_mask": "bool"}
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields = {n: jnp.zeros((num_rows, num_tokens), dtypes.get(n, "float32")) for n in names}
+        return cls(**fields | {"lengths": jnp.zeros(num_rows, "int32")})

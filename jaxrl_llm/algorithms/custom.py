@@ -1,9 +1,7 @@
 """Whether a user's own advantage and policy loss can work, found out before a run begins."""
 
-import dataclasses
 import os
 import traceback
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +30,6 @@ _STEP = {
     "baselines": _SEQUENCES,
     "term_rewards": _BY_TERM,
     "term_weights": _BY_TERM,
-}
-_MINIBATCH: dict[str, Any] = {field.name: _TOKENS for field in dataclasses.fields(Minibatch)} | {
-    "tokens": jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.int32),
-    "lengths": _NUMBERS,
-    "response_mask": _MASK,
-    "loss_mask": _MASK,
 }
 
 
@@ -105,4 +97,4 @@ def _trace_policy_loss(config: AlgorithmConfig) -> None:
             config, tokens, tokens, minibatch, minibatch.loss_mask, denominators
         )
 
-    jax.eval_shape(objective, Minibatch(**_MINIBATCH))
+    jax.eval_shape(objective, jax.eval_shape(lambda: Minibatch.zeros(_ROWS, _WIDTH)))

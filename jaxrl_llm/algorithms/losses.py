@@ -219,8 +219,8 @@ def policy_objective(
     Example:
       >>> import dataclasses, jax.numpy as jnp
       >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-      >>> fields = {field.name: zero for field in dataclasses.fields(Minibatch)}
-      >>> minibatch = Minibatch(**(fields | {"loss_mask": mask, "advantages": zero + 1.0}))
+      >>> minibatch = dataclasses.replace(
+      ...     Minibatch.zeros(1, 2), loss_mask=mask, advantages=zero + 1.0)
       >>> loss, metrics = policy_objective(
       ...     AlgorithmConfig(entropy_coef=0.5, policy_loss="reinforce"), zero - 1.0, zero + 2.0,
       ...     dataclasses.replace(minibatch, correction_weights=zero + 1.0), ~mask,

@@ -66,12 +66,10 @@ def clip_cov(
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
-      >>> zero, mask = jnp.zeros((1, 4)), jnp.ones((1, 4), bool)
-      >>> fields = {field.name: zero for field in dataclasses.fields(Minibatch)}
       >>> log_probs = jnp.array([[-1.0, -1.0, -5.0, -5.0]])
-      >>> minibatch = Minibatch(**(fields | {
-      ...     "loss_mask": mask, "old_log_probs": log_probs,
-      ...     "advantages": jnp.array([[1.0, 1.0, 1.0, -3.0]])}))
+      >>> minibatch = dataclasses.replace(
+      ...     Minibatch.zeros(1, 4), loss_mask=jnp.ones((1, 4), bool), old_log_probs=log_probs,
+      ...     advantages=jnp.array([[1.0, 1.0, 1.0, -3.0]]))
       >>> config = AlgorithmConfig(clip_cov_high=9.0)
       >>> print(clip_cov(log_probs, minibatch, jax.random.key(0), config))
       [[False False False  True]]
@@ -112,10 +110,9 @@ def kl_cov(
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
-      >>> zero, mask = jnp.zeros((1, 3)), jnp.ones((1, 3), bool)
-      >>> fields = {field.name: zero for field in dataclasses.fields(Minibatch)}
-      >>> minibatch = Minibatch(**(fields | {
-      ...     "loss_mask": mask, "advantages": jnp.array([[2.0, -1.0, -1.0]])}))
+      >>> minibatch = dataclasses.replace(
+      ...     Minibatch.zeros(1, 3), loss_mask=jnp.ones((1, 3), bool),
+      ...     advantages=jnp.array([[2.0, -1.0, -1.0]]))
       >>> print(kl_cov(jnp.array([[-1.0, -2.0, -2.0]]), minibatch, jax.random.key(0),
       ...              AlgorithmConfig()))
       [[ True False False]]
@@ -150,9 +147,8 @@ def select(
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
-      >>> zero = jnp.zeros((1, 2))
-      >>> minibatch = Minibatch(**{field.name: zero for field in dataclasses.fields(Minibatch)})
-      >>> print(select(AlgorithmConfig(policy_loss="vanilla"), zero, minibatch, jax.random.key(0)))
+      >>> config, log_probs = AlgorithmConfig(policy_loss="vanilla"), jnp.zeros((1, 2))
+      >>> print(select(config, log_probs, Minibatch.zeros(1, 2), jax.random.key(0)))
       [[False False]]
     """
     if config.policy_loss not in SELECTIONS:

@@ -142,7 +142,7 @@ def widths(
             return
 
 
-def places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
+def places(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
     """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
     width = wanted.shape[-1]
     places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))

@@ -24,17 +24,18 @@ class Microbatch:
     such a beginning is minus that of the first of them.
     """
 
-    segment_ids: Int[Array, "R W"]  # 1 + number of the sequence in the step; 0 is padding
-    prefix_ids: Int[Array, "R W | R 0"]  # segment continued, or its own; [R, 0]: nothing shared
-    key_blocks: Int[Array, "R Q C"]  # of each block of queries what `full_attention` asks for
-    positions: Int[Array, "R W"]  # of each token in its own sequence
-    sequences: Int[Array, " b"]  # which sequences of the step; B where the place is empty
-    rows: Int[Array, " b"]  # row of each sequence
-    starts: Int[Array, " b"]  # its first position in that row, were its own tokens all it has
-    beginnings: Int[Array, " b"]  # where the beginning that it shares stands
-    shared: Int[Array, " b"]  # tokens of that beginning
-    scored: Int[Array, "R K"]  # positions that the policy chose; W where there is none
-    before: Int[Array, "R K"]  # position of the token before each of them
+    segment_ids: Int[Array, "*M R W"]  # 1 + number of the sequence in the step; 0 is padding
+    # Segment continued, or its own; [R, 0] where nothing is shared.
+    prefix_ids: Int[Array, "*M R W"] | Int[Array, "*M R 0"]
+    key_blocks: Int[Array, "*M R Q C"]  # of each block of queries what `full_attention` asks for
+    positions: Int[Array, "*M R W"]  # of each token in its own sequence
+    sequences: Int[Array, "*M b"]  # which sequences of the step; B where the place is empty
+    rows: Int[Array, "*M b"]  # row of each sequence
+    starts: Int[Array, "*M b"]  # its first position in that row, were its own tokens all it has
+    beginnings: Int[Array, "*M b"]  # where the beginning that it shares stands
+    shared: Int[Array, "*M b"]  # tokens of that beginning
+    scored: Int[Array, "*M R K"]  # positions that the policy chose; W where there is none
+    before: Int[Array, "*M R K"]  # position of the token before each of them
 
     @property
     def scores_everything(self) -> bool:

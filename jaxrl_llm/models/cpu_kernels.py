@@ -116,8 +116,8 @@ def mlp(
 
 def attention(
     q: Float[Array, "S Q N H"],
-    keys: Sequence[Float[Array, "S K H B"]],
-    values: Sequence[Float[Array, "S K B H"]],
+    keys: Sequence[Float[Array, "S K H _"]],
+    values: Sequence[Float[Array, "S K _ H"]],
     seen: Bool[Array, "S Q W"],
 ) -> Float[Array, "S Q N H"]:
     """Returns what `rollout.cache.attention` does, zeros where nothing is seen.

@@ -30,8 +30,8 @@ class Cache:
     Keys lie with the position innermost, so that a query meets them in the order of memory.
     """
 
-    keys: tuple[tuple[Float[Array, "S K H B"], ...], ...]
-    values: tuple[tuple[Float[Array, "S K B H"], ...], ...]
+    keys: tuple[tuple[Float[Array, "S K H _"], ...], ...]
+    values: tuple[tuple[Float[Array, "S K _ H"], ...], ...]
 
     @property
     def max_tokens(self) -> int:
@@ -184,8 +184,8 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
 
 def attention(
     q: Float[Array, "S Q N H"],
-    keys: Sequence[Float[Array, "S K H B"]],
-    values: Sequence[Float[Array, "S K B H"]],
+    keys: Sequence[Float[Array, "S K H _"]],
+    values: Sequence[Float[Array, "S K _ H"]],
     seen: Bool[Array, "S Q W"],
 ) -> Float[Array, "S Q N H"]:
     """Returns attention of a few queries a slot, with the same roundings as `full_attention`.

@@ -25,8 +25,7 @@ LOG_PROBS = -jnp.array([[0.5, 1.0, 2.0, 9.0], [0.25, 9.0, 9.0, 9.0]])
 
 def minibatch(old_log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, **changes):
     ones = jnp.ones(mask.shape)
-    fields = {field.name: 0.0 * ones for field in dataclasses.fields(Minibatch)}
-    fields |= dict(
+    fields = dict(
         loss_mask=mask,
         response_mask=mask,
         advantages=advantages,
@@ -35,7 +34,7 @@ def minibatch(old_log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, **chang
         ref_log_probs=old_log_probs,
         rollout_log_probs=old_log_probs,
     )
-    return Minibatch(**(fields | changes))
+    return dataclasses.replace(Minibatch.zeros(*mask.shape), **(fields | changes))
 
 
 def objective(config, log_probs, batch, selection=None, entropies=None):

@@ -17,10 +17,16 @@ WIDE = dict(clip_cov_low=-99.0, clip_cov_high=99.0, clip_cov_share=0.1, kl_cov_s
 
 
 def chosen(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, mask=MASK, seed=0, **settings):
-    fields = {field.name: 0.0 * log_probs for field in dataclasses.fields(Minibatch)}
-    fields |= dict(loss_mask=mask, advantages=advantages, old_log_probs=log_probs)
+    fields = dict(loss_mask=mask, advantages=advantages, old_log_probs=log_probs)
     config = AlgorithmConfig(policy_loss=name, **(WIDE | settings))
-    return np.asarray(select(config, log_probs, Minibatch(**fields), jax.random.key(seed)))
+    return np.asarray(
+        select(
+            config,
+            log_probs,
+            dataclasses.replace(Minibatch.zeros(*log_probs.shape), **fields),
+            jax.random.key(seed),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -70,14 +76,18 @@ def test_clip_cov_draws_by_its_key_and_between_its_bounds():
 
 def test_clip_cov_leaves_out_what_the_ratio_clip_stops():
     log_probs = jnp.array([[-1.0, -1.0]])
-    fields = {field.name: 0.0 * log_probs for field in dataclasses.fields(Minibatch)}
-    fields |= dict(
+    fields = dict(
         loss_mask=jnp.ones((1, 2), bool),
         advantages=jnp.ones((1, 2)),
         old_log_probs=jnp.array([[-1.0, -2.0]]),  # ratio e at a positive advantage
     )
     config = AlgorithmConfig(policy_loss="clip_cov", **(WIDE | dict(clip_cov_share=1.0)))
-    selection = select(config, log_probs, Minibatch(**fields), jax.random.key(0))
+    selection = select(
+        config,
+        log_probs,
+        dataclasses.replace(Minibatch.zeros(*log_probs.shape), **fields),
+        jax.random.key(0),
+    )
     np.testing.assert_array_equal(selection, [[True, False]])
 
 

@@ -20,9 +20,10 @@ NATURAL = {
 
 
 def score(name, row, solution):
-    return resolve(name)(
+    found = resolve(name)(
         row["data_source"], solution, row["reward_model"]["ground_truth"], row["extra_info"]
     )
+    return found["score"]
 
 
 def questions(config, split, seed=0):

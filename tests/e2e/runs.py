@@ -42,6 +42,14 @@ TINY: Mapping[str, Any] = {
     "checkpoint.every": 3,
     "metrics.tensorboard": False,
 }
+# What a config's run has besides, so that a resume is tried with it.
+ALSO: Mapping[str, Mapping[str, Any]] = {
+    "ppo_tiny": {
+        "algorithm.kl_controller": "adaptive",
+        "algorithm.kl_target": 0.01,
+        "algorithm.kl_horizon": 100,
+    },
+}
 
 # How long something took differs from run to run; all other numbers must not.
 MEASURED = (
@@ -67,13 +75,13 @@ def values(name: str) -> ConfigDict:
 def config(name: str, settings: Mapping[str, Any] = {}) -> RLConfig:
     """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
     found = values(name)
-    found.update_from_flattened_dict({**TINY, **settings})
+    found.update_from_flattened_dict({**TINY, **ALSO.get(name, {}), **settings})
     return from_config_dict(found)
 
 
 def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
     """Returns the command line of the same run."""
-    changes = {**TINY, **settings}
+    changes = {**TINY, **ALSO.get(name, {}), **settings}
     return [
         f"--config={ROOT / 'configs' / name}.py",
         *(f"--config.{key}={value}" for key, value in changes.items()),

@@ -86,3 +86,6 @@ def test_killed_three_times(tmp_path, ppo_run, cache):
         )
     runs.launch("train", arguments, cache)
     check_same_run(tmp_path / "run", ppo_run)
+    steps = list(runs.metrics(ppo_run).values())[1:]
+    coefficients = [data["actor/reward_kl_penalty_coeff"] for data in steps]
+    assert len(set(coefficients)) == len(steps)  # the controller moved it in every step

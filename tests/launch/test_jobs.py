@@ -33,6 +33,7 @@ def get_config():
     config.trainer.num_steps = 10
     config.trainer.batch_size = 64
     config.trainer.max_sequence_tokens = 64
+    config.trainer.optimizer.learning_rate = 3e-3
     config.checkpoint.every = 4
     config.metrics.tensorboard = config.metrics.console = False
     return config
