@@ -94,10 +94,11 @@ class Plan:
 class Layout:
     """Chooses the shapes of plans, few of them: every new one is a compilation.
 
-    The number of packed rows differs a little from step to step. What fills several microbatches
-    is spread over them evenly. What fits into one is rounded up to the most
-    rows that as many sequences in rows as wide have needed so far, or to a half, quarter, ...
-    of it. That memory is state: a resumed run restores it and so repeats the same shapes.
+    The first step of its kind decides. What fills several microbatches is spread over them evenly;
+    steps after it fill more or fewer of the same, unless that would waste an eighth. What fits
+    into one is rounded up to the most rows that as many sequences in rows as wide have needed so
+    far, or to a half, quarter, ... of it. Rows take no more scored tokens than the head looks at.
+    That memory is state: a resumed run restores it and so repeats the same shapes.
 
     Sequences that begin alike may share their beginning's tokens. Rows are then as wide as pays:
     a wider row holds more of a group, and attention looks at all of it. The first step of its
@@ -110,6 +111,8 @@ class Layout:
         num_shards: int,
         length_shards: int = 1,
         attention_parity: int = 0,
+        max_scored: int = 0,
+        fewest_tokens: int = 3072,
     ):
         """
         Args:
@@ -118,11 +121,15 @@ class Layout:
           length_shards: Devices that share each row; beginnings are shared with one alone.
           attention_parity: Tokens of a row at which attention costs as much as the rest of the
             network; 0: no sequences share their beginnings.
+          max_scored: Tokens of a sequence that may be scored at most; 0: not known.
+          fewest_tokens: On a device, below which a microbatch is slow.
         """
         self._max_tokens = max_tokens * length_shards
         self._num_shards = num_shards
         self._length_shards = length_shards
         self._parity = attention_parity if length_shards == 1 else 0
+        self._max_scored = max_scored
+        self._fewest_tokens = fewest_tokens
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
@@ -161,38 +168,62 @@ class Layout:
         even = -(-needed // (count * self._num_shards)) * self._num_shards
         return count * even * width * (1 + keys / self._parity)
 
-    def _num_rows(self, needed: int, num_sequences: int, width: int) -> int:
+    def _num_rows(self, needed: int, num_sequences: int, width: int, growing: bool) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
         shards = self._num_shards
         cap = self._max_tokens // width * shards
-        if needed > cap:
-            # As many microbatches as the cap asks for, evenly filled, in steps of a 48th of it.
-            even = -(-needed // -(-needed // cap))
-            step = shards * max(1, cap // shards // 48)
-            return min(cap, -(-even // step) * step)
         # A run may go on on another mesh, whose rows divide otherwise.
         kind = f"{num_sequences} in rows of {width} over {shards}"
+        several = f"microbatches of {kind}"
+        if needed > cap or several in self._most_rows:
+            # So thin that one that is not full is no waste, where that is not slow.
+            even = -(-needed // (-(-needed // cap) * shards)) * shards
+            thin = -(-max(needed // 16, self._fewest_tokens * shards // width) // shards) * shards
+            rows = self._most_rows.get(several, min(even, max(thin, shards)))
+            wasted = -(-needed // rows) * rows - -(-needed // even) * even
+            if rows > cap or wasted > max(needed // 8, shards):
+                rows = even
+            self._most_rows[several] = rows
+            return rows
         if needed > self._most_rows.get(kind, 0):
             # Some room for the next step, but no more rows than sequences can fill.
-            roomy = min(needed + needed // 16, num_sequences)
+            roomy = min(needed + max(needed // 16, growing), num_sequences)
             self._most_rows[kind] = min(cap, -(-roomy // shards) * shards)
         rows = min(cap, self._most_rows[kind])
         while rows % (2 * shards) == 0 and rows // 2 >= needed:
             rows //= 2
         return rows
 
+    def _num_microbatches(
+        self, groups: list[list[list[packing.Piece]]], num_sequences: int, num_rows: int
+    ) -> tuple[int, int]:
+        """Returns places for microbatches, and for the sequences of each, with room for others."""
+        count = len(groups)
+        held = max(sum(len(piece.members) for row in group for piece in row) for group in groups)
+        of_kind = f"{num_sequences} sequences in microbatches of {num_rows} rows"
+        most = self._most_rows.get(f"number of {of_kind}", 1)
+        if count > most:
+            most = packing.bucket(min(count + max(1, count // 4), -(-num_sequences // num_rows)))
+            most = self._most_rows[f"number of {of_kind}"] = max(most, packing.bucket(count))
+        places = self._most_rows.get(f"places of {of_kind}", 0)
+        if held > places:
+            places = packing.bucket(min(2 * held, num_sequences))
+            self._most_rows[f"places of {of_kind}"] = places
+        return most, places
+
     def _num_scored(self, needed: int, width: int) -> int:
         """Returns the positions of a row that the head looks at: eighths of it, never fewer."""
         kind = f"scored in rows of {width}"
-        eighths = -(-needed * 8 // width)
+        eighths = min(8, -(-max(needed, self._max_scored) * 8 // width))
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
 
     def _num_seen(self, needed: int, width: int) -> int:
         """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
         kind = f"blocks seen in rows of {width}"
-        self._most_rows[kind] = max(needed, self._most_rows.get(kind, 0))
-        most = self._most_rows[kind]
+        if needed > self._most_rows.get(kind, 0):
+            self._most_rows[kind] = needed + 1  # where a sequence stands differs by a block
+        most = self._most_rows.get(kind, 0)
         return most if filling.keys_compared(width, most) < width else 0
 
     def _balanced(
@@ -251,16 +282,22 @@ class Layout:
         share = bool(self._parity) and not everywhere and bool(common.lengths.any())
         alike = common.of(chosen) if share else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
+        growing = bool(lengths[chosen].min() < width)
         width = shared_width or width
-        pieces, packed = filling.rows(lengths[chosen], alike if shared_width else alone, width)
-        num_rows = self._num_rows(len(packed), len(chosen), width)
+        asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
+        of_sequences = np.zeros(len(chosen), np.int64) if everywhere else asked[chosen].sum(-1)
+        room = self._most_rows.get(f"scored in rows of {width}", 0)
+        room = self._num_scored(int(of_sequences.max()), width) if room else width
+        pieces, packed = filling.rows(
+            lengths[chosen], alike if shared_width else alone, width, of_sequences, room
+        )
+        num_rows = self._num_rows(len(packed), len(chosen), width, growing)
         groups = self._balanced(packed, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
-        asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
-        shape = packing.bucket(len(groups)), num_rows, width
-        laid = filling.filled(batches, shape, lengths, chosen, asked)
+        most, places = self._num_microbatches(batches, len(chosen), num_rows)
+        laid = filling.filled(batches, (most, num_rows, width), places, lengths, chosen, asked)
         needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        places = filling.places(laid.asked, needed)
+        heads = filling.places(laid.asked, needed)
         seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
         mask = np.zeros(len(lengths), bool)
@@ -276,8 +313,8 @@ class Layout:
             "starts": laid.starts,
             "beginnings": laid.beginnings,
             "shared": laid.shared,
-            "scored": places,
-            "before": np.take_along_axis(laid.before, np.minimum(places, width - 1), axis=-1),
+            "scored": heads,
+            "before": np.take_along_axis(laid.before, np.minimum(heads, width - 1), axis=-1),
         }
         of_plan: list[Any] = [np.int32(len(groups)), mask]
         return Plan(Microbatch(**fields), *of_plan)

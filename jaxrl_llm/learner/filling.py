@@ -39,6 +39,7 @@ class Filled:
 def filled(
     microbatches: Sequence[Rows],
     shape: tuple[int, int, int],
+    most: int,
     lengths: Int[np.ndarray, " B"],
     chosen: Int[np.ndarray, " b"],
     asked: Bool[np.ndarray, "B T"],
@@ -48,6 +49,7 @@ def filled(
     Args:
       microbatches: The pieces in every row of each.
       shape: (M, R, W).
+      most: Sequences that a microbatch has places for.
       lengths: Tokens of every sequence of the step.
       chosen: The sequences that pieces are of.
       asked: Tokens whose log-probs are wanted.
@@ -57,8 +59,7 @@ def filled(
     wanted = np.zeros(shape, bool)
     blocks = 0 if shape[2] % KEY_BLOCK else shape[2] // KEY_BLOCK
     sees = np.zeros((*shape[:2], blocks, blocks), bool)
-    held = [sum(len(piece.members) for row in rows for piece in row) for rows in microbatches]
-    sequences = np.full((shape[0], packing.bucket(max(held))), len(lengths), np.int32)
+    sequences = np.full((shape[0], most), len(lengths), np.int32)
     rows, starts, beginnings, shared = (np.zeros_like(sequences) for _ in range(4))
     for g, batch in enumerate(microbatches):
         place = 0
@@ -109,11 +110,26 @@ def _blocks(start: int, end: int) -> slice:
 
 
 def rows(
-    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
+    lengths: Int[np.ndarray, " b"],
+    common: packing.Beginnings,
+    width: int,
+    scored: Int[np.ndarray, " b"] | None = None,
+    most_scored: int = 0,
 ) -> tuple[list[packing.Piece], list[list[int]]]:
-    """Returns pieces of sequences and the pieces of each row."""
-    pieces = packing.pieces(lengths, common, width)
-    return pieces, packing.pack([piece.length for piece in pieces], width)
+    """Returns pieces of sequences and the pieces of each row.
+
+    Args:
+      lengths: Tokens of each sequence.
+      common: What they begin with alike.
+      width: Tokens of a row.
+      scored: Of each sequence's tokens; None: no limit for them.
+      most_scored: In a row.
+    """
+    if scored is None:
+        scored = np.zeros(len(lengths), np.int64)
+    pieces = packing.pieces(lengths, common, width, scored, most_scored)
+    of_pieces = [int(scored[list(piece.members)].sum()) for piece in pieces]
+    return pieces, packing.pack([piece.length for piece in pieces], width, of_pieces, most_scored)
 
 
 def keys_compared(width: int, most_seen: int) -> int:
@@ -127,7 +143,8 @@ def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, wid
     pieces, packed = rows(lengths, common, width)
     one = [[[pieces[p] for p in row] for row in packed]]
     asked = np.zeros((len(lengths), width), bool)
-    found = filled(one, (1, len(packed), width), lengths, np.arange(len(lengths)), asked)
+    shape = 1, len(packed), width
+    found = filled(one, shape, len(lengths), lengths, np.arange(len(lengths)), asked)
     return keys_compared(width, found.most_seen())
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import batches, experience, networks, optimizer, places, update
 from jaxrl_llm.learner import roles as roles_lib
@@ -132,15 +133,24 @@ def lowered(roles: Roles) -> dict[str, Callable[[], jax.stages.Lowered]]:
 
 
 def abstract_plan(roles: Roles, num_chosen: int) -> batches.Plan:
-    """Returns the layout of so many sequences of a step, each as long as the run allows."""
+    """Returns the layout of so many sequences of a step, each as long as the run allows.
+
+    Samples of a prompt share it where the run's rows would.
+    """
     config = roles.config
-    width = config.max_sequence_tokens
-    lengths = np.full(config.sequences_per_step, width)
-    shards = mesh_lib.row_shards(roles.mesh)
-    layout = batches.Layout(config.trainer.max_tokens_per_microbatch, *shards)
-    of_responses = np.tile(np.arange(width) >= config.data.max_prompt_tokens, (len(lengths), 1))
-    scored = batches.EVERY_TOKEN if shards[1] > 1 else of_responses
-    plan = layout.plan(lengths, np.arange(num_chosen), width=width, scored=scored)
+    width, count = config.max_sequence_tokens, config.sequences_per_step
+    prompt = config.data.max_prompt_tokens
+    of_responses = np.tile(np.arange(width) >= prompt, (count, 1))
+    layout = places.row_layout(config, roles.meshes, roles.policy)
+    plan = layout.plan(
+        np.full(count, width),
+        np.arange(num_chosen),
+        width=width,
+        scored=batches.EVERY_TOKEN if roles.mesh.shape["sequence"] > 1 else of_responses,
+        common=packing.Beginnings(
+            np.arange(count) // config.algorithm.samples_per_prompt, np.full(count, prompt)
+        ),
+    )
     return jax.tree.map(lambda a: _array(roles, np.shape(a), a.dtype), plan)
 
 

@@ -46,7 +46,12 @@ def row_layout(config: Config, places: Mapping[str, Mesh], network: Network) -> 
     """
     split = row_split(config, places)
     share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(network.kernel)
-    return Layout(*split, flops.attention_parity(network.shape) if share else 0)
+    return Layout(
+        *split,
+        attention_parity=flops.attention_parity(network.shape) if share else 0,
+        max_scored=config.rollout.max_response_tokens,
+        fewest_tokens=512 if places["policy"].devices.flat[0].platform == "cpu" else 3072,
+    )
 
 
 def row_split(config: Config, places: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
