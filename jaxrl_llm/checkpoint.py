@@ -140,7 +140,10 @@ class Saver:
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
-        content = _content(state, extra, self._best)
+        # Views: what the library remembers of an array, it would remember of the state's own, and
+        # an update cannot reuse an array that something else holds.
+        views = jax.tree.map(lambda a: jax.device_put(a, a.sharding, may_alias=True), state)
+        content = _content(views, extra, self._best)
         self.wait()
         try:
             if failure := _agreed(self._probe() if _is_first() else ""):
@@ -169,6 +172,15 @@ class Saver:
         self.wait()
         if step > self.latest_step():
             self.save(step, state, extra)
+            self.wait()
+
+    def release(self) -> None:
+        """Returns when the arrays that were saved can be reused; raises as `wait` does.
+
+        Devices with memory of their own have been copied from. Where arrays lie in the host's, a
+        save in flight reads themselves, and an update before its end would copy them all.
+        """
+        if jax.default_backend() == "cpu":
             self.wait()
 
     def wait(self) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import filling
 from jaxrl_llm.models import sequence_attention
+from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding.mesh import constrain
 
 # What `Layout.plan` scores by default, whatever the step.
@@ -147,26 +147,11 @@ class Layout:
         kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
         found = self._most_rows.get(kind, -1)
         if not 0 <= found <= self._max_tokens:
-            alone = self._cost(len(packing.pack(lengths, width)), width, width)
-            wide = filling.widths(lengths, common, width, self._max_tokens)
-            costs = {
-                w: self._cost(
-                    len(filling.rows(lengths, common, w)[1]),
-                    w,
-                    filling.keys_in_rows(lengths, common, w),
-                )
-                for w in wide
-            }
-            best = min(costs, key=lambda w: costs[w])
-            found = self._most_rows[kind] = best if costs[best] < alone else 0
+            found = filling.best_width(
+                lengths, common, width, self._max_tokens, self._num_shards, self._parity
+            )
+            self._most_rows[kind] = found
         return found
-
-    def _cost(self, needed: int, width: int, keys: int) -> float:
-        """Returns the work of so many rows, in tokens of short ones."""
-        cap = self._max_tokens // width * self._num_shards
-        count = -(-needed // cap)
-        even = -(-needed // (count * self._num_shards)) * self._num_shards
-        return count * even * width * (1 + keys / self._parity)
 
     def _num_rows(self, needed: int, num_sequences: int, width: int, growing: bool) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
@@ -176,12 +161,12 @@ class Layout:
         kind = f"{num_sequences} in rows of {width} over {shards}"
         several = f"microbatches of {kind}"
         if needed > cap or several in self._most_rows:
-            # So thin that one that is not full is no waste, where that is not slow.
+            fewest = self._fewest_tokens // width
             even = -(-needed // (-(-needed // cap) * shards)) * shards
-            thin = -(-max(needed // 16, self._fewest_tokens * shards // width) // shards) * shards
-            rows = self._most_rows.get(several, min(even, max(thin, shards)))
+            thin = filling.thin(needed, even, shards, fewest)
+            rows = self._most_rows.get(several, thin)
             wasted = -(-needed // rows) * rows - -(-needed // even) * even
-            if rows > cap or wasted > max(needed // 8, shards):
+            if rows > cap or wasted > max(needed // 8, fewest, shards):
                 rows = even
             self._most_rows[several] = rows
             return rows
@@ -200,16 +185,15 @@ class Layout:
         """Returns places for microbatches, and for the sequences of each, with room for others."""
         count = len(groups)
         held = max(sum(len(piece.members) for row in group for piece in row) for group in groups)
-        of_kind = f"{num_sequences} sequences in microbatches of {num_rows} rows"
-        most = self._most_rows.get(f"number of {of_kind}", 1)
+        most = self._most_rows.get(f"microbatches of {num_sequences}", 1)
         if count > most:
-            most = packing.bucket(min(count + max(1, count // 4), -(-num_sequences // num_rows)))
-            most = self._most_rows[f"number of {of_kind}"] = max(most, packing.bucket(count))
-        places = self._most_rows.get(f"places of {of_kind}", 0)
-        if held > places:
-            places = packing.bucket(min(2 * held, num_sequences))
-            self._most_rows[f"places of {of_kind}"] = places
-        return most, places
+            room = min(count + max(1, count // 4), -(-num_sequences // num_rows))
+            most = packing.bucket(max(count, room))
+            self._most_rows[f"microbatches of {num_sequences}"] = most
+        kind = f"places of {num_sequences} in {num_rows} rows"
+        if held > self._most_rows.get(kind, 0):
+            self._most_rows[kind] = packing.bucket(min(2 * held, num_sequences))
+        return most, self._most_rows[kind]
 
     def _num_scored(self, needed: int, width: int) -> int:
         """Returns the positions of a row that the head looks at: eighths of it, never fewer."""

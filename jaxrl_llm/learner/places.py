@@ -12,6 +12,7 @@ from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.models import attention, flops
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 
@@ -50,7 +51,7 @@ def row_layout(config: Config, places: Mapping[str, Mesh], network: Network) -> 
         *split,
         attention_parity=flops.attention_parity(network.shape) if share else 0,
         max_scored=config.rollout.max_response_tokens,
-        fewest_tokens=512 if places["policy"].devices.flat[0].platform == "cpu" else 3072,
+        fewest_tokens=filling.fewest_tokens(places["policy"].devices.flat[0].platform, split[1]),
     )
 
 

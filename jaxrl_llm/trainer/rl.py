@@ -170,6 +170,7 @@ def _train(
                 )  # advantages, returns: [B, T]
 
             # Learn, unless an alert says that there is nothing good to learn.
+            saver.release()
             interruption.hold()
             allowed = alerts.allow_update(rewards, of_estimates)
             with clock("update") as watch:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import batches, filling
+from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Layout
+from jaxrl_llm.planning import filling
 
 B, W, SHARDS = 12, 16, 2
 BUDGET = 40  # two rows of 16 a device, four in a microbatch

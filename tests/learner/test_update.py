@@ -20,7 +20,7 @@ from jaxrl_llm.config import (
     TrainerConfig,
 )
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import filling, optimizer, roles, update
+from jaxrl_llm.learner import optimizer, roles, update
 from jaxrl_llm.learner.batches import Layout
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch

@@ -1,9 +1,11 @@
-"""Where every token of a plan stands: sequences cut into pieces, pieces in rows.
+"""Where every token stands in packed rows: sequences cut into pieces, pieces in rows.
 
-Host code over lengths; `batches` makes plans of it.
+Host code over lengths; `learner/batches.py` lays steps out with it, a memory plan asks for the
+rows of the longest sequences.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -148,7 +150,41 @@ def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, wid
     return keys_compared(width, found.most_seen())
 
 
-def widths(
+def best_width(
+    lengths: Int[np.ndarray, " b"],
+    common: packing.Beginnings,
+    width: int,
+    max_tokens: int,
+    num_shards: int,
+    parity: int,
+) -> int:
+    """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay.
+
+    Args:
+      lengths: Tokens of each sequence.
+      common: What they begin with alike.
+      width: Of rows in which nothing is shared.
+      max_tokens: Of a microbatch on a device.
+      num_shards: Devices that rows are split over.
+      parity: Keys of a query that cost as much as the rest of the network.
+    """
+
+    def cost(needed: int, width: int, keys: int) -> float:
+        """Returns the work of so many rows, in tokens of short ones."""
+        count = -(-needed // (max_tokens // width * num_shards))
+        even = -(-needed // (count * num_shards)) * num_shards
+        return count * even * width * (1 + keys / parity)
+
+    alone = cost(len(packing.pack(lengths, width)), width, width)
+    costs = {
+        wide: cost(len(rows(lengths, common, wide)[1]), wide, keys_in_rows(lengths, common, wide))
+        for wide in _widths(lengths, common, width, max_tokens)
+    }
+    best = min(costs, key=lambda wide: costs[wide])
+    return best if costs[best] < alone else 0
+
+
+def _widths(
     lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int, most: int
 ) -> Iterator[int]:
     """Yields the widths of row that may pay: halves of the plain width, up to whole groups."""
@@ -157,6 +193,101 @@ def widths(
         yield width * halves // 2
         if width * halves // 2 >= longest:
             return
+
+
+def fewest_tokens(platform: str, num_shards: int) -> int:
+    """Returns the tokens on a device below which a microbatch is slow."""
+    return 512 if (platform, num_shards) == ("cpu", 1) else 3072
+
+
+def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
+    """Returns rows of a microbatch such that one that is not full wastes little of a step.
+
+    A sixteenth of what is needed, if that is not slow, on each of the shards.
+
+    Args:
+      needed: Rows of the whole minibatch.
+      even: Rows if it is cut into as few microbatches as the budget allows.
+      num_shards: Devices that rows are split over.
+      fewest: Rows on a device below which a microbatch is slow.
+    """
+    rows = max(needed // 16, max(fewest, 1) * num_shards)
+    return min(even, -(-rows // num_shards) * num_shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the rows of a microbatch on one device.
+
+    Attributes:
+      rows: How many.
+      width: Tokens of each.
+      keys: That each query is compared with.
+      gathered: Copies of each key that blocks of queries gather; 0: they read the row's own.
+      scored: Tokens of a row that the head looks at.
+      count: Microbatches.
+    """
+
+    rows: int
+    width: int
+    keys: int
+    gathered: int
+    scored: int
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@functools.lru_cache(maxsize=1024)
+def longest(
+    num_sequences: int,
+    samples: int,
+    prompt: int,
+    response: int,
+    max_tokens: int,
+    num_shards: int,
+    parity: int,
+    fewest_tokens: int,
+) -> Shape:
+    """Returns the rows of sequences that all are as long as a run allows.
+
+    Args:
+      num_sequences: In all microbatches together.
+      samples: Of each prompt, which they may share.
+      prompt, response: Tokens.
+      max_tokens: Of a microbatch on a device.
+      num_shards: Devices that rows are split over.
+      parity: As of `best_width`; 0: nothing is shared.
+      fewest_tokens: On a device, below which a microbatch is slow.
+    """
+    width = prompt + response
+    lengths = np.full(num_sequences, width)
+    groups = np.arange(num_sequences) // samples
+    common = packing.Beginnings(groups, np.full(num_sequences, prompt))
+    share = parity and samples > 1
+    wide = best_width(lengths, common, width, max_tokens, num_shards, parity) if share else 0
+    if not wide:
+        keys, needed, chosen = width, num_sequences, response
+    else:
+        keys = keys_in_rows(lengths, common, wide)
+        pieces, packed = rows(lengths, common, wide)
+        needed, width = len(packed), wide
+        chosen = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
+    here, room = -(-needed // num_shards), max(1, max_tokens // width)
+    in_one = here
+    if here > room:
+        even = -(-here // -(-here // room))
+        in_one = thin(needed, even * num_shards, num_shards, fewest_tokens // width) // num_shards
+    return Shape(
+        rows=in_one,
+        width=width,
+        keys=keys,
+        gathered=keys // KEY_BLOCK if keys < width else 0,
+        scored=-(-width * min(8, -(-chosen * 8 // width)) // 8),
+        count=-(-here // in_one),
+    )
 
 
 def places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
