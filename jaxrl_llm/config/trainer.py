@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.optimizer import OptimizerConfig
-from jaxrl_llm.config.ranges import Count, Group, Range, Tokens
+from jaxrl_llm.config.ranges import Count, Group, Range
 from jaxrl_llm.config.rewards import RewardFunctionConfig
 from jaxrl_llm.config.rollout import Temperature
 from jaxrl_llm.errors import Problem
@@ -20,7 +20,8 @@ class TrainerConfig(Group):
     # Sequences of one update.
     minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
     epochs: Count = 1
-    max_tokens_per_microbatch: Tokens = 16_384  # per device, padding included; a hard cap
+    # Per device, padding included; a hard cap.
+    max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: by the plan")] = 0
     shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
     optimizer: OptimizerConfig = OptimizerConfig()
 

@@ -1,6 +1,9 @@
-"""`placement.choice = "auto"`: the fastest placement of the planner's that a run can have."""
+"""What a run leaves to the planner: its placement, its microbatches, what it computes again."""
 
 import dataclasses
+import itertools
+import os
+import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,9 +12,10 @@ from jax.sharding import AbstractMesh
 
 from jaxrl_llm.config import Config, ConfigError, PlacementConfig, PoolConfig
 from jaxrl_llm.learner import places
+from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import devices as devices_lib
-from jaxrl_llm.planning import placement, shapes
+from jaxrl_llm.planning import fit, placement, shapes
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.memory import Setting
 from jaxrl_llm.planning.placement import Placement
@@ -19,28 +23,111 @@ from jaxrl_llm.sharding.mesh import AXES
 
 _TOGETHER = PlacementConfig()
 
+# What the backward pass finds again, from the least work to the least memory.
+_REMAT = ("none", "dots", "projections", "attention", "full")
+_TOKENS = (16_384, 8192, 4096)  # of a microbatch on a device
+_FEWEST_ON_CPU = 512
+_MARGIN = 0.9  # of a device's memory: estimates are good to a tenth
+
 
 def here(config: Config, policy: Shape, present: Sequence[Any]) -> Config:
-    """Returns the config with the placement that `placed` finds for these devices.
+    """Returns the config with what `placed` and `sized` find for these devices.
 
     Args:
       config: The run.
       policy: Its shape.
-      present: Devices; of a kind of which nothing is known, all roles share them.
+      present: Devices; of a kind of which nothing is known, all roles share them, and what is
+        computed again saves the most.
     """
-    if config.placement.choice != "auto":
-        return config
     device = devices_lib.present(present)
     if device is None:
-        return dataclasses.replace(config, placement=_TOGETHER)
+        together = config.placement.choice == "auto"
+        config = dataclasses.replace(config, placement=_TOGETHER) if together else config
+        return _with_sizes(config, *next(iter(_sizes(config, "tpu", _REMAT[-1:]))))
     scorers = shapes.scorers(config, policy)
     num_hosts = len({each.process_index for each in present})
-    backend = devices_lib.backend(device)
-    return placed(Setting(config, policy, scorers, {}, backend), device, len(present), num_hosts)
+    setting = Setting(config, policy, scorers, {}, devices_lib.backend(device))
+    return placed(setting, device, len(present), num_hosts)
+
+
+def repeated(config: Config, workdir: str | os.PathLike[str]) -> Config:
+    """Returns the config with the sizes that the run in this folder began with.
+
+    So a resumed run repeats it bit for bit. What the config itself says wins.
+    """
+    if not _is_open(config) or not (pathlib.Path(workdir) / "config.json").exists():
+        return config
+    begun = load_config(workdir)
+    return _with_sizes(config, begun.model.remat, begun.trainer.max_tokens_per_microbatch)
+
+
+def with_sizes_of(config: Config, chosen: Config) -> Config:
+    """Returns the config with microbatches and recomputation as `chosen` has them."""
+    return _with_sizes(config, chosen.model.remat, chosen.trainer.max_tokens_per_microbatch)
+
+
+def _is_open(config: Config) -> bool:
+    return config.model.remat == "auto" or not config.trainer.max_tokens_per_microbatch
+
+
+def _with_sizes(config: Config, remat: str, tokens: int) -> Config:
+    """Returns the config with these where it says nothing."""
+    model, trainer = config.model, config.trainer
+    if model.remat == "auto":
+        model = dataclasses.replace(model, remat=remat)
+    if not trainer.max_tokens_per_microbatch:
+        trainer = dataclasses.replace(trainer, max_tokens_per_microbatch=tokens)
+    return dataclasses.replace(config, model=model, trainer=trainer)
+
+
+def _sizes(
+    config: Config, backend: str, remats: Sequence[str] = _REMAT
+) -> Iterator[tuple[str, int]]:
+    """Yields recomputation and tokens of a microbatch, the least work first."""
+    row = sequence_attention.row_width(config.max_sequence_tokens, config.mesh.sequence)
+    row = -(-row // config.mesh.sequence)
+    few = (_FEWEST_ON_CPU,) if backend == "cpu" else ()
+    tokens = dict.fromkeys(max(each, row) for each in (*_TOKENS, *few))
+    return itertools.product(remats, tokens)
+
+
+def sized(setting: Setting, device: Device, num_devices: int) -> Config:
+    """Returns the config with microbatches and recomputation where it leaves them open.
+
+    The least recomputation, then the most tokens, with which the plan fits a device with a margin.
+    A CPU is as fast with small microbatches and shares its memory with others: there, the least
+    memory that the run can do with, and a little more, is what it may take.
+
+    Args:
+      setting: The run, its placement settled; its mesh is not looked at.
+      device: What it runs on.
+      num_devices: How many.
+    """
+    config, backend = setting.config, setting.backend
+    if not _is_open(config):
+        return config
+
+    def peak(remat: str, tokens: int) -> float:
+        tried = _with_sizes(config, remat, tokens)
+        shapes_of = setting.policy, setting.scorers
+        return fit.make(tried, *shapes_of, device, num_devices, backend).peak
+
+    choices = list(_sizes(config, backend))
+    limit = _MARGIN * device.memory_bytes
+    if backend == "cpu":
+        limit = min(limit, 1.05 * peak(*choices[-1]) + devices_lib.GIB / 4)
+    found = next((each for each in choices if peak(*each) <= limit), choices[-1])
+    config = _with_sizes(config, *found)
+    logging.info(
+        "chosen by the plan: trainer.max_tokens_per_microbatch=%d model.remat=%s",
+        config.trainer.max_tokens_per_microbatch,
+        config.model.remat,
+    )
+    return config
 
 
 def placed(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> Config:
-    """Returns the config with pools by hand where it leaves them to the planner.
+    """Returns the config with pools by hand where it leaves them to the planner, and `sized`.
 
     The first of the ranking (`planning/placement.py`) whose pools hold their roles and whose rows
     all models can split; where none fits, all roles share all devices.
@@ -52,14 +139,19 @@ def placed(setting: Setting, device: Device, num_devices: int, num_hosts: int = 
       num_hosts: That have as many of them each.
     """
     config = setting.config
-    if config.placement.choice != "auto":
-        return config
-    ranking = placement.rank(setting, device, num_devices, num_hosts)
-    for place in _possible(ranking, setting):
-        logging.info("placement: %s; %s", place.name, place.why())
-        return dataclasses.replace(config, placement=place.config())
-    logging.warning("placement: none fits; all roles share all devices")
-    return dataclasses.replace(config, placement=_TOGETHER)
+    if config.placement.choice == "auto":
+        # Placements are compared with the sizes that leave the most room.
+        small = _with_sizes(config, *list(_sizes(config, setting.backend))[-1])
+        tried = dataclasses.replace(setting, config=small)
+        ranking = placement.rank(tried, device, num_devices, num_hosts)
+        place = next(_possible(ranking, tried), None)
+        if place:
+            logging.info("placement: %s; %s", place.name, place.why())
+        else:
+            logging.warning("placement: none fits; all roles share all devices")
+        chosen = place.config() if place else _TOGETHER
+        config = dataclasses.replace(config, placement=chosen)
+    return sized(dataclasses.replace(setting, config=config), device, num_devices)
 
 
 def _possible(ranking: Iterable[Placement], setting: Setting) -> Iterator[Placement]:

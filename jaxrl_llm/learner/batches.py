@@ -206,7 +206,7 @@ class Layout:
         """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
         kind = f"blocks seen in rows of {width}"
         if needed > self._most_rows.get(kind, 0):
-            self._most_rows[kind] = needed + 1  # where a sequence stands differs by a block
+            self._most_rows[kind] = filling.with_room(needed)
         most = self._most_rows.get(kind, 0)
         return most if filling.keys_compared(width, most) < width else 0
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.config import Config
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.learner import batches, experience, networks, optimizer, places, update
+from jaxrl_llm.learner import automatic, batches, experience, networks, optimizer, places, update
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.learner.roles import LearnerState, Roles, Trainable
 from jaxrl_llm.models import lora
@@ -40,6 +40,7 @@ def abstract_roles(config: Config, shape: Shape, devices: Sequence[Any]) -> Role
     Raises:
       ConfigError: If the mesh does not fit the devices.
     """
+    config = automatic.here(config, shape, devices)
     meshes = places.meshes(config, devices)
     return roles_lib.assemble(config, meshes, tokenizer_lib.character_tokenizer(), (0,), shape)
 

@@ -97,7 +97,7 @@ def network(config: Config, shape: Shape, head: Literal["lm", "scalar"], platfor
         head=head,
         param_dtype=model.param_dtype,
         compute_dtype=model.compute_dtype,
-        remat=model.remat,
+        remat="none" if model.remat == "auto" else model.remat,  # of a run: `automatic.sized`
         sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
             model.attention, platform, model.compute_dtype, shape.head_size

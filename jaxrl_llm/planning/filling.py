@@ -134,6 +134,11 @@ def rows(
     return pieces, packing.pack([piece.length for piece in pieces], width, of_pieces, most_scored)
 
 
+def with_room(most_seen: int) -> int:
+    """Returns blocks of keys for later steps too: where a sequence stands differs by a block."""
+    return max(most_seen, min(most_seen + 1, MOST_KEYS // KEY_BLOCK))
+
+
 def keys_compared(width: int, most_seen: int) -> int:
     """Returns how many keys a query is compared with: those of its blocks, or of the whole row."""
     keys = most_seen * KEY_BLOCK
@@ -272,6 +277,7 @@ def longest(
         keys, needed, chosen = width, num_sequences, response
     else:
         keys = keys_in_rows(lengths, common, wide)
+        keys = keys_compared(wide, with_room(keys // KEY_BLOCK)) if keys < wide else keys
         pieces, packed = rows(lengths, common, wide)
         needed, width = len(packed), wide
         chosen = response * max(sum(len(pieces[p].members) for p in row) for row in packed)

@@ -28,7 +28,15 @@ from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.console import screen
 from jaxrl_llm.data import datasets
 from jaxrl_llm.folder_lock import FolderLock
-from jaxrl_llm.learner import collection, experience, planned, replicas, throughput, update
+from jaxrl_llm.learner import (
+    automatic,
+    collection,
+    experience,
+    planned,
+    replicas,
+    throughput,
+    update,
+)
 from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
@@ -78,7 +86,8 @@ def _train(
 
     # Nothing is allocated before everything that can be checked has been.
     check_workdir(config, workdir)
-    roles = roles_lib.build(config)
+    roles = roles_lib.build(automatic.repeated(config, workdir))
+    config = automatic.with_sizes_of(config, roles.config)
     budget = planned.check(config, jax.devices())
     training_set = datasets.load_dataset(config.data, roles.tokenizer, "train", config.seed)
     held_out = datasets.Dataset(())

@@ -1,11 +1,11 @@
-"""`placement.choice = "auto"`: where the planner puts the roles of a run."""
+"""What a run leaves to the planner: where its roles live, microbatches, recomputation."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, folder
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
 from jaxrl_llm.learner import roles as roles_lib
@@ -16,6 +16,7 @@ from jaxrl_llm.trainer import rl
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "model": {"remat": "none"},
     "data": {"max_prompt_tokens": 16},
     "rollout": {"max_response_tokens": 16, "num_slots": 8},
     "trainer": {"prompts_per_step": 16, "max_tokens_per_microbatch": 256, "num_steps": 1},
@@ -62,6 +63,49 @@ def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
 def test_any_other_choice_is_left_alone():
     chosen = config(placement={"choice": "split"})
     assert automatic.here(chosen, roles_lib.build(chosen).policy.shape, jax.devices()) is chosen
+
+
+def real(**trainer) -> Config:
+    """A model of 135M parameters and rows as those of GSM8K."""
+    return from_config_dict(
+        {
+            "algorithm": {"recipe": "grpo", "samples_per_prompt": 4},
+            "model": {"path": "SmolLM2-135M"},
+            "data": {"max_prompt_tokens": 256},
+            "rollout": {"max_response_tokens": 96},
+            "trainer": {"prompts_per_step": 4, **trainer},
+            "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+        }
+    )
+
+
+def chosen(config: Config, place: planned.Place) -> tuple[str, int]:
+    found = planned.plan(config, place).setting.config
+    return found.model.remat, found.trainer.max_tokens_per_microbatch
+
+
+def test_sizes_follow_from_the_plan_and_the_device():
+    one = planned.here(jax.devices()[:1])
+    assert chosen(real(), one) == ("dots", 512)
+    # What is said wins, and the rest follows.
+    assert chosen(real(max_tokens_per_microbatch=1024), one)[1] == 1024
+    # With memory for all of it, nothing is computed again; with less, more is.
+    assert chosen(real(), planned.elsewhere("", "h100", 1)) == ("none", 16_384)
+    small = dataclasses.replace(DEVICES["v5e"], memory_bytes=4 << 30)
+    found = planned.plan(real(), planned.Place(small, 1))
+    assert found.setting.config.model.remat != "none" and found.fits
+
+
+def test_a_resumed_run_has_the_sizes_that_it_began_with(tmp_path):
+    begun = automatic.with_sizes_of(real(), real(max_tokens_per_microbatch=777))
+    assert begun.trainer.max_tokens_per_microbatch == 777
+    begun = dataclasses.replace(begun, model=dataclasses.replace(begun.model, remat="attention"))
+    folder.claim_workdir(begun, tmp_path)
+    again = automatic.repeated(real(), tmp_path)
+    assert (again.model.remat, again.trainer.max_tokens_per_microbatch) == ("attention", 777)
+    said = automatic.repeated(real(max_tokens_per_microbatch=512), tmp_path)
+    assert (said.model.remat, said.trainer.max_tokens_per_microbatch) == ("attention", 512)
+    assert automatic.repeated(real(), tmp_path / "other") == real()
 
 
 @pytest.mark.slow
