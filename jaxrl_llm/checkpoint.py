@@ -100,9 +100,8 @@ class Saver:
 
     def _is_best(self, value: float) -> bool:
         sign = 1.0 if self._config.best_mode == "max" else -1.0
-        return math.isfinite(value) and (
-            not self._best or sign * value > sign * self._best["value"]
-        )
+        better = not self._best or sign * value > sign * self._best["value"]
+        return math.isfinite(value) and better
 
     def keeps(self, step: int, newest: Sequence[int]) -> bool:
         """Returns whether a step is to stay when `newest` are all steps, in ascending order."""
@@ -111,11 +110,10 @@ class Saver:
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
         newest = self.latest_step()
-        best = _meta(self._directory / str(newest))["best"] if newest else {}
-        return best.get("step", 0)
+        return _meta(self._directory / str(newest))["best"].get("step", 0) if newest else 0
 
     def latest_step(self) -> int:
-        """Returns the newest complete step, 0 if there is none."""
+        """Returns the newest complete step, or 0."""
         return self._manager.latest_step() or 0
 
     @property
@@ -140,10 +138,7 @@ class Saver:
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
-        # Views: what the library remembers of an array, it would remember of the state's own, and
-        # an update cannot reuse an array that something else holds.
-        views = jax.tree.map(lambda a: jax.device_put(a, a.sharding, may_alias=True), state)
-        content = _content(views, extra, self._best)
+        content = _content(state, extra, self._best)
         self.wait()
         try:
             if failure := _agreed(self._probe() if _is_first() else ""):
@@ -175,11 +170,7 @@ class Saver:
             self.wait()
 
     def release(self) -> None:
-        """Returns when the arrays that were saved can be reused; raises as `wait` does.
-
-        Devices with memory of their own have been copied from. Where arrays lie in the host's, a
-        save in flight reads themselves, and an update before its end would copy them all.
-        """
+        """Waits where a save reads the arrays themselves, which an update would have to copy."""
         if jax.default_backend() == "cpu":
             self.wait()
 
@@ -333,7 +324,8 @@ def _described(named: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
-    named = _named(tree)
+    # Views: an array that the library remembers could not be donated.
+    named = {k: jax.device_put(a, a.sharding, may_alias=True) for k, a in _named(tree).items()}
     json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
     meta = {"arrays": _described(named), "extra": extra, "best": best}
     return ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(meta))
