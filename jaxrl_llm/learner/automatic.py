@@ -11,6 +11,7 @@ from absl import logging
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.config import Config, ConfigError, PlacementConfig, PoolConfig
+from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import places
 from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.models.shape import Shape
