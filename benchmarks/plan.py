@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import jax
 from absl import app, flags
 
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import Config
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.learner import automatic, compiled, lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import GIB, of_topology
 from jaxrl_llm.planning.shapes import SHAPES
@@ -26,7 +26,9 @@ REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
 TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print what is kept.")
 ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
 
+ON_CPU = {"cpu": 8, "one cpu": 1}
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+TINY = "SmolLM2-135M"
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Llama-3.2-3B", "Llama-3.1-8B"
 HUGE = "Llama-3.1-70B"
 
@@ -35,7 +37,7 @@ HUGE = "Llama-3.1-70B"
 class Combination:
     """One run to be planned: where, what, and what differs from `base`."""
 
-    topology: str  # "cpu": eight fake devices
+    topology: str  # "cpu": eight fake devices, "one cpu": one of them
     model: str
     settings: dict
     programs: tuple[str, ...] = ("train",)
@@ -63,7 +65,7 @@ def base() -> dict:
     }
 
 
-def made(combination: Combination) -> RLConfig:
+def made(combination: Combination) -> Config:
     """Returns the config of a combination."""
     config = default_config_dict()
     for key, value in {**base(), **combination.settings}.items():
@@ -84,6 +86,17 @@ GRPO = {
     "algorithm.recipe": "grpo",
     "algorithm.samples_per_prompt": 4,
     "trainer.prompts_per_step": 64,
+}
+# Rows of GSM8K, 16 sequences: short enough that layers keep their attention weights.
+REAL = {
+    "algorithm.recipe": "grpo",
+    "algorithm.samples_per_prompt": 4,
+    "trainer.prompts_per_step": 4,
+    "trainer.minibatch_size": 16,
+    "data.max_prompt_tokens": 256,
+    "rollout.max_response_tokens": 96,
+    "rollout.num_slots": 16,
+    "model.compute_dtype": "float32",
 }
 LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
 # Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
@@ -132,6 +145,30 @@ COMBINATIONS = [
     Combination("cpu", LARGE, {"mesh.fsdp": 8, **WHOLE}, ("train", "score")),
     Combination("cpu", LARGE, {"mesh.fsdp": 2, "mesh.tensor": 4, **WHOLE}),
     Combination("cpu", LARGE, {"mesh.fsdp": 8, "model.remat": "offload_full", **GRPO, **WHOLE}),
+    *(
+        Combination(
+            "one cpu",
+            TINY,
+            {**REAL, "trainer.max_tokens_per_microbatch": tokens, "model.remat": remat, **more},
+            ("train", "score", "decode")
+            if (tokens, remat, more) == (512, "none", {})
+            else ("train",),
+        )
+        for tokens, remat, more in (
+            (512, "none", {}),
+            (512, "full", {}),
+            (1536, "none", {}),
+            (1536, "full", {}),
+            (1536, "dots", {}),
+            (4096, "none", {}),
+            (4096, "full", {}),
+            (16_384, "none", {"trainer.shared_prompts": "off"}),
+            (512, "none", {"lora.rank": 16}),
+            (1536, "none", {"lora.rank": 16}),
+            (1536, "full", {"lora.rank": 16}),
+            (4096, "full", {"lora.rank": 16}),
+        )
+    ),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4}, ("train", "score", "decode")),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 2, "mesh.tensor": 2, **GRPO}),
     Combination("v5e:2x2", SMALL, {"mesh.fsdp": 4, "model.remat": "dots"}),
@@ -160,8 +197,8 @@ class Row:
 def setting(combination: Combination) -> memory.Setting:
     """Returns what the analytic plan of a combination follows from."""
     config = made(combination)
-    on_cpu = combination.topology == "cpu"
-    count = 8 if on_cpu else of_topology(combination.topology)[1]
+    on_cpu = combination.topology in ON_CPU
+    count = ON_CPU.get(combination.topology) or of_topology(combination.topology)[1]
     backend = "cpu" if on_cpu else "tpu"
     sizes = fit.mesh_sizes(config.mesh, count)
     return memory.Setting(config, SHAPES[combination.model], (), sizes, backend)
@@ -197,10 +234,11 @@ def main(_):
         wanted = [name for name in combination.programs if name not in known]
         if not wanted:
             continue
-        on_cpu = combination.topology == "cpu"
-        devices = jax.devices() if on_cpu else compiled.topology_devices(combination.topology)
-        models = lowering.abstract_models(config, SHAPES[combination.model], devices)
-        programs = lowering.lowered(config, models)
+        count = ON_CPU.get(combination.topology, 0)
+        devices = jax.devices()[:count] or compiled.topology_devices(combination.topology)
+        shape = SHAPES[combination.model]
+        config = automatic.here(config, shape, devices)
+        programs = lowering.lowered(config, lowering.abstract_models(config, shape, devices))
         for name in wanted:
             start = time.perf_counter()
             try:

@@ -17,6 +17,7 @@ def get_config():
     config.model.num_kv_heads = 2
     config.model.head_size = 32
     config.model.mlp_size = 384
+    config.model.remat = "none"
 
     config.data.task = "arithmetic"
     config.data.arithmetic_terms = 3
@@ -35,6 +36,7 @@ def get_config():
     config.algorithm.kl_coef = 0.001
     config.trainer.num_steps = 100
     config.trainer.prompts_per_step = 32
+    config.trainer.max_tokens_per_microbatch = 16_384
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4
     config.trainer.optimizer.warmup_steps = 10

@@ -17,6 +17,7 @@ def get_config():
     config.model.num_kv_heads = 2
     config.model.head_size = 32
     config.model.mlp_size = 384
+    config.model.remat = "none"
 
     config.data.task = "arithmetic"
     config.data.arithmetic_terms = 3
@@ -34,6 +35,7 @@ def get_config():
     config.critic.optimizer.learning_rate = 1e-3
     config.trainer.num_steps = 100
     config.trainer.prompts_per_step = 256
+    config.trainer.max_tokens_per_microbatch = 16_384
     config.trainer.minibatch_size = 128
     config.trainer.optimizer.learning_rate = 3e-4
     config.trainer.optimizer.warmup_steps = 10

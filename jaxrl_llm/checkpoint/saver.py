@@ -100,9 +100,8 @@ class Saver:
 
     def _is_best(self, value: float) -> bool:
         sign = 1.0 if self._config.best_mode == "max" else -1.0
-        return math.isfinite(value) and (
-            not self._best or sign * value > sign * self._best["value"]
-        )
+        better = not self._best or sign * value > sign * self._best["value"]
+        return math.isfinite(value) and better
 
     def keeps(self, step: int, newest: Sequence[int]) -> bool:
         """Returns whether a step is to stay when `newest` are all steps, in ascending order."""
@@ -111,11 +110,10 @@ class Saver:
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
         newest = self.latest_step()
-        best = _meta(self._directory / str(newest))["best"] if newest else {}
-        return best.get("step", 0)
+        return _meta(self._directory / str(newest))["best"].get("step", 0) if newest else 0
 
     def latest_step(self) -> int:
-        """Returns the newest complete step, 0 if there is none."""
+        """Returns the newest complete step, or 0."""
         return self._manager.latest_step() or 0
 
     @property
@@ -169,6 +167,11 @@ class Saver:
         self.wait()
         if step > self.latest_step():
             self.save(step, state, extra)
+            self.wait()
+
+    def release(self) -> None:
+        """Waits where a save reads the arrays themselves, which an update would have to copy."""
+        if jax.default_backend() == "cpu":
             self.wait()
 
     def wait(self) -> None:
@@ -321,7 +324,8 @@ def _described(named: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
-    named = _named(tree)
+    # Views: an array that the library remembers could not be donated.
+    named = {k: jax.device_put(a, a.sharding, may_alias=True) for k, a in _named(tree).items()}
     json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
     meta = {"arrays": _described(named), "extra": extra, "best": best}
     return ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(meta))

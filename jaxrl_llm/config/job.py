@@ -34,6 +34,11 @@ class JobConfig(Group):
         raise NotImplementedError
 
     @property
+    def max_scored_tokens(self) -> int:
+        """Tokens of a sequence whose log-probs are wanted at most; 0: not known."""
+        return 0
+
+    @property
     def num_updates(self) -> int:
         """Optimizer updates of the whole job; what a schedule decays over."""
         return self.trainer.num_steps

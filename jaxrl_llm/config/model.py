@@ -32,9 +32,17 @@ class ModelConfig(Group):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # What the backward pass recomputes, and where it keeps the rest: docs/performance.md.
+    # "auto": the least that the plan finds to fit.
     remat: Literal[
-        "none", "full", "attention", "projections", "dots", "offload_full", "offload_attention"
-    ] = "none"
+        "auto",
+        "none",
+        "full",
+        "attention",
+        "projections",
+        "dots",
+        "offload_full",
+        "offload_attention",
+    ] = "auto"
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel of whole rows
     vocab_chunk: Tokens = 512  # tokens whose logits exist at one time
 

@@ -62,6 +62,10 @@ class RLConfig(JobConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def max_scored_tokens(self) -> int:
+        return self.rollout.max_response_tokens
+
+    @property
     def evaluation_rewards(self) -> RewardsConfig:
         """What held-out answers are judged by: `evaluation.functions`, or all that RL uses."""
         if not self.evaluation.functions:

@@ -16,7 +16,8 @@ class TrainerConfig(Group):
     """How long a job goes on, and how an update is cut."""
 
     num_steps: Count = 100
-    max_tokens_per_microbatch: Tokens = 16_384  # per device, padding included; a hard cap
+    # Per device, padding included; a hard cap.
+    max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: by the plan")] = 0
     shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
     optimizer: OptimizerConfig = OptimizerConfig()
 

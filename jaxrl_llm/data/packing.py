@@ -80,7 +80,12 @@ def balanced_partition(
     return sorted((sorted(items) for _, items in parts), key=lambda items: (not items, items))
 
 
-def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int] | Int[np.ndarray, " B"],
+    row_tokens: int,
+    scored: Sequence[int] | Int[np.ndarray, " B"] = (),
+    most_scored: int = 0,
+) -> list[list[int]]:
     """Returns which sequences share each row of at most `row_tokens` tokens.
 
     First fit decreasing: the longest first, each into the first row with room for it. It needs at
@@ -89,6 +94,8 @@ def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> lis
     Args:
       lengths: tokens of each sequence, at least 1.
       row_tokens: a hard cap.
+      scored: tokens of each sequence that count against `most_scored` as well; none: no limit.
+      most_scored: a hard cap, not below any sequence's.
 
     Returns:
       Sequence indices of each row in ascending order. The same input always gives the same rows.
@@ -105,12 +112,15 @@ def pack(lengths: Sequence[int] | Int[np.ndarray, " B"], row_tokens: int) -> lis
         )
     rows: list[list[int]] = []
     room = np.full(len(lengths), row_tokens)  # of rows not yet opened too
+    counted = np.asarray(scored if len(scored) else np.zeros(len(lengths)), np.int64)
+    left = np.full(len(lengths), most_scored)
     for index in np.argsort(-lengths, kind="stable").tolist():
-        row = int(np.argmax(room >= lengths[index]))
+        row = int(np.argmax((room >= lengths[index]) & (left >= counted[index])))
         if row == len(rows):
             rows.append([])
         rows[row].append(index)
         room[row] -= lengths[index]
+        left[row] -= counted[index]
     return [sorted(row) for row in rows]
 
 
@@ -168,13 +178,20 @@ class Piece:
     length: int  # tokens in all
 
 
-def pieces(lengths: Int[np.ndarray, " B"], common: Beginnings, row_tokens: int) -> list[Piece]:
-    """Returns the sequences as pieces that fit into rows, few of each group.
+def pieces(
+    lengths: Int[np.ndarray, " B"],
+    common: Beginnings,
+    row_tokens: int,
+    scored: Sequence[int] | Int[np.ndarray, " B"] = (),
+    most_scored: int = 0,
+) -> list[Piece]:
+    """Returns the sequences as pieces that fit into rows, few of each group; limits as of `pack`.
 
     Raises:
       ValueError: a sequence is longer than a row.
     """
     found = []
+    counted = np.asarray(scored if len(scored) else np.zeros(len(lengths)), np.int64)
     for group in np.unique(common.groups):
         rows = np.flatnonzero(common.groups == group)
         shared = int(common.lengths[rows].min())
@@ -182,7 +199,7 @@ def pieces(lengths: Int[np.ndarray, " B"], common: Beginnings, row_tokens: int) 
         if common.together:
             parts = [list(range(len(rows)))]
         elif shared:
-            parts = pack(own, row_tokens - shared)
+            parts = pack(own, row_tokens - shared, counted[rows], most_scored)
         else:
             parts = [[i] for i in range(len(rows))]
         for part in parts:

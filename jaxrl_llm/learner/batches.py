@@ -13,9 +13,9 @@ from jaxtyping import Bool, Int
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import filling
 from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.models import sequence_attention
+from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 
 # What `Packer.pack` scores by default, whatever the step.
@@ -25,10 +25,11 @@ EVERY_TOKEN = np.ones((1, 1), bool)
 class Packer:
     """Packs sequences into rows. Chooses few shapes: every new one is a compilation.
 
-    The number of packed rows differs a little from step to step. What fills several microbatches
-    is spread over them evenly. What fits into one is rounded up to the most
-    rows that as many sequences in rows as wide have needed so far, or to a half, quarter, ...
-    of it. That memory is state: a resumed run restores it and so repeats the same shapes.
+    The first step of its kind decides. What fills several microbatches is spread over them evenly;
+    steps after it fill more or fewer of the same, unless that would waste an eighth. What fits
+    into one is rounded up to the most rows that as many sequences in rows as wide have needed so
+    far, or to a half, quarter, ... of it. Rows take no more scored tokens than the head looks at.
+    That memory is state: a resumed run restores it and so repeats the same shapes.
 
     Sequences that begin alike may share their beginning's tokens. Rows are then as wide as pays:
     a wider row holds more of a group, and attention looks at all of it. The first step of its
@@ -41,6 +42,8 @@ class Packer:
         num_shards: int,
         length_shards: int = 1,
         attention_parity: int = 0,
+        max_scored: int = 0,
+        fewest_tokens: int = 3072,
     ):
         """
         Args:
@@ -49,11 +52,15 @@ class Packer:
           length_shards: Devices that share each row; beginnings are shared with one alone.
           attention_parity: Tokens of a row at which attention costs as much as the rest of the
             network; 0: no sequences share their beginnings.
+          max_scored: Tokens of a sequence that may be scored at most; 0: not known.
+          fewest_tokens: On a device, below which a microbatch is slow.
         """
         self._max_tokens = max_tokens * length_shards
         self._num_shards = num_shards
         self._length_shards = length_shards
         self._parity = attention_parity if length_shards == 1 else 0
+        self._max_scored = max_scored
+        self._fewest_tokens = fewest_tokens
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
@@ -71,59 +78,67 @@ class Packer:
         kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
         found = self._most_rows.get(kind, -1)
         if not 0 <= found <= self._max_tokens:
-            alone = self._cost(len(packing.pack(lengths, width)), width, width)
-            wide = filling.widths(lengths, common, width, self._max_tokens)
-            costs = {
-                w: self._cost(
-                    len(filling.rows(lengths, common, w)[1]),
-                    w,
-                    filling.keys_in_rows(lengths, common, w),
-                )
-                for w in wide
-            }
-            best = min(costs, key=lambda w: costs[w])
-            found = self._most_rows[kind] = best if costs[best] < alone else 0
+            found = filling.best_width(
+                lengths, common, width, self._max_tokens, self._num_shards, self._parity
+            )
+            self._most_rows[kind] = found
         return found
 
-    def _cost(self, needed: int, width: int, keys: int) -> float:
-        """Returns the work of so many rows, in tokens of short ones."""
-        cap = self._max_tokens // width * self._num_shards
-        count = -(-needed // cap)
-        even = -(-needed // (count * self._num_shards)) * self._num_shards
-        return count * even * width * (1 + keys / self._parity)
-
-    def _num_rows(self, needed: int, num_sequences: int, width: int) -> int:
+    def _num_rows(self, needed: int, num_sequences: int, width: int, growing: bool) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
         shards = self._num_shards
         cap = self._max_tokens // width * shards
-        if needed > cap:
-            # As many microbatches as the cap asks for, evenly filled, in steps of a 48th of it.
-            even = -(-needed // -(-needed // cap))
-            step = shards * max(1, cap // shards // 48)
-            return min(cap, -(-even // step) * step)
         # A run may go on on another mesh, whose rows divide otherwise.
         kind = f"{num_sequences} in rows of {width} over {shards}"
+        several = f"microbatches of {kind}"
+        if needed > cap or several in self._most_rows:
+            fewest = self._fewest_tokens // width
+            even = -(-needed // (-(-needed // cap) * shards)) * shards
+            thin = filling.thin(needed, even, shards, fewest)
+            rows = self._most_rows.get(several, thin)
+            wasted = -(-needed // rows) * rows - -(-needed // even) * even
+            if rows > cap or wasted > max(needed // 8, fewest, shards):
+                rows = even
+            self._most_rows[several] = rows
+            return rows
         if needed > self._most_rows.get(kind, 0):
             # Some room for the next step, but no more rows than sequences can fill.
-            roomy = min(needed + needed // 16, num_sequences)
+            roomy = min(needed + max(needed // 16, growing), num_sequences)
             self._most_rows[kind] = min(cap, -(-roomy // shards) * shards)
         rows = min(cap, self._most_rows[kind])
         while rows % (2 * shards) == 0 and rows // 2 >= needed:
             rows //= 2
         return rows
 
+    def _num_microbatches(
+        self, groups: list[list[list[packing.Piece]]], num_sequences: int, num_rows: int
+    ) -> tuple[int, int]:
+        """Returns places for microbatches, and for the sequences of each, with room for others."""
+        count = len(groups)
+        held = max(sum(len(piece.members) for row in group for piece in row) for group in groups)
+        most = self._most_rows.get(f"microbatches of {num_sequences}", 1)
+        if count > most:
+            room = min(count + max(1, count // 4), -(-num_sequences // num_rows))
+            most = packing.bucket(max(count, room))
+            self._most_rows[f"microbatches of {num_sequences}"] = most
+        kind = f"places of {num_sequences} in {num_rows} rows"
+        if held > self._most_rows.get(kind, 0):
+            self._most_rows[kind] = packing.bucket(min(2 * held, num_sequences))
+        return most, self._most_rows[kind]
+
     def _num_scored(self, needed: int, width: int) -> int:
         """Returns the positions of a row that the head looks at: eighths of it, never fewer."""
         kind = f"scored in rows of {width}"
-        eighths = -(-needed * 8 // width)
+        eighths = min(8, -(-max(needed, self._max_scored) * 8 // width))
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
 
     def _num_seen(self, needed: int, width: int) -> int:
         """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
         kind = f"blocks seen in rows of {width}"
-        self._most_rows[kind] = max(needed, self._most_rows.get(kind, 0))
-        most = self._most_rows[kind]
+        if needed > self._most_rows.get(kind, 0):
+            self._most_rows[kind] = filling.with_room(needed)
+        most = self._most_rows.get(kind, 0)
         return most if filling.keys_compared(width, most) < width else 0
 
     def _balanced(
@@ -182,17 +197,23 @@ class Packer:
         share = bool(self._parity) and not everywhere and bool(common.lengths.any())
         alike = common.of(chosen) if share or common.together else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
+        growing = bool(lengths[chosen].min() < width)
         width = shared_width or width
-        groups_matter = shared_width or common.together
-        pieces, in_rows = filling.rows(lengths[chosen], alike if groups_matter else alone, width)
-        num_rows = self._num_rows(len(in_rows), len(chosen), width)
+        asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
+        of_sequences = np.zeros(len(chosen), np.int64) if everywhere else asked[chosen].sum(-1)
+        room = self._most_rows.get(f"scored in rows of {width}", 0)
+        room = self._num_scored(int(of_sequences.max()), width) if room else width
+        grouped = shared_width or common.together
+        pieces, in_rows = filling.rows(
+            lengths[chosen], alike if grouped else alone, width, of_sequences, room
+        )
+        num_rows = self._num_rows(len(in_rows), len(chosen), width, growing)
         groups = self._balanced(in_rows, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
-        asked = np.broadcast_to(scored, (len(lengths), width)) if everywhere else scored
-        shape = packing.bucket(len(groups)), num_rows, width
-        laid = filling.filled(batches, shape, lengths, chosen, asked)
+        most, places = self._num_microbatches(batches, len(chosen), num_rows)
+        laid = filling.filled(batches, (most, num_rows, width), places, lengths, chosen, asked)
         needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        places = filling.places(laid.asked, needed)
+        heads = filling.places(laid.asked, needed)
         seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
         mask = np.zeros(len(lengths), bool)
@@ -208,8 +229,8 @@ class Packer:
             "starts": laid.starts,
             "beginnings": laid.beginnings,
             "shared": laid.shared,
-            "scored": places,
-            "before": np.take_along_axis(laid.before, np.minimum(places, width - 1), axis=-1),
+            "scored": heads,
+            "before": np.take_along_axis(laid.before, np.minimum(heads, width - 1), axis=-1),
         }
         rest: list[Any] = [np.int32(len(groups)), mask]
         return PackedBatch(Microbatch(**fields), *rest)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import OptimizerConfig, RLConfig
+from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import batches, optimizer, predict, update
 from jaxrl_llm.learner import models as models_lib
@@ -34,7 +35,8 @@ def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> M
     """Returns the models of a run on devices that may be absent; no folder is read.
 
     Args:
-      config: The run. Its tokenizer plays no part: `shape` has the size of the vocabulary.
+      config: The run, its sizes and placement settled (`automatic.here`). Its tokenizer plays no
+        part: `shape` has the size of the vocabulary.
       shape: Of policy, reference and critic.
       devices: Real ones, or those of `jax.experimental.topologies`.
 
@@ -133,14 +135,22 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
 
 
 def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> PackedBatch:
-    """Returns so many sequences of a step in rows, each as long as the run allows."""
-    width = config.max_sequence_tokens
-    lengths = np.full(config.sequences_per_step, width)
-    shards = mesh_lib.row_shards(models.mesh)
-    packer = batches.Packer(config.trainer.max_tokens_per_microbatch, *shards)
-    of_responses = np.tile(np.arange(width) >= config.data.max_prompt_tokens, (len(lengths), 1))
-    scored = batches.EVERY_TOKEN if shards[1] > 1 else of_responses
-    packed = packer.pack(lengths, np.arange(num_chosen), width=width, scored=scored)
+    """Returns so many sequences of a step in rows, each as long as the run allows.
+
+    Samples of a prompt share it where the run's rows would.
+    """
+    width, count = config.max_sequence_tokens, config.sequences_per_step
+    prompt = config.data.max_prompt_tokens
+    of_responses = np.tile(np.arange(width) >= prompt, (count, 1))
+    packed = models_lib.packer(config, models.meshes, models.policy).pack(
+        np.full(count, width),
+        np.arange(num_chosen),
+        width=width,
+        scored=batches.EVERY_TOKEN if models.mesh.shape["sequence"] > 1 else of_responses,
+        common=packing.Beginnings(
+            np.arange(count) // config.algorithm.samples_per_prompt, np.full(count, prompt)
+        ),
+    )
     return jax.tree.map(lambda a: _array(models, np.shape(a), a.dtype), packed)
 
 

@@ -28,6 +28,7 @@ from jaxrl_llm.models import (
 )
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
 
@@ -155,15 +156,31 @@ def build(
         check_mesh(config, each, shape)
     platform = meshes["policy"].devices.flat[0].platform
     policy = dataclasses.replace(network(config, shape, "lm", platform), lora=config.lora)
-    # Several sequences may read a common beginning once where attention can do that.
-    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(policy.kernel)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
         eos_tokens=eos,
         policy=policy,
         value=network(config, shape, "scalar", platform),
-        packer=Packer(*row_split(config, meshes), flops.attention_parity(shape) if share else 0),
+        packer=packer(config, meshes, policy),
+    )
+
+
+def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Packer:
+    """Returns what packs sequences into rows that every model can split over its devices.
+
+    Sequences share a common beginning where attention can do that.
+
+    Raises:
+      ConfigError: If the mesh that splits rows the least cannot hold its part of them.
+    """
+    split = row_split(config, meshes)
+    share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(policy.kernel)
+    return Packer(
+        *split,
+        attention_parity=flops.attention_parity(policy.shape) if share else 0,
+        max_scored=config.max_scored_tokens,
+        fewest_tokens=filling.fewest_tokens(meshes["policy"].devices.flat[0].platform, split[1]),
     )
 
 
@@ -239,7 +256,7 @@ def network(
         head=head,
         param_dtype=model.param_dtype,
         compute_dtype=model.compute_dtype,
-        remat=model.remat,
+        remat="none" if model.remat == "auto" else model.remat,  # of a run: `automatic.sized`
         sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
             model.attention, platform, model.compute_dtype, shape.head_size

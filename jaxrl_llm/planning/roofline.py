@@ -146,7 +146,7 @@ def _pass(
     weights = num_params(shape) * item / tensor
     each = setting.minibatch_tokens if trained else sequences * width
     updates = times * sequences * width / each
-    microbatches = updates * setting.num_microbatches(each // width)
+    microbatches = updates * setting.rows(each // width).count
     passes = 3 if trained else 1
     memory = weights * passes * microbatches
     if trained:

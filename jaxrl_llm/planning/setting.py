@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.models import attention, flops
 from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.planning import filling
 from jaxrl_llm.planning.sizes import ITEM_BYTES, Counts, counts, num_adapters
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -117,14 +119,29 @@ class Setting:
         """Returns `size` on one device: divided by the axis where that divides it."""
         return size // self.mesh[axis] if size % self.mesh[axis] == 0 else size
 
-    def rows(self, num_sequences: int) -> int:
-        """Returns the rows of one microbatch on one device when all sequences are longest."""
-        budget = self.config.trainer.max_tokens_per_microbatch * self.mesh["sequence"]
-        room = max(1, budget // self.width)
-        return min(room, -(-num_sequences // self.row_shards))
+    @property
+    def kernel(self) -> attention.Implementation:
+        """What attends over whole rows; GPUs are planned as TPUs."""
+        model = self.config.model
+        return attention.implementation_for(
+            model.attention, self.backend, model.compute_dtype, self.policy.head_size
+        )
 
-    def num_microbatches(self, num_sequences: int) -> int:
-        return -(-num_sequences // (self.rows(num_sequences) * self.row_shards))
+    def rows(self, num_sequences: int) -> filling.Shape:
+        """Returns the rows of one microbatch on one device when all sequences are longest."""
+        config, length = self.config, self.mesh["sequence"]
+        share = config.trainer.shared_prompts == "auto" and length == 1
+        share = share and attention.shares_prefixes(self.kernel)
+        return filling.longest(
+            num_sequences,
+            config.algorithm.samples_per_prompt,
+            config.data.max_prompt_tokens,
+            config.rollout.max_response_tokens,
+            max(config.trainer.max_tokens_per_microbatch * length, self.width),
+            self.row_shards,
+            flops.attention_parity(self.policy) if share else 0,
+            filling.fewest_tokens(self.backend, self.row_shards),
+        )
 
 
 def counted(setting: Setting, head: str) -> Counts:

@@ -68,6 +68,13 @@ SHAPES: Mapping[str, Shape] = {
     "Qwen3-8B": _qwen3((4096, 36, 32, 8, 12_288), tied=False),
     "Qwen3-14B": _qwen3((5120, 40, 40, 8, 17_408), tied=False),
     "Qwen3-32B": _qwen3((5120, 64, 64, 8, 25_600), tied=False),
+    "SmolLM2-135M": _llama(
+        49_152,
+        (576, 30, 9, 3, 1536),
+        head_size=64,
+        rope_theta=100_000.0,
+        tie_embeddings=True,
+    ),
     "Llama-2-7b": _llama(32_000, (4096, 32, 32, 32, 11_008), rope_theta=10_000.0),
     "Llama-2-13b": _llama(32_000, (5120, 40, 40, 40, 13_824), rope_theta=10_000.0),
     "Llama-2-34b": _llama(32_000, (8192, 48, 64, 8, 22_016), rope_theta=10_000.0),

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jaxrl_llm.models import attention, heads
+from jaxrl_llm.planning import filling
 from jaxrl_llm.planning.setting import (
     Parts,
     Setting,
@@ -37,6 +38,8 @@ class Compiler:
       tables: Of one piece's weights while it is gathered.
       hoisted: Of them, once more, where a single piece leaves its loop.
       layers: Of one layer's gathered weights in the backward pass.
+      laid: Of the head's own share, laid out in pieces.
+      body: Whether the gradient of the layers is there while the head works.
       host: Whether the host's memory is another than the device's.
       packing: What arrays need over their bytes when they are laid out one beside the other.
     """
@@ -48,6 +51,8 @@ class Compiler:
     tables: float
     hoisted: float
     layers: float
+    laid: float
+    body: bool
     host: bool
     packing: float
 
@@ -56,9 +61,17 @@ _PIECE_TOKENS = 2048  # of one prompt, read at one time (`rollout/programs.py`)
 
 # GPUs are planned as TPUs: the same compiler before its last stages.
 COMPILERS: Mapping[str, Compiler] = {
-    "tpu": Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, True, 1.0),
-    "cpu": Compiler(1.0, 1.0, 2.9, (3.0, 2.0), 2.0, 1.0, 3.0, False, 1.15),
+    "tpu": Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 1.0, True, True, 1.0),
+    "cpu": Compiler(1.0, 1.0, 2.75, (3.0, 2.0), 2.0, 1.0, 2.4, 1.0, True, False, 1.15),
+    # One device gathers nothing.
+    "one cpu": Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, False, 1.15),
 }
+
+
+def _compiler(setting: Setting) -> Compiler:
+    return COMPILERS[
+        "one cpu" if (setting.backend, setting.num_devices) == ("cpu", 1) else setting.backend
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +84,7 @@ class _Work:
     keys: float  # and as much of values
     mlp: float  # one intermediate of the gated MLP
     scores: float  # float32 attention weights of one block of queries
+    kept: float  # of them, what a layer keeps for its backward pass, and keys gathered for them
     layer: float  # one layer's weights, gathered for use
     slices: float  # the embedding, split by features for its look-up
     share: float  # the head's own share, laid out in pieces
@@ -83,26 +97,30 @@ class _Work:
         config, shape = setting.config, setting.policy
         item = ITEM_BYTES[config.model.compute_dtype]
         split = setting.mesh["sequence"]
-        tokens = setting.rows(num_sequences) * setting.width // split
+        rows = setting.rows(num_sequences)
+        tokens = rows.tokens // split
         query_heads = setting.split(shape.num_heads, "tensor")
         kv_heads = setting.split(shape.num_kv_heads, "tensor")
         whole = {axis: size if axis == "tensor" else 1 for axis, size in setting.mesh.items()}
         layer = counts(shape, "lm", mesh_lib.TRAIN, whole).layers // shape.num_layers
         vocab = setting.split(shape.vocab_size, "tensor")  # rows of the head that are computed with
         share = counted(setting, "lm").embed // shape.hidden_size  # that rest here
-        # Positions of a row that the policy chose, in eighths of it.
-        chosen = -(-config.rollout.max_response_tokens * 8 // setting.width) / 8
-        scored = int(tokens * (chosen if split == 1 else 1.0))
+        scored = rows.rows * rows.scored if split == 1 else tokens
         pieces = heads.num_pieces(share, vocab // share, scored, config.model.vocab_chunk)
         resting = share * shape.hidden_size * item
         moved = vocab > share or config.model.param_dtype != config.model.compute_dtype
+        keys = tokens * kv_heads * shape.head_size * item
+        scores = _score_bytes(setting, rows, tokens, query_heads)
+        # Where queries come in several blocks, scores are computed again.
+        at_once = rows.keys <= attention.QUERY_BLOCK
         return cls(
             tokens=tokens,
             carry=tokens * shape.hidden_size * item,
             queries=tokens * query_heads * shape.head_size * item,
-            keys=tokens * kv_heads * shape.head_size * item,
+            keys=keys,
             mlp=tokens * setting.split(shape.mlp_size, "tensor") * item,
-            scores=_score_bytes(setting, tokens, query_heads),
+            scores=scores,
+            kept=(scores + 2 * rows.gathered * keys) * at_once,
             layer=layer * item,
             slices=resting if moved else 0.0,
             share=resting,
@@ -113,26 +131,25 @@ class _Work:
 
     def pieces(self, compiler: Compiler, passes: int) -> float:
         """Returns bytes of the head as it is cut up: a single piece may be gathered beforehand."""
-        return compiler.hoisted * passes * self.table if self.alone else self.share
+        return compiler.hoisted * passes * self.table if self.alone else compiler.laid * self.share
 
     def arriving(self, compiler: Compiler) -> float:
         """Returns bytes that are there beside a piece while it is gathered."""
         return 0.0 if self.alone else (compiler.tables - 1) * self.table
 
 
-def _score_bytes(setting: Setting, tokens: int, num_heads: int) -> float:
+def _score_bytes(setting: Setting, rows: filling.Shape, tokens: int, num_heads: int) -> float:
     """Returns bytes of the attention weights of a block of queries; none exist within a kernel."""
-    kernel = setting.config.model.attention
-    if kernel not in ("xla", "auto") or (kernel == "auto" and setting.backend != "cpu"):
+    if setting.kernel != "xla":
         return 0.0
-    width = setting.width
-    return tokens * num_heads * width * 4.0 * min(1.0, attention.QUERY_BLOCK / width)
+    block = 1.0 if rows.gathered else min(1.0, attention.QUERY_BLOCK / rows.width)
+    return tokens * num_heads * rows.keys * 4.0 * block
 
 
 def train(setting: Setting, roles: Sequence[str]) -> Parts:
     """Returns what one optimizer update needs: of the policy, its critics, or all of them."""
     config = setting.config
-    compiler = COMPILERS[setting.backend]
+    compiler = _compiler(setting)
     work = _Work.of(setting, config.minibatch_size)
     arguments = sum((given(setting, role) for role in roles), Parts())
     # Policy and critics learn one after the other; the larger of the two counts.
@@ -141,7 +158,7 @@ def train(setting: Setting, roles: Sequence[str]) -> Parts:
     # Float32 sums over microbatches, where there are several, and the gradient of one of them, as
     # narrow as the arithmetic.
     narrow = learned * ITEM_BYTES[config.model.compute_dtype]
-    several = setting.num_microbatches(config.minibatch_size) > 1
+    several = setting.rows(config.minibatch_size).count > 1
     summed = narrow + 4.0 * learned * several
     both = len(roles) > 1
     waiting = 4.0 * num_learned(setting, "scalar") * compiler.waiting if both else 0.0
@@ -152,7 +169,7 @@ def train(setting: Setting, roles: Sequence[str]) -> Parts:
     more = max((compiler.chunks[1] - 1) * work.chunk, arriving)
     of_head = 0.0 if config.lora.rank else compiler.of_head * work.share
     at_head = beside + Parts(
-        gradients=summed + of_head,
+        gradients=(summed if compiler.body else summed - narrow) + of_head,
         logits=work.chunk,
         temporary=work.table + more + work.pieces(compiler, passes=2),
     )
@@ -181,17 +198,17 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
         "offload_full": work.carry,
         "offload_attention": work.carry + around,
         # Twice what is normalized and twice what comes of it, float32 and not.
-        "none": 7 * work.carry + around + work.queries + 3 * work.mlp,
+        "none": 7 * work.carry + around + work.queries + 3 * work.mlp + work.kept,
     }[remat]
     everything = each * setting.policy.num_layers
-    moved = remat.startswith("offload") and COMPILERS[setting.backend].host
+    moved = remat.startswith("offload") and _compiler(setting).host
     return (0.0, everything) if moved else (everything, 0.0)
 
 
 def score(setting: Setting, head: str) -> Parts:
     """Returns what a forward pass over a step's sequences needs: of a policy or a critic."""
     config = setting.config
-    compiler = COMPILERS[setting.backend]
+    compiler = _compiler(setting)
     work = _Work.of(setting, config.sequences_per_step)
     held = counted(setting, head)
     between = Parts(temporary=work.slices)
@@ -279,7 +296,7 @@ def reshard(setting: Setting) -> Parts:
     ends, _ = rollout_ends(setting)
     gathered = rollout_counts(setting).embed > held.embed
     # In the layout of training each table is copied by itself.
-    temporary = ends if gathered else ends / 2
+    temporary = ends if gathered else ends / 2 * _compiler(setting).laid
     return Parts(weights=(held.embed + held.rest) * item + ends, temporary=temporary)
 
 

@@ -195,6 +195,7 @@ class Run:
         Raises:
           Interrupted: The end was asked for while it could not be noticed.
         """
+        self._saver.release()
         self.interruption.hold()
 
     def allows_update(self, numbers: Numbers) -> bool:

@@ -129,6 +129,20 @@ def test_state_may_be_donated_and_deleted_when_save_returns(tmp_path):
         assert (np.asarray(leaf) == int(name)).all()
 
 
+def test_a_saved_state_is_updated_in_its_own_memory(tmp_path):
+    """A save must not cost a copy of the state: released arrays are donated as ever."""
+    update = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)
+    state = update({"a": jnp.zeros((64, 64)), "b": jnp.zeros((2048,))})
+    saver = Saver(tmp_path, CheckpointConfig())
+    for step in (1, 2):
+        places = jax.tree.map(lambda a: a.unsafe_buffer_pointer(), state)
+        saver.save(step, state, {})
+        saver.release()
+        state = update(state)
+        assert jax.tree.map(lambda a: a.unsafe_buffer_pointer(), state) == places
+    saver.close()
+
+
 def test_keeps_by_count_and_is_due_on_multiples_and_at_the_end(tmp_path):
     saver = Saver(tmp_path, CheckpointConfig(every=2, keep=2))
     state = {"w": jnp.arange(4.0)}

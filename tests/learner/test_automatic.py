@@ -1,15 +1,14 @@
-"""`placement.choice = "auto"`: where the planner puts the roles of a run."""
+"""What a run leaves to the planner: where its roles live, microbatches, recomputation."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import Config, folder
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
-from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner.models import Models
+from jaxrl_llm.learner import roles as roles_lib
 from jaxrl_llm.planning import devices
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -17,6 +16,7 @@ from jaxrl_llm.trainer import rl
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
+    "model": {"remat": "none"},
     "data": {"max_prompt_tokens": 16},
     "rollout": {"max_response_tokens": 16, "num_slots": 8},
     "trainer": {"prompts_per_step": 16, "max_tokens_per_microbatch": 256, "num_steps": 1},
@@ -26,12 +26,8 @@ VALUES = {
 }
 
 
-def config(**groups) -> RLConfig:
+def config(**groups) -> Config:
     return from_config_dict(VALUES | groups)
-
-
-def models_of(config: RLConfig) -> Models:
-    return models_lib.of_job(config, automatic.meshes(config))
 
 
 def fastest_apart(monkeypatch) -> None:
@@ -41,19 +37,17 @@ def fastest_apart(monkeypatch) -> None:
 
 
 def test_where_nothing_is_known_of_speed_all_roles_share_all_devices():
-    models = models_of(config())
-    assert set(models.meshes.values()) == {models.mesh} and models.mesh.size == 8
+    roles = roles_lib.build(config())
+    assert set(roles.meshes.values()) == {roles.mesh} and roles.mesh.size == 8
 
 
 def test_a_run_is_built_on_the_pools_that_are_fastest(monkeypatch):
     fastest_apart(monkeypatch)
-    models = models_of(config())
-    placed = automatic.here(config(), models.policy.shape, jax.devices())
-    assert placed.placement.choice == "by_hand"
-    assert models_lib.role_meshes(placed) == models.meshes
-    assert models.meshes["policy"] == models.meshes["rollout"]
-    assert len(set(models.meshes.values())) > 1
-    sizes = [mesh.size for mesh in set(models.meshes.values())]
+    roles = roles_lib.build(config())
+    assert roles.config.placement.choice == "by_hand"
+    assert roles.meshes["policy"] == roles.meshes["rollout"]
+    assert len(set(roles.meshes.values())) > 1
+    sizes = [mesh.size for mesh in set(roles.meshes.values())]
     assert sum(sizes) == 8
     assert len(planned.plan(config(), planned.here(jax.devices())).pools) == len(sizes)
 
@@ -62,13 +56,56 @@ def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
     """Rows as wide as a device may hold: pools must split them alike."""
     fastest_apart(monkeypatch)
     tight = config(trainer={**VALUES["trainer"], "max_tokens_per_microbatch": 32})
-    models = models_of(tight)
-    assert len({mesh_lib.row_shards(mesh) for mesh in models.meshes.values()}) == 1
+    roles = roles_lib.build(tight)
+    assert len({mesh_lib.row_shards(mesh) for mesh in roles.meshes.values()}) == 1
 
 
 def test_any_other_choice_is_left_alone():
     chosen = config(placement={"choice": "split"})
-    assert automatic.here(chosen, models_of(chosen).policy.shape, jax.devices()) is chosen
+    assert automatic.here(chosen, roles_lib.build(chosen).policy.shape, jax.devices()) is chosen
+
+
+def real(**trainer) -> Config:
+    """A model of 135M parameters and rows as those of GSM8K."""
+    return from_config_dict(
+        {
+            "algorithm": {"recipe": "grpo", "samples_per_prompt": 4},
+            "model": {"path": "SmolLM2-135M"},
+            "data": {"max_prompt_tokens": 256},
+            "rollout": {"max_response_tokens": 96},
+            "trainer": {"prompts_per_step": 4, **trainer},
+            "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+        }
+    )
+
+
+def chosen(config: Config, place: planned.Place) -> tuple[str, int]:
+    found = planned.plan(config, place).setting.config
+    return found.model.remat, found.trainer.max_tokens_per_microbatch
+
+
+def test_sizes_follow_from_the_plan_and_the_device():
+    one = planned.here(jax.devices()[:1])
+    assert chosen(real(), one) == ("dots", 512)
+    # What is said wins, and the rest follows.
+    assert chosen(real(max_tokens_per_microbatch=1024), one)[1] == 1024
+    # With memory for all of it, nothing is computed again; with less, more is.
+    assert chosen(real(), planned.elsewhere("", "h100", 1)) == ("none", 16_384)
+    small = dataclasses.replace(DEVICES["v5e"], memory_bytes=4 << 30)
+    found = planned.plan(real(), planned.Place(small, 1))
+    assert found.setting.config.model.remat != "none" and found.fits
+
+
+def test_a_resumed_run_has_the_sizes_that_it_began_with(tmp_path):
+    begun = automatic.with_sizes_of(real(), real(max_tokens_per_microbatch=777))
+    assert begun.trainer.max_tokens_per_microbatch == 777
+    begun = dataclasses.replace(begun, model=dataclasses.replace(begun.model, remat="attention"))
+    folder.claim_workdir(begun, tmp_path)
+    again = automatic.repeated(real(), tmp_path)
+    assert (again.model.remat, again.trainer.max_tokens_per_microbatch) == ("attention", 777)
+    said = automatic.repeated(real(max_tokens_per_microbatch=512), tmp_path)
+    assert (said.model.remat, said.trainer.max_tokens_per_microbatch) == ("attention", 512)
+    assert automatic.repeated(real(), tmp_path / "other") == real()
 
 
 @pytest.mark.slow

@@ -19,10 +19,18 @@ from jaxrl_llm.planning.shapes import SHAPES, known_shape
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
-    "model": {"compute_dtype": "bfloat16", "path": "models/Llama-3.1-8B-Instruct"},
+    "model": {
+        "compute_dtype": "bfloat16",
+        "path": "models/Llama-3.1-8B-Instruct",
+        "remat": "none",
+    },
     "data": {"max_prompt_tokens": 512},
     "rollout": {"max_response_tokens": 512, "num_slots": 64},
-    "trainer": {"prompts_per_step": 256, "minibatch_size": 128},
+    "trainer": {
+        "prompts_per_step": 256,
+        "minibatch_size": 128,
+        "max_tokens_per_microbatch": 16_384,
+    },
     "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
 }
 

@@ -30,9 +30,9 @@ VALUES = {
 SHAPE = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
 
 
-def setting(shape=SHAPE, mesh=(1, 4, 1, 2), backend="cpu", **groups) -> memory.Setting:
+def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> memory.Setting:
     values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
-    sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), mesh, strict=True))
+    sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True))
     return memory.Setting(from_config_dict(values), shape, (), sizes, backend)
 
 
@@ -51,6 +51,39 @@ def test_within_a_tenth_of_the_compiler(name):
     models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
     report = compiled.compile_report(lowering.lowered(ours.config, models)[name])
     assert memory.estimate(ours)[name].total == pytest.approx(report.total, rel=0.1)
+
+
+SHARED = {
+    "algorithm": {"recipe": "grpo", "samples_per_prompt": 4},
+    "data": {"max_prompt_tokens": 192},
+    "rollout": {"max_response_tokens": 64, "num_slots": 16},
+    "mesh": {"fsdp": 1, "tensor": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "tokens, remat, rank, shared",
+    [(4096, "none", 0, True), (1024, "none", 16, True), (512, "none", 0, False)],
+)
+def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
+    """On one CPU device, whose layers keep attention weights of rows as short as these."""
+    shape = dataclasses.replace(SHAPES["SmolLM2-135M"], num_layers=8)
+    sizes = {
+        "prompts_per_step": 4,
+        "minibatch_size": 16,
+        "max_tokens_per_microbatch": tokens,
+        "shared_prompts": "auto" if shared else "off",
+    }
+    groups = {**SHARED, "model": {"remat": remat}, "lora": {"rank": rank}, "trainer": sizes}
+    ours = setting(shape, (1, 1, 1, 1), **groups)
+    roles = lowering.abstract_roles(ours.config, shape, jax.devices()[:1])
+    laid = lowering.abstract_plan(roles, 16).microbatches
+    rows = ours.rows(16)
+    assert laid.segment_ids.shape[1:] == (rows.rows, rows.width)
+    assert laid.scored.shape[-1] == rows.scored
+    assert bool(laid.prefix_ids.shape[-1]) == shared
+    report = compiled.compile_report(lowering.lowered(roles)["train"])
+    assert memory.estimate(ours)["train"].total == pytest.approx(report.total, rel=0.1)
 
 
 def test_within_a_tenth_of_every_kept_report():
@@ -97,7 +130,7 @@ def test_less_is_less():
         whole = saving
     more = memory.estimate(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
     assert more["decode"].cache == 2 * memory.estimate(setting())["decode"].cache
-    assert memory.peak(setting(mesh=(1, 8, 1, 1))) < memory.peak(setting(mesh=(8, 1, 1, 1)))
+    assert memory.peak(setting(split=(1, 8, 1, 1))) < memory.peak(setting(split=(8, 1, 1, 1)))
 
 
 def test_everything_that_lies_beside_a_program_is_counted_once():

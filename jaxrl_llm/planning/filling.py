@@ -1,0 +1,303 @@
+"""Where every token stands in packed rows: sequences cut into pieces, pieces in rows.
+
+Host code over lengths; `learner/batches.py` lays steps out with it, a memory plan asks for the
+rows of the longest sequences.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxrl_llm.data import packing
+from jaxrl_llm.models.attention import KEY_BLOCK, MOST_KEYS
+
+Rows = Sequence[Sequence[packing.Piece]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """Rows with every token in its place; fields of the same name are those of `Microbatch`."""
+
+    segment_ids: Int[np.ndarray, "M R W"]
+    prefix_ids: Int[np.ndarray, "M R W"]
+    positions: Int[np.ndarray, "M R W"]
+    sequences: Int[np.ndarray, "M b"]
+    rows: Int[np.ndarray, "M b"]
+    starts: Int[np.ndarray, "M b"]
+    beginnings: Int[np.ndarray, "M b"]
+    shared: Int[np.ndarray, "M b"]
+    asked: Bool[np.ndarray, "M R W"]  # tokens whose log-probs are wanted
+    before: Int[np.ndarray, "M R W"]  # where the token before each stands
+    sees: Bool[np.ndarray, "M R Q Q"]  # blocks of keys that hold what a block of queries sees
+
+    def most_seen(self) -> int:
+        """Returns the most blocks of keys that a block of queries sees; 0 of uneven rows."""
+        return int(self.sees.sum(-1).max(initial=0))
+
+
+def filled(
+    microbatches: Sequence[Rows],
+    shape: tuple[int, int, int],
+    most: int,
+    lengths: Int[np.ndarray, " B"],
+    chosen: Int[np.ndarray, " b"],
+    asked: Bool[np.ndarray, "B T"],
+) -> Filled:
+    """Returns the rows of every microbatch.
+
+    Args:
+      microbatches: The pieces in every row of each.
+      shape: (M, R, W).
+      most: Sequences that a microbatch has places for.
+      lengths: Tokens of every sequence of the step.
+      chosen: The sequences that pieces are of.
+      asked: Tokens whose log-probs are wanted.
+    """
+    segment_ids = np.zeros(shape, np.int32)
+    prefix_ids, positions, before = (np.zeros_like(segment_ids) for _ in range(3))
+    wanted = np.zeros(shape, bool)
+    blocks = 0 if shape[2] % KEY_BLOCK else shape[2] // KEY_BLOCK
+    sees = np.zeros((*shape[:2], blocks, blocks), bool)
+    sequences = np.full((shape[0], most), len(lengths), np.int32)
+    rows, starts, beginnings, shared = (np.zeros_like(sequences) for _ in range(4))
+    for g, batch in enumerate(microbatches):
+        place = 0
+        for r, row in enumerate(batch):
+            end = 0
+            for piece in row:
+                begin, skip = end, piece.shared
+                end += skip
+                prefix = -1 - int(chosen[piece.members[0]])
+                segment_ids[g, r, begin:end] = prefix_ids[g, r, begin:end] = prefix
+                positions[g, r, begin:end] = np.arange(skip)
+                beginning = _blocks(begin, end)
+                sees[g, r, beginning, beginning] = True
+                for sequence in chosen[list(piece.members)].tolist():
+                    length = int(lengths[sequence])
+                    start, end = end, end + length - skip
+                    own = np.s_[g, r, start:end]
+                    segment_ids[own] = sequence + 1
+                    prefix_ids[own] = prefix if skip else sequence + 1
+                    positions[own] = np.arange(skip, length)
+                    before[own] = np.arange(start - 1, end - 1)
+                    before[g, r, start] = max(begin + skip - 1, 0)
+                    wanted[own] = asked[sequence, skip:length]
+                    sees[g, r, _blocks(start, end), _blocks(start, end)] = True
+                    sees[g, r, _blocks(start, end), beginning] = True
+                    sequences[g, place], rows[g, place] = sequence, r
+                    starts[g, place], beginnings[g, place] = start - skip, begin
+                    shared[g, place] = skip
+                    place += 1
+    return Filled(
+        segment_ids=segment_ids,
+        prefix_ids=prefix_ids,
+        positions=positions,
+        sequences=sequences,
+        rows=rows,
+        starts=starts,
+        beginnings=beginnings,
+        shared=shared,
+        asked=wanted,
+        before=before,
+        sees=sees & np.tri(blocks, dtype=bool),
+    )
+
+
+def _blocks(start: int, end: int) -> slice:
+    """Returns the blocks that hold the tokens from `start` up to `end`."""
+    return slice(start // KEY_BLOCK, -(-end // KEY_BLOCK) if end > start else 0)
+
+
+def rows(
+    lengths: Int[np.ndarray, " b"],
+    common: packing.Beginnings,
+    width: int,
+    scored: Int[np.ndarray, " b"] | None = None,
+    most_scored: int = 0,
+) -> tuple[list[packing.Piece], list[list[int]]]:
+    """Returns pieces of sequences and the pieces of each row.
+
+    Args:
+      lengths: Tokens of each sequence.
+      common: What they begin with alike.
+      width: Tokens of a row.
+      scored: Of each sequence's tokens; None: no limit for them.
+      most_scored: In a row.
+    """
+    if scored is None:
+        scored = np.zeros(len(lengths), np.int64)
+    pieces = packing.pieces(lengths, common, width, scored, most_scored)
+    of_pieces = [int(scored[list(piece.members)].sum()) for piece in pieces]
+    return pieces, packing.pack([piece.length for piece in pieces], width, of_pieces, most_scored)
+
+
+def with_room(most_seen: int) -> int:
+    """Returns blocks of keys for later steps too: where a sequence stands differs by a block."""
+    return max(most_seen, min(most_seen + 1, MOST_KEYS // KEY_BLOCK))
+
+
+def keys_compared(width: int, most_seen: int) -> int:
+    """Returns how many keys a query is compared with: those of its blocks, or of the whole row."""
+    keys = most_seen * KEY_BLOCK
+    return keys if 0 < keys < width and keys <= MOST_KEYS else width
+
+
+def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int) -> int:
+    """Returns `keys_compared` of these sequences in rows of a width."""
+    pieces, packed = rows(lengths, common, width)
+    one = [[[pieces[p] for p in row] for row in packed]]
+    asked = np.zeros((len(lengths), width), bool)
+    shape = 1, len(packed), width
+    found = filled(one, shape, len(lengths), lengths, np.arange(len(lengths)), asked)
+    return keys_compared(width, found.most_seen())
+
+
+def best_width(
+    lengths: Int[np.ndarray, " b"],
+    common: packing.Beginnings,
+    width: int,
+    max_tokens: int,
+    num_shards: int,
+    parity: int,
+) -> int:
+    """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay.
+
+    Args:
+      lengths: Tokens of each sequence.
+      common: What they begin with alike.
+      width: Of rows in which nothing is shared.
+      max_tokens: Of a microbatch on a device.
+      num_shards: Devices that rows are split over.
+      parity: Keys of a query that cost as much as the rest of the network.
+    """
+
+    def cost(needed: int, width: int, keys: int) -> float:
+        """Returns the work of so many rows, in tokens of short ones."""
+        count = -(-needed // (max_tokens // width * num_shards))
+        even = -(-needed // (count * num_shards)) * num_shards
+        return count * even * width * (1 + keys / parity)
+
+    alone = cost(len(packing.pack(lengths, width)), width, width)
+    costs = {
+        wide: cost(len(rows(lengths, common, wide)[1]), wide, keys_in_rows(lengths, common, wide))
+        for wide in _widths(lengths, common, width, max_tokens)
+    }
+    best = min(costs, key=lambda wide: costs[wide])
+    return best if costs[best] < alone else 0
+
+
+def _widths(
+    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int, most: int
+) -> Iterator[int]:
+    """Yields the widths of row that may pay: halves of the plain width, up to whole groups."""
+    longest = max(piece.length for piece in packing.pieces(lengths, common, most))
+    for halves in range(2, 2 * most // width + 1):
+        yield width * halves // 2
+        if width * halves // 2 >= longest:
+            return
+
+
+def fewest_tokens(platform: str, num_shards: int) -> int:
+    """Returns the tokens on a device below which a microbatch is slow."""
+    return 512 if (platform, num_shards) == ("cpu", 1) else 3072
+
+
+def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
+    """Returns rows of a microbatch such that one that is not full wastes little of a step.
+
+    A sixteenth of what is needed, if that is not slow, on each of the shards.
+
+    Args:
+      needed: Rows of the whole minibatch.
+      even: Rows if it is cut into as few microbatches as the budget allows.
+      num_shards: Devices that rows are split over.
+      fewest: Rows on a device below which a microbatch is slow.
+    """
+    rows = max(needed // 16, max(fewest, 1) * num_shards)
+    return min(even, -(-rows // num_shards) * num_shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the rows of a microbatch on one device.
+
+    Attributes:
+      rows: How many.
+      width: Tokens of each.
+      keys: That each query is compared with.
+      gathered: Copies of each key that blocks of queries gather; 0: they read the row's own.
+      scored: Tokens of a row that the head looks at.
+      count: Microbatches.
+    """
+
+    rows: int
+    width: int
+    keys: int
+    gathered: int
+    scored: int
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@functools.lru_cache(maxsize=1024)
+def longest(
+    num_sequences: int,
+    samples: int,
+    prompt: int,
+    response: int,
+    max_tokens: int,
+    num_shards: int,
+    parity: int,
+    fewest_tokens: int,
+) -> Shape:
+    """Returns the rows of sequences that all are as long as a run allows.
+
+    Args:
+      num_sequences: In all microbatches together.
+      samples: Of each prompt, which they may share.
+      prompt, response: Tokens.
+      max_tokens: Of a microbatch on a device.
+      num_shards: Devices that rows are split over.
+      parity: As of `best_width`; 0: nothing is shared.
+      fewest_tokens: On a device, below which a microbatch is slow.
+    """
+    width = prompt + response
+    lengths = np.full(num_sequences, width)
+    groups = np.arange(num_sequences) // samples
+    common = packing.Beginnings(groups, np.full(num_sequences, prompt))
+    share = parity and samples > 1
+    wide = best_width(lengths, common, width, max_tokens, num_shards, parity) if share else 0
+    if not wide:
+        keys, needed, chosen = width, num_sequences, response
+    else:
+        keys = keys_in_rows(lengths, common, wide)
+        keys = keys_compared(wide, with_room(keys // KEY_BLOCK)) if keys < wide else keys
+        pieces, packed = rows(lengths, common, wide)
+        needed, width = len(packed), wide
+        chosen = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
+    here, room = -(-needed // num_shards), max(1, max_tokens // width)
+    in_one = here
+    if here > room:
+        even = -(-here // -(-here // room))
+        in_one = thin(needed, even * num_shards, num_shards, fewest_tokens // width) // num_shards
+    return Shape(
+        rows=in_one,
+        width=width,
+        keys=keys,
+        gathered=keys // KEY_BLOCK if keys < width else 0,
+        scored=-(-width * min(8, -(-chosen * 8 // width)) // 8),
+        count=-(-here // in_one),
+    )
+
+
+def places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
+    """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
+    width = wanted.shape[-1]
+    places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
+    return np.sort(places, axis=-1)[..., :count]
