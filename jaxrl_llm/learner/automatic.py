@@ -112,11 +112,11 @@ def _is_open(config: JobConfig) -> bool:
     return config.model.remat == "auto" or not config.trainer.max_tokens_per_microbatch
 
 
-def _with_sizes(config: Job, remat: str, tokens: int) -> Job:
+def _with_sizes(config: Job, remat: Any, tokens: int) -> Job:
     """Returns the config with these where it says nothing."""
     model, trainer = config.model, config.trainer
     if model.remat == "auto":
-        model = dataclasses.replace(model, remat=remat)  # type: ignore[arg-type]
+        model = dataclasses.replace(model, remat=remat)
     if not trainer.max_tokens_per_microbatch:
         trainer = dataclasses.replace(trainer, max_tokens_per_microbatch=tokens)
     return dataclasses.replace(config, model=model, trainer=trainer)

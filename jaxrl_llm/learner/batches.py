@@ -137,7 +137,7 @@ class Packer:
         """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
         kind = f"blocks seen in rows of {width}"
         if needed > self._most_rows.get(kind, 0):
-            self._most_rows[kind] = filling.with_room(needed)
+            self._most_rows[kind] = filling.with_room(width, needed)
         most = self._most_rows.get(kind, 0)
         return most if filling.keys_compared(width, most) < width else 0
 

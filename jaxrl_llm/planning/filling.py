@@ -134,9 +134,9 @@ def rows(
     return pieces, packing.pack([piece.length for piece in pieces], width, of_pieces, most_scored)
 
 
-def with_room(most_seen: int) -> int:
+def with_room(width: int, most_seen: int) -> int:
     """Returns blocks of keys for later steps too: where a sequence stands differs by a block."""
-    return max(most_seen, min(most_seen + 1, MOST_KEYS // KEY_BLOCK))
+    return most_seen + (keys_compared(width, most_seen + 1) < width)
 
 
 def keys_compared(width: int, most_seen: int) -> int:
@@ -277,7 +277,7 @@ def longest(
         keys, needed, chosen = width, num_sequences, response
     else:
         keys = keys_in_rows(lengths, common, wide)
-        keys = keys_compared(wide, with_room(keys // KEY_BLOCK)) if keys < wide else keys
+        keys = with_room(wide, keys // KEY_BLOCK) * KEY_BLOCK if keys < wide else keys
         pieces, packed = rows(lengths, common, wide)
         needed, width = len(packed), wide
         chosen = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
@@ -296,7 +296,7 @@ def longest(
     )
 
 
-def places(wanted: Bool[np.ndarray, "M R W"], count: int) -> Int[np.ndarray, "M R K"]:
+def places(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
     """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
     width = wanted.shape[-1]
     places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
