@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import tempfile
 
+import jaxtyping
 import pytest
 import quick_compiler
 
@@ -20,6 +21,10 @@ OWN_FOLDER = None if os.environ.get(COMPILED) else tempfile.mkdtemp(prefix="comp
 if OWN_FOLDER:
     os.environ[COMPILED] = OWN_FOLDER
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+# Shapes are checked here; `learner`, `rollout`, `serving` and `metrics` are to follow.
+CHECKED = ("algorithms", "data", "models", "sharding", "trainer", "types")
+jaxtyping.install_import_hook([f"jaxrl_llm.{name}" for name in CHECKED], "shape_checks.typechecked")
 
 MAPS = pathlib.Path("/proc/self/maps")
 MANY_MAPS = 20_000  # Linux allows a process 65,530; a compiled program takes several

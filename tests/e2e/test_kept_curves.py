@@ -8,13 +8,13 @@ import pytest
 # Another processor, number of cores or compiler rounds otherwise. The weights after the warm start
 # then differ in their last digits; once one sampled token differs, all that follows it does, and
 # later steps are other samples of nearly the same distribution. So only the numbers before the
-# first update are compared, by several standard errors of 256 or 512 samples.
+# first update are compared. Compiled for AVX alone, they differ by 0.002, 0.07, 0, 0.02, 0.0005.
 ELSEWHERE = {
-    "val-core/arithmetic/mean@4": 0.05,
-    "val-aux/response_length/mean": 0.5,
-    "critic/rewards/mean": 0.06,
-    "response_length/mean": 0.8,
-    "actor/entropy": 0.06,
+    "val-core/arithmetic/mean@4": 0.02,
+    "val-aux/response_length/mean": 0.4,
+    "critic/rewards/mean": 0.03,
+    "response_length/mean": 0.3,
+    "actor/entropy": 0.01,
 }
 
 
