@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import runs
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.ranges import Range, listed
 from jaxrl_llm.trainer import rl
 
@@ -35,7 +35,7 @@ def extremes(number: float) -> dict[str, Any]:
     """Returns the fields that admit a number, at that number."""
     found = {
         key.removeprefix("config."): number
-        for key, hint, rule in listed(Config)
+        for key, hint, rule in listed(RLConfig)
         if isinstance(rule, Range) and "NAME" not in key and not key.startswith(SIZES)
         if number in rule and (hint is float or (hint is int and isinstance(number, int)))
     }

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxrl_llm.config import Config, folder
+from jaxrl_llm.config import RLConfig, folder
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
 from jaxrl_llm.learner import roles as roles_lib
@@ -26,7 +26,7 @@ VALUES = {
 }
 
 
-def config(**groups) -> Config:
+def config(**groups) -> RLConfig:
     return from_config_dict(VALUES | groups)
 
 
@@ -65,7 +65,7 @@ def test_any_other_choice_is_left_alone():
     assert automatic.here(chosen, roles_lib.build(chosen).policy.shape, jax.devices()) is chosen
 
 
-def real(**trainer) -> Config:
+def real(**trainer) -> RLConfig:
     """A model of 135M parameters and rows as those of GSM8K."""
     return from_config_dict(
         {
@@ -79,7 +79,7 @@ def real(**trainer) -> Config:
     )
 
 
-def chosen(config: Config, place: planned.Place) -> tuple[str, int]:
+def chosen(config: RLConfig, place: planned.Place) -> tuple[str, int]:
     found = planned.plan(config, place).setting.config
     return found.model.remat, found.trainer.max_tokens_per_microbatch
 

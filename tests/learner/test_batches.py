@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.config import RLConfig, RLTrainerConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import batches, filling, microbatches
+from jaxrl_llm.learner import batches, microbatches
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Rollouts
 
 B, W, SHARDS = 12, 16, 2
@@ -237,7 +238,9 @@ def test_by_hand():
     # Rows of 8: [6, 2], [5, 3], [4]; one shard, two rows a microbatch.
     lengths = np.array([4, 6, 3, 5, 2, 7])
     packed = Packer(16, 1).pack(lengths, np.array([0, 1, 2, 3, 4]), width=8)
-    m = packed.microbatches
+    # With room for more microbatches, and for more sequences in each.
+    assert packed.microbatches.sequences.shape == (4, 8)
+    m = jax.tree.map(lambda a: a[:2], packed.microbatches)
     assert int(packed.count) == 2
     np.testing.assert_array_equal(
         m.segment_ids,
@@ -249,9 +252,9 @@ def test_by_hand():
     np.testing.assert_array_equal(
         m.positions[0], [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4]]
     )
-    np.testing.assert_array_equal(m.sequences, [[1, 4, 2, 3], [0, 6, 6, 6]])
-    np.testing.assert_array_equal(m.rows, [[0, 0, 1, 1], [0, 0, 0, 0]])
-    np.testing.assert_array_equal(m.starts, [[0, 6, 0, 3], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(m.sequences[:, :5], [[1, 4, 2, 3, 6], [0, 6, 6, 6, 6]])
+    np.testing.assert_array_equal(m.rows[:, :5], [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(m.starts[:, :5], [[0, 6, 0, 3, 0], [0, 0, 0, 0, 0]])
     assert packed.padding_share() == 12 / 32
 
 
@@ -275,6 +278,24 @@ def test_shapes_are_few():
     resumed = Packer(1024 * 64, 2)
     resumed.set_state(packer.get_state())
     assert shapes(resumed, range(100, 120)) == shapes(packer, range(100, 120))
+
+
+@pytest.mark.parametrize("budget", [512, 1536])
+def test_steps_after_the_first_have_its_shapes(budget):
+    """Four prompts of GSM8K with four answers each, most of them cut off at 96 tokens."""
+    packer = Packer(budget, 1, attention_parity=1024, max_scored=96, fewest_tokens=512)
+    found = set()
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        prompts = np.repeat(random.integers(72, 162, 4), 4)
+        answers = np.where(random.random(16) < 0.8, 96, random.integers(20, 96, 16))
+        positions = np.arange(352)
+        asked = (positions >= prompts[:, None]) & (positions < (prompts + answers)[:, None])
+        common = packing.Beginnings(np.repeat(np.arange(4), 4), prompts)
+        settings = {"width": 352, "scored": asked, "common": common}
+        packed = packer.pack(prompts + answers, np.arange(16), **settings)
+        found.add(str(jax.tree.map(np.shape, packed)))
+    assert len(found) == 1
 
 
 def test_rows_are_spread_over_shards_by_cost():

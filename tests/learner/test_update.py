@@ -21,10 +21,11 @@ from jaxrl_llm.config import (
     RolloutConfig,
 )
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner import filling, optimizer, predict, update, weights
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.models import Models
+from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
