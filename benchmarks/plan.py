@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import jax
 from absl import app, flags
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.learner import automatic, compiled, lowering
 from jaxrl_llm.planning import fit, memory
@@ -65,7 +65,7 @@ def base() -> dict:
     }
 
 
-def made(combination: Combination) -> Config:
+def made(combination: Combination) -> RLConfig:
     """Returns the config of a combination."""
     config = default_config_dict()
     for key, value in {**base(), **combination.settings}.items():

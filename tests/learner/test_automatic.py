@@ -8,7 +8,8 @@ import pytest
 from jaxrl_llm.config import RLConfig, folder
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import automatic, planned
-from jaxrl_llm.learner import roles as roles_lib
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner.models import Models
 from jaxrl_llm.planning import devices
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -30,6 +31,10 @@ def config(**groups) -> RLConfig:
     return from_config_dict(VALUES | groups)
 
 
+def models_of(config: RLConfig) -> Models:
+    return models_lib.of_job(config, automatic.meshes(config))
+
+
 def fastest_apart(monkeypatch) -> None:
     """Devices with fast links between four, hardly any beyond: pools of four are faster."""
     slow = dataclasses.replace(DEVICES["v5e"], domain=4, network_bandwidth=1e6)
@@ -37,17 +42,19 @@ def fastest_apart(monkeypatch) -> None:
 
 
 def test_where_nothing_is_known_of_speed_all_roles_share_all_devices():
-    roles = roles_lib.build(config())
-    assert set(roles.meshes.values()) == {roles.mesh} and roles.mesh.size == 8
+    models = models_of(config())
+    assert set(models.meshes.values()) == {models.mesh} and models.mesh.size == 8
 
 
 def test_a_run_is_built_on_the_pools_that_are_fastest(monkeypatch):
     fastest_apart(monkeypatch)
-    roles = roles_lib.build(config())
-    assert roles.config.placement.choice == "by_hand"
-    assert roles.meshes["policy"] == roles.meshes["rollout"]
-    assert len(set(roles.meshes.values())) > 1
-    sizes = [mesh.size for mesh in set(roles.meshes.values())]
+    models = models_of(config())
+    placed = automatic.here(config(), models.policy.shape, jax.devices())
+    assert placed.placement.choice == "by_hand"
+    assert models_lib.role_meshes(placed) == models.meshes
+    assert models.meshes["policy"] == models.meshes["rollout"]
+    assert len(set(models.meshes.values())) > 1
+    sizes = [mesh.size for mesh in set(models.meshes.values())]
     assert sum(sizes) == 8
     assert len(planned.plan(config(), planned.here(jax.devices())).pools) == len(sizes)
 
@@ -56,13 +63,13 @@ def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
     """Rows as wide as a device may hold: pools must split them alike."""
     fastest_apart(monkeypatch)
     tight = config(trainer={**VALUES["trainer"], "max_tokens_per_microbatch": 32})
-    roles = roles_lib.build(tight)
-    assert len({mesh_lib.row_shards(mesh) for mesh in roles.meshes.values()}) == 1
+    models = models_of(tight)
+    assert len({mesh_lib.row_shards(mesh) for mesh in models.meshes.values()}) == 1
 
 
 def test_any_other_choice_is_left_alone():
     chosen = config(placement={"choice": "split"})
-    assert automatic.here(chosen, roles_lib.build(chosen).policy.shape, jax.devices()) is chosen
+    assert automatic.here(chosen, models_of(chosen).policy.shape, jax.devices()) is chosen
 
 
 def real(**trainer) -> RLConfig:
