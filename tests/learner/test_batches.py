@@ -308,7 +308,7 @@ def test_rows_are_spread_over_shards_by_cost():
     shares = packer.shares(packed)
     assert sorted(s for share in shares for s in share) == list(range(len(lengths)))
     costs = [packing.workload(lengths[share]).sum() for share in shares]
-    assert max(costs) - min(costs) <= packing.workload([width])[0]
+    assert max(costs) - min(costs) <= packing.workload(np.array([width]))[0]
     # What is at work at one time differs by a row at most: no shard waits long for another.
     for g in range(int(packed.count)):
         used = (packed.microbatches.segment_ids[g] > 0).reshape(shards, -1).sum(1)
