@@ -47,7 +47,7 @@ def test_of_every_policy_loss(name):
         ),
         ({"advantage": "gae", "safe": True}, {"critic", "cost_critic", "old_log_probs"}),
     ],
-    ids=str,
+    ids=["kl_in_reward", "kl_in_loss", "correction", "rejections", "safe"],
 )
 def test_of_what_else_reads(settings, has):
     assert found(**settings) == has
