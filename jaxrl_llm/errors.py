@@ -35,7 +35,7 @@ def check_package(package: str, extra: str, where: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         remedy = f"pip install 'jaxrl_llm[{extra}]', or leave it out"
-        raise ConfigError([f"{where}: needs the package {package} ({error}); {remedy}"]) from error
+        raise ConfigError([f"{where} needs the package {package} ({error}); {remedy}"]) from error
 
 
 class Interrupted(KeyboardInterrupt):

@@ -38,7 +38,7 @@ def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
 def main():
     if CHART.value:
         program.refuse(report.chart_problems(CHART.value))
-        errors.check_package("matplotlib", "plot", "--chart")
+        errors.check_package("matplotlib", "plot", "--chart:")
     config = rl_config(from_config_dict(CONFIG.value))
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])

@@ -25,7 +25,12 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what weights and rejections read of the models; nothing where both are off."""
+    """Returns what weights and rejections read of the models; nothing where both are off.
+
+    Example:
+      >>> sorted(reads(AlgorithmConfig(correction="token")))
+      ['old_log_probs', 'rollout_log_probs']
+    """
     active = config.correction != "none" or config.rejections
     return frozenset({"old_log_probs", "rollout_log_probs"} if active else ())
 

@@ -86,7 +86,12 @@ def of(config: AlgorithmConfig) -> Needs:
 
 
 def problems(config: AlgorithmConfig) -> Iterator[Problem]:
-    """Yields what does not go together with what the functions read."""
+    """Yields what does not go together with what the functions read.
+
+    Example:
+      >>> [field for field, _ in problems(AlgorithmConfig(safe=True))]
+      ['safe']
+    """
     needs = of(config)
     if config.safe and "values" not in declared(_advantage(config)).names:
         yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
@@ -98,7 +103,12 @@ def problems(config: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def warnings(config: RLConfig) -> Iterator[str]:
-    """Yields settings of models that nothing reads."""
+    """Yields settings of models that nothing reads.
+
+    Example:
+      >>> list(warnings(RLConfig()))
+      []
+    """
     needs, advantage = of(config.algorithm), config.algorithm.advantage
     if not needs.reference and config.reference.path:
         yield "config.reference.path: no effect, algorithm.kl_in is 'none'"

@@ -130,7 +130,12 @@ SELECTIONS: dict[str, Callable[..., Bool[Array, "B T"]]] = {
 
 
 def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what the selection of `config.policy_loss` reads before the update."""
+    """Returns what the selection of `config.policy_loss` reads before the update.
+
+    Example:
+      >>> sorted(reads(AlgorithmConfig(policy_loss="kl_cov")))
+      ['old_log_probs']
+    """
     return frozenset({"old_log_probs"} if config.policy_loss in SELECTIONS else ())
 
 

@@ -27,7 +27,12 @@ def outcome_rewards(
 
 
 def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what `kl_shaped` reads of the models."""
+    """Returns what `kl_shaped` reads of the models.
+
+    Example:
+      >>> sorted(reads(AlgorithmConfig(kl_in="reward")))
+      ['old_log_probs', 'ref_log_probs']
+    """
     return frozenset({"old_log_probs", "ref_log_probs"} if config.kl_in == "reward" else ())
 
 

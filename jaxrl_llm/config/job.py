@@ -34,6 +34,11 @@ class JobConfig(Group):
         raise NotImplementedError
 
     @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch on a device; where nothing has chosen them, enough for a row."""
+        return self.trainer.max_tokens_per_microbatch or max(16_384, self.max_sequence_tokens)
+
+    @property
     def max_scored_tokens(self) -> int:
         """Tokens of a sequence whose log-probs are wanted at most; 0: not known."""
         return 0

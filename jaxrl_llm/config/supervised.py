@@ -1,10 +1,12 @@
 """Jobs that learn from given answers: supervised fine-tuning and reward models."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.config.trainer import SupervisedTrainerConfig
+from jaxrl_llm.errors import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,10 @@ class SupervisedConfig(JobConfig):
     @property
     def max_sequence_tokens(self) -> int:
         return self.trainer.max_sequence_tokens
+
+    def rules(self) -> Iterator[Problem]:
+        if self.lora.rank:
+            yield "lora.rank", "this job trains all weights; set it to 0"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import (
     ConfigError,
     JobConfig,
@@ -21,7 +22,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.models import sequence_attention
+from jaxrl_llm.models import families, sequence_attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import devices as devices_lib
 from jaxrl_llm.planning import fit, placement, shapes
@@ -67,6 +68,10 @@ def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     So a resumed run repeats it bit for bit. What the config itself says wins; its placement stays
     as it is.
     """
+    custom.check(config.algorithm)
+    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+        if model.path:
+            families.read_config(model.path)  # what is wrong there is not the plan's to say
     config = repeated(config, workdir)
     if not _is_open(config):
         return config

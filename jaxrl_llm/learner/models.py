@@ -7,16 +7,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, JobConfig, LoraConfig, ModelConfig, RLConfig
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.models import (
     attention,
@@ -32,13 +30,16 @@ from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclasses.dataclass(frozen=True)
 class Models:
     """Networks, meshes and tokenizer of a job."""
 
     meshes: Mapping[str, Mesh]  # of each role; the same mesh unless RL places roles apart
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     eos_tokens: tuple[int, ...]
     policy: Network
     value: Network  # one number for each token or sequence: critics, reward and cost models
@@ -64,7 +65,7 @@ class Models:
         return train_shardings(self.value, self.meshes["critic"])
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the job's tokenizer: of its folder, or the built-in one of characters.
 
     Raises:
@@ -73,13 +74,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     if config.path:
         families.read_config(config.path)  # what is wrong there is not the tokenizer's fault
+    # Tokenizers take seconds to import, and plans need none.
+    from jaxrl_llm.data import tokenizer as tokenizer_lib
+
     folder = config.tokenizer or config.path
     if not folder:
         return tokenizer_lib.character_tokenizer()
     return tokenizer_lib.load_tokenizer(folder, config.chat_template)
 
 
-def eos_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_tokens(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Returns the ids that end a sequence: the tokenizer's, and those of the model's folder."""
     found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if config.path:
@@ -87,7 +91,7 @@ def eos_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     return tuple(sorted(found))
 
 
-def model_shape(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
+def model_shape(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Shape:
     """Returns the architecture of a folder, or of the config's random model."""
     if not config.path:
         return random_model(config, len(tokenizer))
@@ -141,7 +145,7 @@ def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh
 def build(
     config: JobConfig,
     meshes: Mapping[str, Mesh],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     shape: Shape,
     eos: tuple[int, ...],
 ) -> Models:
@@ -196,7 +200,7 @@ def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> t
     rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
     # Of all devices, those of the mesh that splits the least hold the most.
     fewest, most = min(a * b for a, b in splits), rows * length
-    budget = config.trainer.max_tokens_per_microbatch * fewest // most
+    budget = config.microbatch_tokens * fewest // most
     if len(splits) > 1 and budget * length < config.max_sequence_tokens:
         raise ConfigError(
             [
@@ -224,7 +228,7 @@ def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
 def check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot hold this job's sequences, heads and what rests."""
     shards = mesh.shape["sequence"]
-    budget = config.trainer.max_tokens_per_microbatch
+    budget = config.microbatch_tokens
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
     if widest > budget * shards:
         raise ConfigError(

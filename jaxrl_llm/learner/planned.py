@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import logging
 
+from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.learner import automatic
 from jaxrl_llm.planning import advice, devices, fit, shapes
@@ -73,8 +74,10 @@ def plan(config: RLConfig, place: Place) -> Plan:
     """Returns the analytic plan of a run, on the pools that suit it best if it leaves them open.
 
     Raises:
-      ConfigError: If the model is not known or the mesh does not fill the devices.
+      ConfigError: If the model or a function of the user's is not known, or the mesh does not
+        fill the devices.
     """
+    custom.check(config.algorithm)
     policy = shapes.shape_of(config.model, 0 if config.model.path else _vocab_size(config))
     scorers = shapes.scorers(config, policy)
     setting = Setting(config, policy, scorers, {}, place.backend)

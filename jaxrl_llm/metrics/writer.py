@@ -182,7 +182,7 @@ class Writer:
 def check(config: MetricsConfig) -> None:
     """Raises ConfigError if an output needs a package that is not there; before any work."""
     if config.wandb_project:
-        check_package("wandb", "wandb", "config.metrics.wandb_project")
+        check_package("wandb", "wandb", f"config.metrics.wandb_project: {config.wandb_project!r}")
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:

@@ -64,7 +64,7 @@ COMPILERS: Mapping[str, Compiler] = {
     "tpu": Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 1.0, True, True, 1.0),
     "cpu": Compiler(1.0, 1.0, 2.75, (3.0, 2.0), 2.0, 1.0, 2.4, 1.0, True, False, 1.15),
     # One device gathers nothing.
-    "one cpu": Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, False, 1.15),
+    "one cpu": Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, False, 1.2),
 }
 
 

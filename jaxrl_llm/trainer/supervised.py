@@ -96,7 +96,7 @@ def learn(task: Task, params: Params, run: Run) -> Trainable:
     config = run.config
     assert isinstance(config, SupervisedConfig)
     stream = Stream(task.rows, config.seed)
-    packer = Packer(config.trainer.max_tokens_per_microbatch, *mesh_lib.row_shards(task.mesh))
+    packer = Packer(config.microbatch_tokens, *mesh_lib.row_shards(task.mesh))
     state = weights_lib.trainable(params, config.trainer.optimizer, config.num_updates, task.mesh)
     state = run.resume(state, stream, packer)
     step_program = _update_program(config, task, state)
@@ -236,7 +236,7 @@ def _longest(task: Task) -> int:
 
 def _check_longest(config: SupervisedConfig, task: Task) -> None:
     longest, most = _longest(task), config.max_sequence_tokens
-    budget = config.trainer.max_tokens_per_microbatch
+    budget = config.microbatch_tokens
     if longest > most:
         raise ConfigError(
             [

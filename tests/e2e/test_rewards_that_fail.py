@@ -6,6 +6,9 @@ import re
 import pytest
 import runs
 
+from jaxrl_llm.rewards.pool import RewardError
+from jaxrl_llm.trainer import rl
+
 FUNCTIONS = '''
 import time
 
@@ -17,6 +20,20 @@ def hangs(data_source, solution_str, ground_truth, extra_info):
 
 def nan(data_source, solution_str, ground_truth, extra_info):
     return float("nan")
+
+def later(data_source, solution_str, ground_truth, extra_info):
+    """Fails on samples, not on the ground truth."""
+    if solution_str != ground_truth:
+        raise ValueError("no idea")
+    return 1.0
+
+def hangs_later(data_source, solution_str, ground_truth, extra_info):
+    if solution_str != ground_truth:
+        time.sleep(3600)
+    return 1.0
+
+def nan_later(data_source, solution_str, ground_truth, extra_info):
+    return 1.0 if solution_str == ground_truth else float("nan")
 
 def some(data_source, solution_str, ground_truth, extra_info):
     """Every kind of failure on rows of their own, and a score on the others."""
@@ -41,14 +58,18 @@ def settings(tmp_path, function, **rewards) -> dict:
 @pytest.mark.parametrize(
     "function, message",
     [
-        ("raises", "ValueError: no idea"),
-        pytest.param("hangs", "no answer within rewards.timeout_s=0.5", marks=pytest.mark.slow),
-        pytest.param("nan", "returned nan; a reward function returns", marks=pytest.mark.slow),
+        ("later", "ValueError: no idea"),
+        pytest.param(
+            "hangs_later", "no answer within rewards.timeout_s=0.5", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "nan_later", "returned nan; a reward function returns", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_run_stops_with_function_and_row(tmp_path, cache, function, message):
     workdir = tmp_path / "run"
-    limits = {"timeout_s": 0.5} if function == "hangs" else {}
+    limits = {"timeout_s": 0.5} if function == "hangs_later" else {}
     arguments = runs.flags("grpo_tiny", settings(tmp_path, function, **limits))
     result = runs.finish(runs.start("train", [*arguments, f"--workdir={workdir}"], cache))
     assert result.returncode == 1
@@ -60,6 +81,18 @@ def test_the_run_stops_with_function_and_row(tmp_path, cache, function, message)
     # The only trace is that of the user's own function.
     assert "jaxrl_llm/trainer" not in result.stderr
     assert runs.metrics(workdir) == {}
+
+
+@pytest.mark.parametrize(
+    "function, message", [("raises", "ValueError: no idea"), ("nan", "returned nan")]
+)
+def test_a_function_that_always_fails_is_found_before_anything_is_sampled(
+    tmp_path, function, message
+):
+    config = runs.config("grpo_tiny", settings(tmp_path, function))
+    with pytest.raises(RewardError, match=rf"rewards\.py:{function}\) failed in each of") as raised:
+        rl.train(config, tmp_path / "run")
+    assert message in str(raised.value) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

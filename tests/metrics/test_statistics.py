@@ -199,7 +199,8 @@ def test_scores_and_failed_calls_by_hand():
     called = dataclasses.replace(rewards, num_calls=4)
     assert statistics.of_rewards(called)["reward/failure_share"] == 0.25
     # One score is not spread; its steps must not count as those whose rewards are all alike.
-    alone = dataclasses.replace(rewards, scores=rewards.scores[:1])
+    one = {name: getattr(rewards, name)[:1] for name in ("scores", "costs", "baselines", "details")}
+    alone = dataclasses.replace(rewards, terms={}, weights={}, **one)
     assert "critic/score/spread" not in statistics.of_rewards(alone)
 
 

@@ -163,7 +163,7 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
 def test_wandb_is_named_when_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = MetricsConfig(console=False, tensorboard=False, wandb_project="mine")
-    with pytest.raises(ConfigError, match=r"wandb_project: needs .*jaxrl_llm\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"wandb_project: 'mine' needs .*jaxrl_llm\[wandb\]"):
         check(config)
 
 

@@ -76,13 +76,13 @@ def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
     }
     groups = {**SHARED, "model": {"remat": remat}, "lora": {"rank": rank}, "trainer": sizes}
     ours = setting(shape, (1, 1, 1, 1), **groups)
-    roles = lowering.abstract_roles(ours.config, shape, jax.devices()[:1])
-    laid = lowering.abstract_plan(roles, 16).microbatches
+    models = lowering.abstract_models(ours.config, shape, jax.devices()[:1])
+    laid = lowering.abstract_packed(ours.config, models, 16).microbatches
     rows = ours.rows(16)
     assert laid.segment_ids.shape[1:] == (rows.rows, rows.width)
     assert laid.scored.shape[-1] == rows.scored
     assert bool(laid.prefix_ids.shape[-1]) == shared
-    report = compiled.compile_report(lowering.lowered(roles)["train"])
+    report = compiled.compile_report(lowering.lowered(ours.config, models)["train"])
     assert memory.estimate(ours)["train"].total == pytest.approx(report.total, rel=0.1)
 
 
