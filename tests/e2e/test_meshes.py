@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import recipe_settings
 
+from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.trainer import rl
 
 STEPS = 3
@@ -110,7 +111,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     wanted = run("ppo", {"fsdp": 8}, tmp_path / "whole", jax.devices(), **saved)
     workdir = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl.checkpoint.Saver, "due", lambda self, step, *_: step <= 2)
+        patch.setattr(saver.Saver, "due", lambda self, step, *_: step <= 2)
         run("ppo", {"fsdp": 8}, workdir, jax.devices(), **saved)
     mesh = {"fsdp": 2, "tensor": 2, "on_host": ["optimizer"]}
     found = run("ppo", mesh, workdir, jax.devices()[:4], **saved)
