@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.learner import saved
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
@@ -64,10 +65,10 @@ class Alone:
     """The engine in this process."""
 
     def __init__(self, folder: pathlib.Path, num_slots: int, chunk_steps: int):
-        source = loading.from_folder(str(folder))
+        source = saved.from_model(saved.model_config(str(folder)))
         self._served = loading.served(source)
         self._engine = loading.engine(source, self._served, num_slots, chunk_steps)
-        self._params = source.read()
+        self._params = source.weights().params
 
     def run(self, work: list[tuple[str, int]]) -> float:
         """Returns seconds."""
