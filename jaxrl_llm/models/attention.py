@@ -64,7 +64,7 @@ def segment_causal_mask(
     first: int | Int[Array, ""] = 0,
     length: int = 0,
     window: int = 0,
-    prefix_ids: Int[Array | np.ndarray, "#B P"] = NOTHING_SHARED,
+    prefix_ids: Int[Array | np.ndarray, "_ P"] = NOTHING_SHARED,
 ) -> Bool[Array, "B 1 Q S"]:
     """Returns which key each query may see: its own segment, not the future. 0 is padding.
 
@@ -103,8 +103,8 @@ def full_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     interpret: bool = False,
-    prefix_ids: Int[Array | np.ndarray, "#B P"] = NOTHING_SHARED,
-    key_blocks: Int[Array | np.ndarray, "#B Q C"] = ALL_BLOCKS,
+    prefix_ids: Int[Array | np.ndarray, "_ P"] = NOTHING_SHARED,
+    key_blocks: Int[Array | np.ndarray, "_ Q C"] = ALL_BLOCKS,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 

@@ -262,8 +262,8 @@ class Network:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
-        prefix_ids: Int[Array | np.ndarray, "#B P"] = attention.NOTHING_SHARED,
-        key_blocks: Int[Array | np.ndarray, "#B Q C"] = attention.ALL_BLOCKS,
+        prefix_ids: Int[Array | np.ndarray, "_ P"] = attention.NOTHING_SHARED,
+        key_blocks: Int[Array | np.ndarray, "_ Q C"] = attention.ALL_BLOCKS,
     ) -> Float[Array, "B T D"]:
         """Returns the normalized last hidden state of every token of packed rows.
 
