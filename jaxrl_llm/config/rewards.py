@@ -44,7 +44,7 @@ class RewardsConfig(Group):
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
     environment: tuple[Name, ...] = ()  # variables of the run that the processes may see
     on_failure: Literal["stop", "score"] = "stop"
-    failure_score: Real = 0.0
+    failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # what float32 holds
 
     def rules(self) -> Iterator[Problem]:
         if not self.functions and not self.models:

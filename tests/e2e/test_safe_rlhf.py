@@ -75,8 +75,8 @@ def test_without_its_multiplier_it_is_ppo_to_the_bit(train):
 
 @pytest.mark.slow
 def test_reward_and_cost_may_be_models(train):
-    """Trained on pairs of right and wrong sums: what the reward model likes is not harmful."""
-    models = {"models": {"good": {}}, "cost_models": {"harm": {"weight": -1.0}}}
+    """Each is trained on pairs of its own; wrong sums cost more."""
+    models = {"models": {"good": {}}, "cost_models": {"harm": {}}}
     changes = {
         "rewards": {**models, "functions": {}, "cost_functions": {}},
         "preference": {"num_steps": 20, "batch_size": 16},
@@ -85,6 +85,6 @@ def test_reward_and_cost_may_be_models(train):
     }
     state, workdir = train("safe_rlhf", changes)
     for data in recipe_settings.metrics(workdir).values():
-        assert data["critic/cost/mean"] == pytest.approx(-data["critic/score/mean"], rel=1e-5)
+        assert abs(data["critic/cost/mean"] + data["critic/score/mean"]) > 1e-5, "two models"
         assert data["critic/cost/max"] > data["critic/cost/min"]
     assert np.isfinite(state.log_multiplier) and state.log_multiplier != 0.0
