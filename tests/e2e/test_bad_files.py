@@ -1,17 +1,20 @@
 """Model folders and data files that cannot be used are named before anything is written."""
 
+import dataclasses
 import json
 
 import pytest
 import runs
-import transformers
+import tiny
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.finite import NotFiniteError
 from jaxrl_llm.models.safetensors_file import open_folder
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.trainer import rl
 
 
@@ -19,17 +22,8 @@ from jaxrl_llm.trainer import rl
 def folder(tmp_path):
     """A random model with the tokenizer of characters."""
     path = tmp_path / "model"
-    config = transformers.Qwen2Config(
-        vocab_size=104,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        eos_token_id=1,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    character_tokenizer().save_pretrained(path)
+    network = Network(dataclasses.replace(tiny.SHAPE, vocab_size=104, mlp_size=64))
+    huggingface.save(path, network, tiny.params(network), character_tokenizer())
     return path
 
 
