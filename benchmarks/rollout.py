@@ -71,6 +71,7 @@ class Ours:
             self.mesh,
             "float32",
             "tensor",
+            convert=self.network.stored,
             rollout_axes=self.network.logical_axes(),
         )
         with jax.set_mesh(self.mesh):

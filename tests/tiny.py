@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models.on_cpu import products as on_cpu
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -55,9 +56,9 @@ def sharded(weights, mesh, network=NETWORK):
 
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor", rollout=None):
     """Args: rollout: The network that decodes, if not `network`."""
-    axes = network.logical_axes()
-    given = network.abstract(), axes, network.units, mesh, dtype, layout
-    return Resharder(*given, rollout_axes=rollout.logical_axes() if rollout else axes)
+    rollout = rollout or network
+    given = network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout
+    return Resharder(*given, rollout.stored, rollout.logical_axes())
 
 
 def rollout_params(weights, mesh, network=NETWORK, **settings):
@@ -83,4 +84,4 @@ def with_sizes(network=NETWORK, **sizes):
 
 # Wide enough for kernels by outputs, and as it decodes then.
 WIDE = with_sizes(hidden_size=256, num_kv_heads=4, head_size=64, mlp_size=320)
-WIDE_FIRST = dataclasses.replace(WIDE, products="weight_first")
+WIDE_FIRST = dataclasses.replace(WIDE, products=on_cpu.WEIGHT_FIRST)

@@ -101,6 +101,7 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
         config.sequences_per_step,
         speculation.draft_tokens,
     )
+    merge = models_lib.merge_adapters(config.lora)
     return Sampler(
         models=models,
         engine=Engine(
@@ -120,7 +121,7 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
             pools.staging(mesh, target),
             network.compute_dtype,
             layout,
-            models_lib.merge_adapters(config.lora),
+            lambda layer: network.stored(merge(layer)),
             network.logical_axes(),
         ),
         base=base,

@@ -6,8 +6,9 @@ metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes. Activat
 backward pass may want to find again are named (see `transformer.REMAT_POLICIES`).
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.models.shape import RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain
 
 # attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> (mixed values [B,T,N,H], whatever it keeps)
 Attend = Callable[[Array, Array, Array], tuple[Array, object]]
-
-# How a `Linear` multiplies and how its kernel lies: [in, out] for "weight_last", else [out, in].
-Products = Literal["weight_last", "weight_first", "cpu_kernels"]
-
 
 NO_ADAPTERS = LoraConfig()
 
@@ -72,32 +68,35 @@ def _narrower_first(x, bar, _):
 product.defvjp(_product_forward, _product_backward)
 
 
-def weight_first(
-    x: Float[Array, "... I"], kernel: Float[Array, "O I"], dtype=None
-) -> Float[Array, "... O"]:
-    """Returns `x @ kernel.T`, the kernel being the first operand of the product.
+def float32_logits(
+    hidden: Float[Array, "... D"], weight: Float[Array, "V D"]
+) -> Float[Array, "... V"]:
+    """Returns `hidden @ weight.T`, summed in float32 whatever the dtype of the operands."""
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
 
-    XLA on CPU copies the second operand into tiles. Where that is the weight, and `x` has as few
-    rows as a decode step, the copy takes as long as the arithmetic.
 
-    Args:
-      dtype: Of the result; None is that of the operands.
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The functions a network multiplies with; the defaults are XLA's own matmuls.
+
+    A `Linear` with at least `min_transposed` inputs and outputs stores its kernel as [out, in] and
+    calls `product(x, kernel)`; 0: all kernels are [in, out] and `product` is not used.
     """
-    y = jnp.einsum("oi,...i->o...", kernel, x, preferred_element_type=dtype)
-    # Without the barrier the compiler turns it round again.
-    return jnp.moveaxis(jax.lax.optimization_barrier(y), 0, -1)
+
+    product: Callable[[Array, Array], Array] = product
+    logits: Callable[[Array, Array], Array] = float32_logits
+    # mlp(x, gate, up, down) of plain kernels; None: three products.
+    mlp: Callable[[Array, Array, Array, Array], Array] | None = None
+    # Of decode steps, as `rollout.cache.attention`; None: that function.
+    attention: Callable[..., Array] | None = None
+    min_transposed: int = 0
+
+    def transposes(self, in_size: int, out_size: int) -> bool:
+        """Returns whether a kernel of this size is stored as [out, in]."""
+        return 0 < self.min_transposed <= min(in_size, out_size)
 
 
-def by_cpu_kernels(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    """Returns `x @ kernel.T`; float32, without a gradient."""
-    return cpu_kernels.product(x, kernel) if cpu_kernels.suits(x) else x @ kernel.T
-
-
-_PRODUCTS: dict[Products, Callable[[Array, Array], Array]] = {
-    "weight_last": product,
-    "weight_first": weight_first,
-    "cpu_kernels": by_cpu_kernels,
-}
+PLAIN = Products()
 
 
 @jax.custom_vjp
@@ -130,7 +129,7 @@ def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`, with the kernel stored as its `products` want it.
+    """`x @ kernel (+ bias)`; `products` say whether the kernel is stored transposed.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
     """
@@ -143,16 +142,14 @@ class Linear(nnx.Module):
         *,
         bias=False,
         lora: LoraConfig = NO_ADAPTERS,
-        products: Products = "weight_last",
+        products: Products = PLAIN,
         rngs: nnx.Rngs,
         dtype,
     ):
-        if products == "weight_first" and min(in_size, out_size) < 256:
-            products = "weight_last"  # turning small results costs more than is gained
-        self.products: Products = products
         sizes, names = (in_size, out_size), axes
-        if products != "weight_last":
-            sizes, names = sizes[::-1], names[::-1]
+        self.product: Callable[[Array, Array], Array] = product
+        if products.transposes(in_size, out_size):
+            sizes, names, self.product = sizes[::-1], names[::-1], products.product
         self.kernel = _param(nnx.initializers.normal(0.02), rngs, sizes, names, dtype)
         if bias:
             self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
@@ -167,7 +164,7 @@ class Linear(nnx.Module):
             self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        y = _PRODUCTS[self.products](x, self.kernel[...].astype(x.dtype))
+        y = self.product(x, self.kernel[...].astype(x.dtype))
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -269,12 +266,12 @@ class MLP(nnx.Module):
         self.gate = Linear(d, f, ("embed", "mlp"), lora=of(lora, "gate"), **kinds)
         self.up = Linear(d, f, ("embed", "mlp"), lora=of(lora, "up"), **kinds)
         self.down = Linear(f, d, ("mlp", "embed"), lora=of(lora, "down"), **kinds)
+        self.fused = None if lora.rank else products.mlp
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        linears = (self.gate, self.up, self.down)
-        own = self.gate.products == "cpu_kernels" and cpu_kernels.suits(x)
-        if own and not any(hasattr(linear, "lora_a") for linear in linears):
-            return cpu_kernels.mlp(x, *(linear.kernel[...] for linear in linears))
+        if self.fused is not None:
+            linears = (self.gate, self.up, self.down)
+            return self.fused(x, *(linear.kernel[...].astype(x.dtype) for linear in linears))
         gate = checkpoint_name(self.gate(x), "gate")
         up = checkpoint_name(self.up(x), "up")
         return self.down(constrain(gated(gate, up), "batch", "length", "mlp"))
@@ -288,7 +285,7 @@ class Block(nnx.Module):
         shape: Shape,
         *,
         lora: LoraConfig = NO_ADAPTERS,
-        products: Products = "weight_last",
+        products: Products = PLAIN,
         rngs: nnx.Rngs,
         dtype,
     ):

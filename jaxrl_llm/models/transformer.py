@@ -10,6 +10,7 @@ rollout copy is a tuple of layers instead; `block` takes one layer of either.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -21,18 +22,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, cpu_kernels, lora, sequence_attention
+from jaxrl_llm.models import attention, casting, lora, sequence_attention
 from jaxrl_llm.models.layers import (
     NO_ADAPTERS,
+    PLAIN,
     Attend,
     Block,
     Products,
     RMSNorm,
     _param,
-    by_cpu_kernels,
     rotary_table,
-    weight_first,
 )
+from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
@@ -62,6 +63,12 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "offload_full": _offload(),
     "offload_attention": _offload(*_AROUND_SCORES),
+}
+
+
+# Platforms on which decode steps multiply faster than by `PLAIN`: a function of mesh and dtype.
+DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
+    "cpu": on_cpu,
 }
 
 
@@ -126,8 +133,7 @@ class Network:
       lora: Of the adapters that a parameter tree may have; one without them computes as if there
         were none.
       sequence_attention: How devices that share a row's length attend together.
-      products: Of activations with kernels; decode steps on a CPU have faster ones (see
-        `layers.weight_first`, `cpu_kernels`).
+      products: Functions for its matmuls; `for_decoding` chooses faster ones.
     """
 
     shape: Shape
@@ -138,15 +144,23 @@ class Network:
     lora: LoraConfig = NO_ADAPTERS
     kernel: attention.Implementation = "xla"
     sequence_attention: Form = "all_to_all"
-    products: Products = "weight_last"
+    products: Products = PLAIN
 
     def for_decoding(self, mesh: Mesh) -> "Network":
         """Returns this network with the products that suit decode steps on a mesh."""
-        if mesh.devices.flat[0].platform != "cpu":
+        choose = DECODE_PRODUCTS.get(mesh.devices.flat[0].platform)
+        if choose is None:
             return self
-        alone = mesh.size == 1 and self.compute_dtype == "float32"
-        own = alone and cpu_kernels.available()
-        return dataclasses.replace(self, products="cpu_kernels" if own else "weight_first")
+        return dataclasses.replace(self, products=choose(mesh, self.compute_dtype))
+
+    def stored(self, layer: Params) -> Params:
+        """Returns one layer with plain kernels as this network stores it: some transposed."""
+        plain, ours = (
+            _axes(dataclasses.replace(self, products=products)._definitions[1])
+            for products in (PLAIN, self.products)
+        )
+        turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
+        return jax.tree.map(turn, layer, plain, ours)
 
     @property
     def _definitions(self):
@@ -246,15 +260,7 @@ class Network:
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
-        weight = self.head_weight(params).astype(hidden.dtype)
-        if self.products == "cpu_kernels":
-            return by_cpu_kernels(hidden, weight)
-
-        def weight_last(hidden, weight):
-            return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-
-        by_cpu = functools.partial(weight_first, dtype=jnp.float32)
-        return jax.lax.platform_dependent(hidden, weight, cpu=by_cpu, default=weight_last)
+        return self.products.logits(hidden, self.head_weight(params).astype(hidden.dtype))
 
     def hidden(
         self,

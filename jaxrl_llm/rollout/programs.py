@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import cpu_kernels
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling, speculation
@@ -351,8 +350,7 @@ def _decode_step(
 
 def _forward(network, params, cache, recent, start, fed, rotary, seen):
     """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
-    own = network.products == "cpu_kernels"
-    attention = cpu_kernels.attention if own else cache_lib.attention
+    attention = network.products.attention or cache_lib.attention
     x = network.embed(params, fed)
     kept = []
     for i, layer in enumerate(params["layers"]):

@@ -63,7 +63,7 @@ class Resharder:
         mesh: Mesh,
         dtype,
         layout: str,
-        merge: Callable[[Params], Params] = lambda layer: layer,
+        convert: Callable[[Params], Params] = lambda layer: layer,
         rollout_axes: Params | None = None,
     ):
         """
@@ -76,10 +76,9 @@ class Resharder:
           layout: "tensor": split over the tensor axis alone, a replica on the rest; "train":
             as in training; "all_tensor": over tensor, fsdp and sequence; "replicas": whole on
             every device.
-          merge: What makes a layer as in `abstract` of one as `reshard` gets it, which may carry
-            adapters.
-          rollout_axes: Dim names of the rollout parameters' stack, if they are not those of
-            `logical_axes`: a matrix with the same names the other way round is transposed.
+          convert: Makes a rollout layer from a training layer, before the cast: it may merge
+            adapters or transpose kernels.
+          rollout_axes: Dim names of the stacked rollout parameters; None: `logical_axes`.
         """
         rules, computing = mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout]
         self._train = jax.tree.map(
@@ -96,39 +95,30 @@ class Resharder:
         self._mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
         end_axes = {k: v for k, v in logical_axes.items() if k != "layers"}
-        layer_axes, given_axes = (
-            jax.tree.map(lambda n: n[1:], axes["layers"], is_leaf=lambda n: isinstance(n, tuple))
-            for axes in (rollout_axes or logical_axes, logical_axes)
+        layer_axes = jax.tree.map(
+            lambda names: names[1:],
+            (rollout_axes or logical_axes)["layers"],
+            is_leaf=lambda names: isinstance(names, tuple),
         )
-        self._turned = jax.tree.map(
-            lambda given, wanted: given != wanted,
-            given_axes,
-            layer_axes,
-            is_leaf=lambda n: isinstance(n, tuple),
-        )
-        self._layer = jax.tree.map(
-            lambda a, turned: cast(a.shape[:0:-1] if turned else a.shape[1:]),
-            abstract["layers"],
-            self._turned,
-        )
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), abstract["layers"])
+        self._layer = jax.tree.map(lambda a: cast(a.shape), jax.eval_shape(convert, one))
         self._end_shardings = mesh_lib.shardings(
             self._ends, end_axes, mesh, rules, units, computing
         )
         self._layer_shardings = mesh_lib.shardings(
             self._layer, layer_axes, mesh, rules, units, computing
         )
+        # How training splits what a rollout layer holds.
+        self._given_layer = mesh_lib.shardings(self._layer, layer_axes, mesh, mesh_lib.TRAIN, units)
         # Old buffers are donated for their memory alone; unused arguments must stay arguments.
         reuse = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
         self._move_ends = reuse(
             lambda old, new: _cast(new, dtype), out_shardings=self._end_shardings
         )
         self._move_layer = reuse(
-            lambda old, new, i: self._turn(_cast(merge(jax.tree.map(lambda a: a[i], new)), dtype)),
+            lambda old, new, i: _cast(convert(jax.tree.map(lambda a: a[i], new)), dtype),
             out_shardings=self._layer_shardings,
         )
-
-    def _turn(self, layer: Params) -> Params:
-        return jax.tree.map(lambda a, turned: a.T if turned else a, layer, self._turned)
 
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
@@ -162,7 +152,7 @@ class Resharder:
             {k: v for k, v in tree.items() if k != "layers"}
             for tree in (target, self._train, self._given)
         )
-        layer, stacked = target["layers"][0], self._train["layers"]
+        layer = target["layers"][0]
         index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         with jax.set_mesh(self._mesh):
             programs = [
@@ -181,18 +171,13 @@ class Resharder:
             fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
             extra = max(extra, memory.temp_size_in_bytes + max(0, fresh))
 
-        def missing(into, stack, turned=False):
-            spec = stack.sharding.spec[len(stack.shape) - into.ndim :]
-            if turned:
-                spec = (*spec, *[None] * (into.ndim - len(spec)))[::-1]
-            source = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*spec))
-            elements = traffic.missing_elements(into.shape, source, into.sharding)
-            return elements * into.dtype.itemsize
+        def missing(into, source):
+            return traffic.missing_elements(into.shape, source, into.sharding) * into.dtype.itemsize
 
+        held = {k: jax.tree.map(lambda a: a.sharding, v) for k, v in train_ends.items()}
         least = self._num_layers * sum(
-            jax.tree.leaves(jax.tree.map(missing, layer, stacked, self._turned))
-        )
-        least += sum(jax.tree.leaves(jax.tree.map(missing, ends, train_ends)))
+            jax.tree.leaves(jax.tree.map(missing, layer, self._given_layer))
+        ) + sum(jax.tree.leaves(jax.tree.map(missing, ends, held)))
         return Report(moved, round(least), extra, tuple(sorted(dtypes)))
 
     def empty(self) -> Params:

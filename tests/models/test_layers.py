@@ -29,17 +29,6 @@ def test_product(inputs, outputs):
     assert_same_gradients(layers.product, jnp.matmul, x, kernel)
 
 
-def test_weight_first():
-    a, b = jax.random.split(jax.random.key(2))
-    x, kernel = jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (7, 5))
-    got = jax.jit(layers.weight_first)(x, kernel)
-    np.testing.assert_allclose(got, x @ kernel.T, rtol=1e-6, atol=1e-6)
-    half = (x.astype("bfloat16"), kernel.astype("bfloat16"))
-    assert layers.weight_first(*half).dtype == "bfloat16"
-    wide = layers.weight_first(*half, dtype=jnp.float32)
-    np.testing.assert_allclose(wide, half[0].astype(float) @ half[1].astype(float).T, rtol=1e-5)
-
-
 def test_gated():
     a, b = jax.random.split(jax.random.key(1))
     gate, up = 4.0 * jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (2, 3, 5))

@@ -21,7 +21,7 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
-from jaxrl_llm.models import cpu_kernels
+from jaxrl_llm.models.on_cpu import kernels, products
 from jaxrl_llm.rollout import capacity, prefill, prefixes
 from jaxrl_llm.rollout import engine as engine_lib
 from jaxrl_llm.rollout.engine import Engine
@@ -90,14 +90,14 @@ def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
     assert_same(*found)
 
 
-@pytest.mark.skipif(not cpu_kernels.available(), reason="no C++ compiler")
+@pytest.mark.skipif(not kernels.available(), reason="no C++ compiler")
 @pytest.mark.parametrize(
     "sizes", [{}, {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True}], ids=str
 )
 def test_own_kernels_on_a_cpu_change_no_sample(sizes, one_window):
     mesh, network = tiny.make_mesh(), tiny.with_sizes(**sizes)
     own = network.for_decoding(mesh)
-    assert own.products == "cpu_kernels"
+    assert own.products is products.OWN_KERNELS
     weights = tiny.params(network, scale=8.0)
     found = [
         engine_of(mesh, network=each).generate(

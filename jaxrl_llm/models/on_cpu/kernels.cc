@@ -1,4 +1,4 @@
-// A decode step's products and attention on a CPU, float32. cpu_kernels.py compiles and calls them.
+// A decode step's products and attention on a CPU, float32. kernels.py compiles and calls them.
 //
 // XLA runs the products of one slot and head on one thread, and between two products of a layer its
 // other threads fall asleep. Here all cores share every call, and the MLP's inner result is the

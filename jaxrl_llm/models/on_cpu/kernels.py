@@ -1,8 +1,8 @@
-"""Products and attention of a decode step by the project's own kernels on a CPU.
+"""Our own kernels for the matmuls and the attention of a decode step on a CPU.
 
-`cpu_kernels.cc` is compiled by the machine's own compiler when it is first needed, for the
-processor it runs on, and kept in the user's cache folder. The functions are of float32 arrays on
-one device and have no gradient.
+The machine's own compiler compiles `kernels.cc` when it is first needed, for this processor; the
+library is kept in the user's cache folder. The functions take float32 arrays on one device and
+have no gradient.
 """
 
 import ctypes
@@ -34,15 +34,14 @@ _FLAGS = (
     "-pthread",
 )
 _PREFIX = "jaxrl_llm_"
-_MOST_ROWS = 256  # with more, as in prefill, XLA's products are as fast or faster
 
 
 @functools.cache
 def available() -> bool:
-    """Returns whether the kernels can be used here; compiles them if that was never done.
+    """Returns whether the kernels can be used here; compiles them if the cache has none.
 
-    They can on Linux where a C++ compiler is found: `CXX`, c++, g++ or clang++. One that fails is
-    reported in the log, and XLA does their work.
+    They need Linux and a C++ compiler: `CXX`, c++, g++ or clang++. If the compiler fails, the log
+    says so and XLA does their work.
     """
     if sys.platform != "linux":
         return False
@@ -86,7 +85,7 @@ def build(compiler: str) -> pathlib.Path:
                 text=True,
                 timeout=120,
             )
-            os.replace(made, library)  # whole or not at all, whoever else is at it
+            os.replace(made, library)  # atomic: another process may do the same
     return library
 
 
@@ -120,14 +119,9 @@ def attention(
     values: Sequence[Float[Array, "S K _ H"]],
     seen: Bool[Array, "S Q W"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns what `rollout.cache.attention` does, zeros where nothing is seen.
+    """Returns what `rollout.cache.attention` does; zeros where a query sees nothing.
 
-    The positions of a block behind the last that a query sees cost nothing.
+    In each block, positions after the last one that a query sees cost nothing.
     """
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return jax.ffi.ffi_call(_PREFIX + "attention", shape)(q, seen, *keys, *values)
-
-
-def suits(x: Float[Array, "... I"]) -> bool:
-    """Returns whether rows are few enough for these kernels to be faster than XLA's."""
-    return x.size // x.shape[-1] <= _MOST_ROWS

@@ -1,19 +1,25 @@
-"""Own kernels of decode steps: what float64 gives, whatever else is in the call."""
+"""Decoding on a CPU: kernels of our own give what float64 does; the folder can be deleted."""
 
 import concurrent.futures
+import json
+import os
+import pathlib
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from jaxrl_llm.models import cpu_kernels
+import jaxrl_llm
+from jaxrl_llm.models.on_cpu import kernels, products
 from jaxrl_llm.rollout import cache
 
 needs_compiler = pytest.mark.skipif(
-    not cpu_kernels.available(), reason="no C++ compiler, so no kernels of our own"
+    not kernels.available(), reason="no C++ compiler, so no kernels of our own"
 )
 
 
@@ -25,13 +31,24 @@ def silu(x):
     return x / (1.0 + np.exp(-x))
 
 
+def test_weight_first():
+    a, b = jax.random.split(jax.random.key(2))
+    x, kernel = jax.random.normal(a, (2, 3, 5)), jax.random.normal(b, (7, 5))
+    got = jax.jit(products.weight_first)(x, kernel)
+    np.testing.assert_allclose(got, x @ kernel.T, rtol=1e-6, atol=1e-6)
+    half = (x.astype("bfloat16"), kernel.astype("bfloat16"))
+    assert products.weight_first(*half).dtype == "bfloat16"
+    wide = products.weight_first(*half, dtype=jnp.float32)
+    np.testing.assert_allclose(wide, half[0].astype(float) @ half[1].astype(float).T, rtol=1e-5)
+
+
 @needs_compiler
 @pytest.mark.parametrize("rows", [(1,), (16,), (17,), (3, 27)], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 33), (128, 24), (130, 512)], ids=str)
 def test_product(rows, inputs, outputs):
     x, kernel = random(*rows, inputs), random(outputs, inputs)
     wanted = x.astype(np.float64) @ kernel.astype(np.float64).T
-    got = jax.jit(cpu_kernels.product)(x, kernel)
+    got = jax.jit(kernels.product)(x, kernel)
     # Rounded sums of `inputs` numbers.
     scale = np.abs(x.astype(np.float64)) @ np.abs(kernel.astype(np.float64)).T
     assert np.abs(got - wanted).max() <= 1e-6 * scale.max()
@@ -48,7 +65,7 @@ def test_mlp(rows, size, inner):
     with np.errstate(over="ignore"):
         hidden = silu(g) * u
     wanted = hidden @ down.astype(np.float64).T
-    got = jax.jit(cpu_kernels.mlp)(x, gate, up, down)
+    got = jax.jit(kernels.mlp)(x, gate, up, down)
     scale = np.abs(hidden) @ np.abs(down.astype(np.float64)).T
     assert (np.abs(got - wanted) <= 3e-6 * scale.max(1, keepdims=True) + 1e-30).all()
 
@@ -68,13 +85,13 @@ def test_attention(group, slots, width, size, blocks):
     seen = np.random.default_rng(4).random((slots, width, sum(blocks))) < 0.5
     seen[-1, :, blocks[0] // 2 :] = False  # a short sequence
     seen[..., 0] = True
-    got = np.asarray(jax.jit(cpu_kernels.attention)(q, keys, values, seen))
+    got = np.asarray(jax.jit(kernels.attention)(q, keys, values, seen))
     with jax.enable_x64(True):
         wide = [[jnp.asarray(a, jnp.float64) for a in arrays] for arrays in (keys, values)]
         wanted = np.asarray(cache.attention(jnp.asarray(q, jnp.float64), *wide, jnp.asarray(seen)))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6)
     seen[0, 0] = False  # a free slot may see nothing
-    with_free = np.array(jax.jit(cpu_kernels.attention)(q, keys, values, seen))
+    with_free = np.array(jax.jit(kernels.attention)(q, keys, values, seen))
     assert (with_free[0, 0] == 0).all()
     with_free[0, 0] = got[0, 0]
     np.testing.assert_array_equal(with_free, got)
@@ -86,10 +103,10 @@ def test_positions_behind_the_last_that_is_seen_are_not_read():
     seen[0, :, :41] = seen[1, :, :7] = seen[:, :, 64:70] = True
     keys = [random(2, 2, 32, 64), random(2, 2, 32, 16, seed=1)]
     values = [random(2, 2, 64, 32, seed=2), random(2, 2, 16, 32, seed=3)]
-    wanted = np.asarray(jax.jit(cpu_kernels.attention)(q, keys, values, seen))
+    wanted = np.asarray(jax.jit(kernels.attention)(q, keys, values, seen))
     for slot, end in ((0, 48), (1, 16)):  # whole vectors are read
         keys[0][slot, :, :, end:] = values[0][slot, :, end:] = np.nan
-    got = jax.jit(cpu_kernels.attention)(q, keys, values, seen)
+    got = jax.jit(kernels.attention)(q, keys, values, seen)
     np.testing.assert_array_equal(got, wanted)
     assert np.isfinite(wanted).all()
 
@@ -99,8 +116,8 @@ def test_a_row_does_not_depend_on_others():
     x, kernel = random(40, 96), random(72, 96)
     gate, up, down = random(160, 96, seed=1), random(160, 96, seed=2), random(96, 160, seed=3)
     for function, weights in (
-        (jax.jit(cpu_kernels.product), (kernel,)),
-        (jax.jit(cpu_kernels.mlp), (gate, up, down)),
+        (jax.jit(kernels.product), (kernel,)),
+        (jax.jit(kernels.mlp), (gate, up, down)),
     ):
         whole = np.asarray(function(x, *weights))
         for rows in (slice(0, 1), slice(3, 19), slice(8, 40)):
@@ -109,7 +126,7 @@ def test_a_row_does_not_depend_on_others():
 
 @needs_compiler
 def test_calls_at_one_time_do_not_disturb_each_other():
-    function = jax.jit(cpu_kernels.mlp)
+    function = jax.jit(kernels.mlp)
     weights = random(640, 256, seed=1), random(640, 256, seed=2), random(256, 640, seed=3)
     inputs = [random(32, 256, seed=i) for i in range(8)]
     wanted = [np.asarray(function(x, *weights)) for x in inputs]
@@ -122,7 +139,7 @@ def test_calls_at_one_time_do_not_disturb_each_other():
 @pytest.fixture
 def anew():
     """`available` as of a process that did not ask yet."""
-    return cpu_kernels.available.__wrapped__
+    return kernels.available.__wrapped__
 
 
 def test_without_a_compiler_there_are_none(anew, monkeypatch):
@@ -160,7 +177,57 @@ def test_compiled_once(monkeypatch, tmp_path):
     calls = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
-    first = cpu_kernels.build(compiler)
-    assert cpu_kernels.build(compiler) == first
+    first = kernels.build(compiler)
+    assert kernels.build(compiler) == first
     assert len(calls) == 1
     assert list((tmp_path / "jaxrl_llm").iterdir()) == [first]
+
+
+# Decodes with whatever `for_decoding` chooses, and prints (tokens, log-probs) of each sample.
+DECODE = """
+import json
+import numpy as np
+import tiny
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Request, SamplingParams
+
+mesh = tiny.make_mesh()
+network = tiny.NETWORK.for_decoding(mesh)
+params = tiny.rollout_params(tiny.params(), mesh, tiny.NETWORK, rollout=network)
+engine = Engine(network, mesh, num_slots=4, max_tokens=32, chunk_steps=8)
+keys = np.arange(4, dtype=np.uint32).reshape(2, 2)
+requests = [Request((3, 5, 7), keys, (SamplingParams(12), SamplingParams(20)))]
+print(json.dumps([[c.tokens, c.log_probs] for c in engine.generate(params, requests)[0]]))
+"""
+
+
+def decoded(tmp_path, *folders: pathlib.Path):
+    """Returns what `DECODE` prints where modules come from these folders first."""
+    paths = [*map(str, folders), str(pathlib.Path(tiny.__file__).parent)]
+    found = subprocess.run(
+        [sys.executable, "-c", DECODE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(found.stdout)
+
+
+def test_without_the_folder_the_same_is_sampled(tmp_path):
+    package = pathlib.Path(jaxrl_llm.__file__).parent
+    shutil.copytree(package, tmp_path / "jaxrl_llm", ignore=shutil.ignore_patterns("on_cpu"))
+    network = tmp_path / "jaxrl_llm/models/transformer.py"
+    lines = network.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "on_cpu" not in line]
+    assert len(lines) - len(kept) == 2  # the import and the choice
+    network.write_text("".join(kept))
+    # The tests' own networks name the folder once more.
+    tests = tmp_path / "tiny.py"
+    mine = pathlib.Path(tiny.__file__).read_text().splitlines(keepends=True)
+    tests.write_text("".join(line for line in mine if "on_cpu" not in line))
+    without, with_it = decoded(tmp_path, tmp_path), decoded(tmp_path)
+    for (tokens, log_probs), (same, close) in zip(without, with_it, strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(log_probs, close, atol=1e-5)
