@@ -52,14 +52,21 @@ def main():
     params = source.weights().params
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
-    app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
+    app = make_app(served, driver, Metrics(driver), limits)
     longest = served.max_tokens - 1  # leaves room for one token
     filters = (False, True) if WARM_UP.value else ()
     programs = engine.programs(WARM_UP.value, longest, filters)
     del params  # or these would stay in memory beside those that SIGHUP brings
     read = lambda: source.weights().params  # noqa: E731
-    life = server.Lifetime(programs, read, GRACE_S.value, max(256, 4 * driver.capacity))
-    server.run(app, driver, listener, life)
+    server.run(
+        app,
+        driver,
+        listener,
+        programs=programs,
+        reload=read,
+        grace_s=GRACE_S.value,
+        max_connections=max(256, 4 * driver.capacity),
+    )
 
 
 if __name__ == "__main__":

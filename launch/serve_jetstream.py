@@ -10,7 +10,7 @@ import threading
 from absl import flags, logging
 
 from jaxrl_llm import program
-from jaxrl_llm.learner import sampler, saved
+from jaxrl_llm.learner import saved
 from jaxrl_llm.rollout.checks import number_problem
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.serving import loading
@@ -40,17 +40,12 @@ def main():
     else:
         source = saved.from_run(WORKDIR.value)
     served = loading.served(source, max_tokens=MAX_TOKENS.value)
-    models = source.models
     engine = adapter.JetStreamEngine(
-        sampler.rollout_network(source.config.rollout, models.policy, models.mesh),
-        models.mesh,
+        loading.engine(source, served, SLOTS.value, chunk_steps=1),
         served,
         lambda: source.weights().params,
-        num_slots=SLOTS.value,
-        sampling=SamplingParams(
-            1, TEMPERATURE.value, top_p=TOP_P.value, stop_tokens=served.eos_tokens
-        ),
-        seed=SEED.value,
+        SamplingParams(1, TEMPERATURE.value, top_p=TOP_P.value, stop_tokens=served.eos_tokens),
+        SEED.value,
     )
     server = adapter.run(engine, HOST.value, PORT.value)
     stop = threading.Event()

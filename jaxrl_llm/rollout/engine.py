@@ -89,7 +89,7 @@ class Engine:
         self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self._places = 1 + speculation.draft_tokens  # tokens that a step may give a slot
         self._decode = decode
-        self._limits = Limits(max_tokens, network.shape.vocab_size, decode is not _no_decoder)
+        self.limits = Limits(max_tokens, network.shape.vocab_size, decode is not _no_decoder)
         self.compiled = Compiled(
             network,
             mesh,
@@ -162,7 +162,7 @@ class Engine:
           RequestError: If the engine cannot serve it: an empty prompt, token ids outside the
             vocabulary, prompt and response longer than the cache, a number out of its range.
         """
-        self._limits.check(request, "request")
+        self.limits.check(request, "request")
         return self._scheduler.add(request)
 
     def abort(self, number: int) -> list[Completion]:
@@ -230,7 +230,7 @@ class Engine:
                 f" {self.num_active} running; finish them with step, abort them, or reset"
             )
         for i, request in enumerate(requests):
-            self._limits.check(request, f"request {i}")
+            self.limits.check(request, f"request {i}")
         self.reset()
         add = self._scheduler.add
         completions = {add(r): [Completion() for _ in r.params] for r in requests}

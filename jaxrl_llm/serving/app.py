@@ -1,8 +1,9 @@
-"""The HTTP side: paths, errors, streams. Handlers never touch files; the engine is elsewhere."""
+"""The HTTP side: paths, errors, streams. Handlers never touch files or the engine."""
 
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import reprlib
 import time
@@ -10,32 +11,22 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi
+import prometheus_client
 from absl import logging
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from jaxrl_llm.rollout.requests import Progress
+from jaxrl_llm.serving import driver as driver_lib
 from jaxrl_llm.serving import wanted as wanted_lib
-from jaxrl_llm.serving.driver import (
-    Driver,
-    Event,
-    NotServing,
-    QueueFull,
-    Refused,
-    RequestFailed,
-    Ticket,
-    Unfit,
-)
-from jaxrl_llm.serving.limits import BodyLimit
+from jaxrl_llm.serving.driver import Driver, Event, Refused
 from jaxrl_llm.serving.metrics import Metrics
+from jaxrl_llm.serving.middleware import BodyLimit, Count
 from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
-from jaxrl_llm.serving.replies import NOTHING, ChatFormat, CompletionFormat, Piece, Samples
-from jaxrl_llm.serving.transcript import TokenNames, decoder
+from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Format, Piece
+from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript, decoder
 from jaxrl_llm.serving.wanted import Served, Wanted
-
-Format = CompletionFormat | ChatFormat
 
 # What went wrong is in the log, which clients do not see.
 _FAULT = ApiError(500, "internal error", kind="server_error")
@@ -53,34 +44,58 @@ class Limits:
 def make_app(
     served: Served, driver: Driver, metrics: Metrics, limits: Limits = Limits()
 ) -> fastapi.FastAPI:
-    """Returns the application; `driver` is to call listeners in its event loop."""
+    """Returns the application; `driver` must call listeners in its event loop."""
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
-    service = _Service(served, driver, metrics, limits)
+    names = TokenNames(served.tokenizer)
+    work_on = functools.partial(_Work, driver, metrics, limits.request_s, decoder(served.tokenizer))
+    # Long texts take long to tokenize; one thread, so that tokenizers need not be shared.
+    reader = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+    card = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "jaxrl_llm",
+        "max_model_len": served.max_tokens,
+    }
+
+    def check_model(name: str) -> None:
+        if name != served.name:
+            raise ApiError(
+                404,
+                f"model {name[:100]!r} is not served here; use {served.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def answer(
+        request: fastapi.Request, body: Any, read: Callable[..., Wanted], kind: type[Format]
+    ) -> Response:
+        """Returns the reply, or the stream of it, with the engine already at work."""
+        check_model(body.model)
+        loop = asyncio.get_running_loop()
+        wanted = await loop.run_in_executor(reader, read, served, body)
+        form, work = kind(served.name, names, wanted), work_on(wanted)
+        if body.stream:
+            return _Stream(_server_sent(work, form, body.include_usage), work)
+        with work:
+            return await _unless_disconnected(request, _whole(work, form))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: fastapi.Request) -> Response:
-        wanted = await service.read(body.model, wanted_lib.completion, body)
-        form = CompletionFormat(
-            served.name, service.names, wanted.with_log_probs, wanted.num_top_log_probs
-        )
-        return await service.answer(request, wanted, form, body)
+        return await answer(request, body, wanted_lib.completion, CompletionFormat)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: fastapi.Request) -> Response:
-        wanted = await service.read(body.model, wanted_lib.chat, body)
-        form = ChatFormat(
-            served.name, service.names, wanted.with_log_probs, wanted.num_top_log_probs
-        )
-        return await service.answer(request, wanted, form, body)
+        return await answer(request, body, wanted_lib.chat, ChatFormat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.card]}
+        return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return service.card
+        check_model(name)
+        return card
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -89,7 +104,8 @@ def make_app(
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = prometheus_client.generate_latest(metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.exception_handler(ApiError)
     async def api_error(request: fastapi.Request, error: ApiError) -> JSONResponse:
@@ -109,69 +125,26 @@ def make_app(
         return JSONResponse(_FAULT.body, 500)
 
     app.add_middleware(BodyLimit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
-    app.add_middleware(_Count, metrics=metrics)
+    app.add_middleware(Count, metrics=metrics)
     return app
-
-
-class _Service:
-    """What the handlers share."""
-
-    def __init__(self, served: Served, driver: Driver, metrics: Metrics, limits: Limits):
-        self._served, self._driver, self._metrics, self._limits = served, driver, metrics, limits
-        self._decode = decoder(served.tokenizer)
-        self.names = TokenNames(served.tokenizer)
-        # Long texts take long to tokenize; one thread, so that tokenizers need not be shared.
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
-        self.card = {
-            "id": served.name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "jaxrl_llm",
-            "max_model_len": served.max_tokens,
-        }
-
-    def check_model(self, name: str) -> None:
-        if name != self._served.name:
-            raise ApiError(
-                404,
-                f"model {name[:100]!r} is not served here; use {self._served.name!r}",
-                code="model_not_found",
-                param="model",
-            )
-
-    async def read(self, model: str, read: Callable[[Served, Any], Wanted], body: Any) -> Wanted:
-        """Returns what a body asks for, tokenized away from the event loop."""
-        self.check_model(model)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._reader, read, self._served, body)
-
-    async def answer(
-        self, request: fastapi.Request, wanted: Wanted, form: Format, body: Any
-    ) -> Response:
-        """Returns the reply, or the stream of it, with the engine already at work."""
-        work = _Work(self._driver, self._metrics, self._limits.request_s, wanted, self._decode)
-        if body.stream:
-            return _Stream(_server_sent(work, form, body.include_usage), work)
-        with work:
-            return await _unless_disconnected(request, _whole(work, form))
 
 
 class _Work:
     """One client's request in the engine: submitted when made, given up when left."""
 
-    def __init__(self, driver: Driver, metrics: Metrics, limit_s: float, wanted: Wanted, decode):
+    def __init__(
+        self, driver: Driver, metrics: Metrics, limit_s: float, decode: Decode, wanted: Wanted
+    ):
         self._driver, self._metrics, self.wanted = driver, metrics, wanted
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._begun = time.monotonic()
-        self._deadline = self._begun + limit_s
-        self._limit_s = limit_s
-        self._samples = Samples(decode, wanted.params, wanted.stop_strings)
-        self._first_s: dict[int, float] = {}
-        self.num_samples = len(wanted.params)
-        self.num_tokens = 0
-        self._num_unfinished = self.num_samples
+        self._limit_s, self._begun = limit_s, time.monotonic()
+        self._transcripts = [
+            Transcript(decode, p.stop_tokens, wanted.stop_strings) for p in wanted.params
+        ]
+        self._last_s: dict[int, float] = {}  # when a sample's latest tokens came
+        self._num_unfinished = len(wanted.params)
         try:
-            self._ticket: Ticket = driver.submit(wanted.requests, self._events.put_nowait)
+            self._ticket = driver.submit(wanted.requests, self._events.put_nowait)
         except Refused as error:
             raise _as_api_error(error) from error
         metrics.prompt_tokens.inc(wanted.num_prompt_tokens)
@@ -180,9 +153,6 @@ class _Work:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Frees the slots, if the request is not done."""
         self._driver.cancel(self._ticket)
         self._metrics.request_s.observe(time.monotonic() - self._begun)
@@ -200,14 +170,20 @@ class _Work:
             if isinstance(event, Refused):
                 self._num_unfinished = 0
                 raise _as_api_error(event)
-            index, progress = event
-            self._observe(index, progress)
-            yield index, self._samples.piece(index, progress)
+            index, p = event
+            self._measure(index, len(p.tokens))
+            self._num_unfinished -= bool(p.finish_reason)
+            transcript = self._transcripts[index]
+            text, offsets = transcript.extend(p.tokens, p.finish_reason), tuple(transcript.offsets)
+            yield (
+                index,
+                Piece(text, p.tokens, p.log_probs, p.top_log_probs, offsets, p.finish_reason),
+            )
 
     async def _next_event(self) -> Event:
         if not self._events.empty():
             return self._events.get_nowait()
-        left_s = self._deadline - time.monotonic()
+        left_s = self._begun + self._limit_s - time.monotonic()
         try:
             return await asyncio.wait_for(self._events.get(), max(0.0, left_s))
         except TimeoutError:
@@ -219,17 +195,16 @@ class _Work:
                 code="request_timeout",
             ) from None
 
-    def _observe(self, index: int, progress: Progress) -> None:
-        now, count = time.monotonic(), len(progress.tokens)
-        self.num_tokens += count
-        self._metrics.generated_tokens.inc(count)
-        if index not in self._first_s:
-            self._first_s[index] = now
+    def _measure(self, index: int, num_tokens: int) -> None:
+        now = time.monotonic()
+        self._metrics.generated_tokens.inc(num_tokens)
+        if index not in self._last_s:
             self._metrics.first_token_s.observe(now - self._begun)
-        elif count:
-            self._metrics.per_token_s.observe((now - self._first_s[index]) / count)
-            self._first_s[index] = now
-        self._num_unfinished -= bool(progress.finish_reason)
+        elif num_tokens:
+            self._metrics.per_token_s.observe((now - self._last_s[index]) / num_tokens)
+        else:
+            return
+        self._last_s[index] = now
 
 
 class _Stream(StreamingResponse):
@@ -253,17 +228,17 @@ async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncI
         data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
         return f"data: {data}\n\n".encode()
 
-    prompt_tokens = work.wanted.num_prompt_tokens
+    num_tokens = 0
     try:
-        for index in range(work.num_samples):
-            for chunk in form.opening(index):
-                yield event(chunk)
+        for chunk in form.openings():
+            yield event(chunk)
         async for index, piece in work.pieces():
+            num_tokens += len(piece.tokens)
             # A chunk without text tells nothing, unless log-probs or the end are in it.
             if piece.text or piece.finish_reason or work.wanted.with_log_probs:
                 yield event(form.chunk(index, piece))
         if include_usage:
-            yield event(form.closing(prompt_tokens, work.num_tokens))
+            yield event(form.closing(num_tokens))
         yield b"data: [DONE]\n\n"
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError):
@@ -273,13 +248,10 @@ async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncI
 
 
 async def _whole(work: _Work, form: Format) -> Response:
-    samples = [NOTHING] * work.num_samples
-    parts: list[list[Piece]] = [[] for _ in samples]
+    samples = [Piece()] * len(work.wanted.params)
     async for index, piece in work.pieces():
-        parts[index].append(piece)
-    for index, pieces in enumerate(parts):
-        samples[index] = sum(pieces, NOTHING)
-    return JSONResponse(form.reply(samples, work.wanted.num_prompt_tokens, work.num_tokens))
+        samples[index] += piece
+    return JSONResponse(form.reply(samples))
 
 
 async def _unless_disconnected(request: fastapi.Request, work) -> Response:
@@ -300,21 +272,19 @@ async def _unless_disconnected(request: fastapi.Request, work) -> Response:
         leaving.cancel()
 
 
+# Status, OpenAI's type and code, and when to try again in seconds.
+_REFUSALS: dict[type[Refused], tuple[int, str, str, int]] = {
+    driver_lib.QueueFull: (429, "rate_limit_error", "queue_full", 1),
+    driver_lib.NotServing: (503, "server_error", "not_serving", 5),
+    driver_lib.Unfit: (400, "invalid_request_error", "", 0),
+    driver_lib.RequestFailed: (500, "server_error", "request_failed", 0),
+    driver_lib.EngineFailed: (500, "server_error", "engine_failed", 0),
+}
+
+
 def _as_api_error(error: Refused) -> ApiError:
-    message = str(error)
-    match error:
-        case QueueFull():
-            return ApiError(
-                429, message, kind="rate_limit_error", code="queue_full", retry_after_s=1
-            )
-        case NotServing():
-            return ApiError(503, message, kind="server_error", code="not_serving", retry_after_s=5)
-        case Unfit():
-            return ApiError(400, message)
-        case RequestFailed():
-            return ApiError(500, message, kind="server_error", code="request_failed")
-        case _:
-            return ApiError(500, message, kind="server_error", code="engine_failed")
+    status, kind, code, retry_after_s = _REFUSALS[type(error)]
+    return ApiError(status, str(error), kind=kind, code=code, retry_after_s=retry_after_s)
 
 
 def _malformed(error: RequestValidationError) -> ApiError:
@@ -331,42 +301,3 @@ def _malformed(error: RequestValidationError) -> ApiError:
     return ApiError(
         400, f"{'.'.join(place) or 'body'}: {message}{shown}", param=place[0] if place else ""
     )
-
-
-_REASONS = {
-    404: "not_found",
-    408: "slow_body",
-    413: "body_too_large",
-    422: "invalid",
-    429: "queue_full",
-    499: "client_left",
-    503: "not_serving",
-    504: "timeout",
-}
-
-
-class _Count:
-    """Counts requests by path and status, and why some were not served."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-
-        async def counted(message):
-            if message["type"] == "http.response.start":
-                self._count(scope, message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted)
-
-    def _count(self, scope: Scope, status: int) -> None:
-        # Paths that are no route would be a label each.
-        route = scope.get("route")
-        path = getattr(route, "path", "other")
-        self._metrics.requests.labels(path, str(status)).inc()
-        if status >= 400 and path.startswith("/v1/"):
-            reason = _REASONS.get(status, "invalid" if status < 500 else "fault")
-            self._metrics.rejected.labels(reason).inc()

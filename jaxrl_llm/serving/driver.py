@@ -1,7 +1,7 @@
-"""One thread that owns the engine: takes requests from any thread, steps, tells what came.
+"""One thread that owns the engine: takes requests from any thread, steps, reports what came.
 
-The engine itself knows no threads. Everything that reaches it goes through an inbox that is
-emptied between two of its steps: requests, cancellations, other weights, the end.
+The engine itself knows no threads. Requests, cancellations, new weights and the order to stop reach
+it between two of its steps.
 """
 
 import collections
@@ -9,39 +9,16 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from absl import logging
 
 from jaxrl_llm.rollout.checks import RequestError
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Progress, Request
-from jaxrl_llm.rollout.tally import Statistics
 from jaxrl_llm.rollout.warm_up import Program
 
-State = Literal["starting", "ready", "stopping", "failed"]
 Params = Any
-
-
-class SteppedEngine(Protocol):
-    """What the driver needs of `rollout.engine.Engine`."""
-
-    num_slots: int
-
-    @property
-    def num_active(self) -> int: ...
-
-    @property
-    def statistics(self) -> Statistics: ...
-
-    def num_compilations(self) -> int: ...
-
-    def submit(self, request: Request) -> int: ...
-
-    def abort(self, number: int) -> Any: ...
-
-    def step(self, params: Params) -> Sequence[Progress]: ...
-
-    def compile(self, params: Params, program: Program) -> None: ...
 
 
 class Refused(Exception):
@@ -53,7 +30,7 @@ class QueueFull(Refused):
 
 
 class NotServing(Refused):
-    """The driver has not started or is stopping, or stopped before the request was done."""
+    """The driver has not started, is stopping, or stopped before the request was done."""
 
 
 class Unfit(Refused):
@@ -61,7 +38,7 @@ class Unfit(Refused):
 
 
 class RequestFailed(Refused):
-    """Something went wrong on behalf of this request; others do not notice."""
+    """This request raised an error; others do not notice."""
 
 
 class EngineFailed(Refused):
@@ -80,83 +57,51 @@ class Ticket:
     requests: tuple[Request, ...]
     listener: Listener
     numbers: tuple[int, ...] = ()  # the engine's, once it has them
-    num_unfinished: int = 0  # samples; 0 when nothing more will be told
-
-
-def _at_once(call: Callable[[], None]) -> None:
-    call()
+    num_unfinished: int = 0  # samples; 0: no more events will come
 
 
 class Driver:
-    """Serves tickets with an engine, in a thread of its own."""
+    """Serves tickets with an engine, in a thread of its own.
 
-    def __init__(self, engine: SteppedEngine, params: Params, *, max_waiting: int):
-        """
-        Args:
-          engine: Used by the driver's thread alone from `start` on.
-          params: Weights of the first step.
-          max_waiting: Samples that may wait beside those that fill the slots.
-        """
+    Attributes:
+      engine: Used by the driver's thread alone from `start` on; others may read its counts.
+      capacity: Samples that run or wait at one time.
+      num_unfinished: Samples accepted and not yet finished or given up.
+      programs: Those of the warm-up that are still to be compiled.
+    """
+
+    def __init__(self, engine: Engine, params: Params, *, max_waiting: int):
+        """Starts nothing; `max_waiting` samples may wait beside those that fill the slots."""
+        self.engine = engine
         self.capacity = engine.num_slots + max_waiting
-        self._engine = engine
-        self._params = params
         self._owners: dict[int, tuple[Ticket, int]] = {}  # engine's number -> ticket, first index
         self._lock = threading.Condition()
-        # Under the lock:
-        self._state: State = "starting"
+        # Written under the lock:
+        self.state: Literal["starting", "ready", "stopping", "failed"] = "starting"
+        self.num_unfinished = 0
+        self.programs: collections.deque[Program] = collections.deque()
+        self._params = params
         self._inbox: dict[Ticket, None] = {}
         self._cancelled: list[Ticket] = []
-        self._programs: collections.deque[Program] = collections.deque()
-        self._num_unfinished = 0
         self._closing = False
-        self._thread: threading.Thread | None = None
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def num_unfinished(self) -> int:
-        """Samples accepted and not yet finished or given up."""
-        return self._num_unfinished
-
-    @property
-    def num_active(self) -> int:
-        """Samples that stand in a slot."""
-        return self._engine.num_active
-
-    @property
-    def num_compilations(self) -> int:
-        """Programs that the engine has compiled; while it compiles, everything waits."""
-        return self._engine.num_compilations()
-
-    @property
-    def num_programs_left(self) -> int:
-        """Programs of the warm-up that are still to be compiled."""
-        return len(self._programs)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens that a sample got in a decode step; more than 1 with guesses that were right."""
-        return self._engine.statistics.tokens_per_forward
+        self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
 
     def start(
         self,
         programs: Sequence[Program] = (),
-        call: Callable[[Callable[[], None]], object] = _at_once,
+        call: Callable[[Callable[[], None]], object] = lambda tell: tell(),
     ) -> None:
         """Begins to serve.
 
         Args:
-          programs: Are compiled one by one while there is nothing else to do, the first ones first.
-          call: Runs a function where listeners are to be called, once for all that a step told;
+          programs: Compiled one by one, in this order, while there is nothing else to do.
+          call: Runs a function where listeners are to be called, once for all events of a step;
             by default in the driver's thread. An event loop's `call_soon_threadsafe` will do.
         """
         self._call = call
-        self._programs.extend(programs)
-        self._num_programs, self._num_compiled = len(programs), 0
-        self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
-        self._state = "ready"
+        self.programs.extend(programs)
+        self._num_programs = len(programs)
+        self.state = "ready"
         self._thread.start()
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> Ticket:
@@ -170,18 +115,18 @@ class Driver:
         count = sum(len(request.params) for request in requests)
         ticket = Ticket(tuple(requests), listener, num_unfinished=count)
         with self._lock:
-            if self._state != "ready":
-                raise NotServing(f"the server is {self._state}")
+            if self.state != "ready":
+                raise NotServing(f"the server is {self.state}")
             if not 1 <= count <= self.capacity:
                 raise Unfit(
                     f"{count} samples in one request; this server holds 1 to {self.capacity}"
                 )
-            if self._num_unfinished + count > self.capacity:
+            if self.num_unfinished + count > self.capacity:
                 raise QueueFull(
-                    f"{self._num_unfinished} samples are running or waiting and {count} more do"
+                    f"{self.num_unfinished} samples are running or waiting and {count} more do"
                     f" not fit in {self.capacity}; try again later"
                 )
-            self._num_unfinished += count
+            self.num_unfinished += count
             self._inbox[ticket] = None
             self._lock.notify_all()
         return ticket
@@ -204,22 +149,22 @@ class Driver:
     def refuse(self) -> None:
         """Begins to stop: accepts nothing more, finishes what it has."""
         with self._lock:
-            if self._state != "failed":
-                self._state = "stopping"
-            self._programs.clear()
+            if self.state != "failed":
+                self.state = "stopping"
+            self.programs.clear()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is unfinished; returns whether it came to that in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._num_unfinished, timeout_s)
+            return self._lock.wait_for(lambda: not self.num_unfinished, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after its step; tickets that are unfinished hear `NotServing`."""
+        """Ends the thread after its step; unfinished tickets hear `NotServing`."""
         with self._lock:
             self.refuse()
             self._closing = True
             self._lock.notify_all()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
@@ -232,19 +177,22 @@ class Driver:
             logging.exception("the engine failed")
             end = EngineFailed(f"the engine failed: {type(error).__name__}")
             with self._lock:
-                self._state = "failed"
-        self._end(end)
+                self.state = "failed"
+        with self._lock:
+            left = [*{ticket: None for ticket, _ in self._owners.values()}, *self._inbox]
+            self._inbox, self._cancelled = {}, []
+            left = [ticket for ticket in left if ticket.num_unfinished]
+            for ticket in left:
+                self._finish(ticket, ticket.num_unfinished)
+        self._owners.clear()
+        self._tell([(ticket, end) for ticket in left])
 
     def _turn(self) -> bool:
         """Empties the inbox and takes a step, or warms up; returns whether to go on."""
         with self._lock:
             self._lock.wait_for(
                 lambda: (
-                    self._inbox
-                    or self._cancelled
-                    or self._owners
-                    or self._closing
-                    or self._programs
+                    self._inbox or self._cancelled or self._owners or self._closing or self.programs
                 )
             )
             if self._closing:
@@ -253,7 +201,8 @@ class Driver:
             cancelled, self._cancelled = self._cancelled, []
             params = self._params
             is_idle = not (arrived or cancelled or self._owners)
-            program = self._programs.popleft() if is_idle else None
+            program = self.programs.popleft() if is_idle else None
+            num_programs_left = len(self.programs)
         events: list[tuple[Ticket, Event]] = []
         for ticket in cancelled:
             self._abort(ticket)
@@ -263,35 +212,30 @@ class Driver:
             except Exception as error:
                 events.append((ticket, self._failed(ticket, error)))
         if self._owners:
-            events += self._events(self._engine.step(params))
+            events += self._events(self.engine.step(params))
         if program is not None:
-            self._compile(params, program)
-        if events:
-            self._tell(events)
+            began = time.monotonic()
+            self.engine.compile(params, program)
+            logging.info(
+                "compiled %d of %d: %s, %.1f s",
+                self._num_programs - num_programs_left,
+                self._num_programs,
+                program.name,
+                time.monotonic() - began,
+            )
+        self._tell(events)
         return True
-
-    def _compile(self, params: Params, program: Program) -> None:
-        began = time.monotonic()
-        self._engine.compile(params, program)
-        self._num_compiled += 1
-        logging.info(
-            "compiled %d of %d: %s, %.1f s",
-            self._num_compiled,
-            self._num_programs,
-            program.name,
-            time.monotonic() - began,
-        )
 
     def _submit(self, ticket: Ticket) -> None:
         first = 0
         for request in ticket.requests:
-            number = self._engine.submit(request)
+            number = self.engine.submit(request)
             ticket.numbers += (number,)
             self._owners[number] = (ticket, first)
             first += len(request.params)
 
     def _failed(self, ticket: Ticket, error: Exception) -> Refused:
-        """Gives up a ticket on whose behalf something was raised; returns what it is told."""
+        """Gives up a ticket whose request raised an error; returns what its listener hears."""
         self._abort(ticket)
         if isinstance(error, RequestError):
             return Unfit(str(error))
@@ -301,13 +245,13 @@ class Driver:
     def _abort(self, ticket: Ticket) -> None:
         for number in ticket.numbers:
             if self._owners.pop(number, None):
-                self._engine.abort(number)
+                self.engine.abort(number)
         self._finish(ticket, ticket.num_unfinished)
 
     def _finish(self, ticket: Ticket, count: int) -> None:
         """Counts samples of a ticket as finished or given up."""
         with self._lock:
-            self._num_unfinished -= count
+            self.num_unfinished -= count
             ticket.num_unfinished -= count
             self._lock.notify_all()
 
@@ -333,19 +277,9 @@ class Driver:
             for ticket, event in events:
                 try:
                     ticket.listener(event)
-                except Exception:  # its own matter; the next event is another's
+                except Exception:  # a listener's error must not end the others
                     logging.exception("a listener failed; its request is given up")
                     self.cancel(ticket)
 
-        self._call(tell)
-
-    def _end(self, reason: Refused) -> None:
-        with self._lock:
-            left = [*{ticket: None for ticket, _ in self._owners.values()}, *self._inbox]
-            self._inbox, self._cancelled = {}, []
-            left = [ticket for ticket in left if ticket.num_unfinished]
-            for ticket in left:
-                self._finish(ticket, ticket.num_unfinished)
-        self._owners.clear()
-        if left:
-            self._tell([(ticket, reason) for ticket in left])
+        if events:
+            self._call(tell)

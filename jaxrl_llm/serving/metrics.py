@@ -8,24 +8,21 @@ from prometheus_client.registry import Collector
 
 from jaxrl_llm.serving.driver import Driver
 
-_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+class Metrics(Collector):
+    """Counters and histograms of one server, with gauges that are read from its driver."""
 
-class Metrics:
-    """Counters and histograms of one server, with the state of its driver."""
-
-    def __init__(self, driver: Driver, num_slots: int):
+    def __init__(self, driver: Driver):
+        self._driver = driver
         self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(_Slots(driver, num_slots))
+        self.registry.register(self)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()):
             return prometheus_client.Counter(
                 f"jaxrl_llm_{name}", text, labels, registry=self.registry
             )
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]):
+        def histogram(name: str, text: str, *buckets: float):
             return prometheus_client.Histogram(
                 f"jaxrl_llm_{name}", text, buckets=buckets, registry=self.registry
             )
@@ -40,46 +37,41 @@ class Metrics:
         self.first_token_s = histogram(
             "time_to_first_token_seconds",
             "From a request's acceptance to the first token of a sample.",
-            _FIRST_TOKEN_S,
+            *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
         )
         self.per_token_s = histogram(
             "time_per_token_seconds",
             "Mean time between tokens of a sample, its first piece left out.",
-            _PER_TOKEN_S,
+            *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
         )
         self.request_s = histogram(
-            "request_seconds", "From a request's acceptance to its end.", _REQUEST_S
+            "request_seconds",
+            "From a request's acceptance to its end.",
+            *(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
         )
 
-    def text(self) -> bytes:
-        """Returns all of it in Prometheus' text format."""
-        return prometheus_client.generate_latest(self.registry)
-
-
-class _Slots(Collector):
-    """Gauges that are read from the driver when they are asked for."""
-
-    def __init__(self, driver: Driver, num_slots: int):
-        self._driver, self._num_slots = driver, num_slots
-
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        active = self._driver.num_active
-        waiting = max(0, self._driver.num_unfinished - active)
+        driver, engine = self._driver, self._driver.engine
+        active = engine.num_active
         for name, text, value in (
-            ("slots", "Decode slots.", self._num_slots),
+            ("slots", "Decode slots.", engine.num_slots),
             ("active_slots", "Samples that stand in a slot.", active),
-            ("queue_samples", "Samples that wait for a slot.", waiting),
-            ("compilations", "Programs compiled so far.", self._driver.num_compilations),
+            (
+                "queue_samples",
+                "Samples that wait for a slot.",
+                max(0, driver.num_unfinished - active),
+            ),
+            ("compilations", "Programs compiled so far.", engine.num_compilations()),
             (
                 "warm_up_programs",
                 "Programs still to be compiled ahead of need.",
-                self._driver.num_programs_left,
+                len(driver.programs),
             ),
             (
                 "tokens_per_forward",
                 "Tokens that a sample got in a decode step.",
-                self._driver.tokens_per_forward,
+                engine.statistics.tokens_per_forward,
             ),
-            ("ready", "1 while requests are accepted.", self._driver.state == "ready"),
+            ("ready", "1 while requests are accepted.", driver.state == "ready"),
         ):
             yield GaugeMetricFamily(f"jaxrl_llm_{name}", text, value=float(value))

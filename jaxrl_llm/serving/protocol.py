@@ -3,7 +3,6 @@
 Every field that is not served is refused by name, unless its value asks for nothing.
 """
 
-import math
 import reprlib
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,7 @@ MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOG_PROBS = 20
 
-# Values of fields that are not served, or not yet told apart, which ask for nothing.
+# Fields that are not served, and their values that ask for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -35,7 +34,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 
-# Of a list with a million wrong entries, the first is told.
+# Of a list with a million wrong entries, the first is reported.
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
@@ -55,49 +54,42 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self.status = status
-        self.body = {
-            "error": {
-                "message": message,
-                "type": kind,
-                "param": param or None,
-                "code": code or None,
-            }
-        }
+        error = {"message": message, "type": kind, "param": param or None, "code": code or None}
+        self.body = {"error": error}
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
 
 
 def _surrogate_place(value: Any) -> list[str] | None:
-    """Returns the way to half of a surrogate pair in a JSON value, None if there is none."""
+    """Returns the keys that lead to half of a surrogate pair in a JSON value, None if none do."""
     left: list[tuple[list[str], Any]] = [([], value)]
     while left:
-        place, value = left.pop()
+        keys, value = left.pop()
         if isinstance(value, str) and not is_text(value):
-            return place
+            return keys
         if isinstance(value, dict):
-            for key, inside in value.items():
-                if not is_text(key):
-                    return [*place, ascii(key)]
-                left.append(([*place, key], inside))
+            if wrong := [key for key in value if not is_text(key)]:
+                return [*keys, ascii(wrong[0])]
+            left += [([*keys, key], inside) for key, inside in value.items()]
         if isinstance(value, list):
-            left.extend(
-                ([*place, str(i)], inside)
+            left += [
+                ([*keys, str(i)], inside)
                 for i, inside in enumerate(value)
                 if isinstance(inside, str | list | dict)
-            )
+            ]
     return None
 
 
-class StreamOptions(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+
+class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is added to a chunk either way
 
 
-class _Body(pydantic.BaseModel):
+class _Body(_Strict):
     """What completions and chat completions have in common."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: str
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -121,9 +113,9 @@ class _Body(pydantic.BaseModel):
         """Refuses what is no text and no field; drops fields that ask for nothing."""
         if not isinstance(values, dict):
             return values
-        if (place := _surrogate_place(values)) is not None:
+        if (keys := _surrogate_place(values)) is not None:
             message = "holds half of a surrogate pair, which is no text; leave it out"
-            raise ApiError(400, f"{'.'.join(place)}: {message}", param=place[0])
+            raise ApiError(400, f"{'.'.join(keys)}: {message}", param=keys[0])
         kept = {}
         for name, value in values.items():
             if name in cls.model_fields:
@@ -196,32 +188,24 @@ class CompletionBody(_Body):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list, whichever of the four forms came."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if one else self.prompt  # type: ignore[return-value]
 
 
-class TextPart(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-
+class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-
+class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatBody(_Body):
@@ -243,17 +227,3 @@ class ChatBody(_Body):
 def _same(value: Any, nothing: Any) -> bool:
     """Returns whether a value is `nothing`, 0 and 0.0 being the same, 0 and False not."""
     return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Returns the `usage` object of a reply."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def finite(log_prob: float) -> float:
-    """Returns a log-prob as JSON can hold it: minus infinity is -9999, as OpenAI has it."""
-    return log_prob if math.isfinite(log_prob) else -9999.0

@@ -1,26 +1,29 @@
-"""What came of a request, in the two forms that OpenAI has for it, whole or in pieces."""
+"""What a client gets, in the two forms that OpenAI has for it, whole or in pieces."""
 
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.rollout.requests import Progress, SamplingParams, TopLogProbs
-from jaxrl_llm.serving.protocol import finite, usage
-from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript
+from jaxrl_llm.rollout.requests import TopLogProbs
+from jaxrl_llm.serving.transcript import TokenNames
+from jaxrl_llm.serving.wanted import Wanted
+
+Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """What one turn of the engine added to one sample, its text certain."""
 
-    text: str
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    top_log_probs: tuple[TopLogProbs, ...]
-    offsets: tuple[int, ...]  # where in the sample's text each token begins
-    finish_reason: str  # "" while the sample is running
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    offsets: tuple[int, ...] = ()  # where in the sample's text each token begins
+    finish_reason: str = ""  # "" while the sample is running
 
     def __add__(self, other: "Piece") -> "Piece":
         return Piece(
@@ -33,135 +36,108 @@ class Piece:
         )
 
 
-NOTHING = Piece("", (), (), (), (), "")
+class Format:
+    """One kind of reply, to one request; `prefix`, `whole` and `part` are OpenAI's names."""
 
+    prefix = whole = part = ""
 
-class Samples:
-    """The samples of one request as they grow."""
-
-    def __init__(self, decode: Decode, params: Sequence[SamplingParams], stop: Sequence[str]):
-        """
-        Args:
-          decode: Tokens to text.
-          params: How each sample is drawn.
-          stop: Stop strings of all of them.
-        """
-        self._transcripts = [Transcript(decode, p.stop_tokens, stop) for p in params]
-
-    def piece(self, index: int, progress: Progress) -> Piece:
-        """Returns the piece of sample `index` that the engine's progress gives."""
-        transcript = self._transcripts[index]
-        text = transcript.extend(progress.tokens, progress.finish_reason)
-        return Piece(
-            text,
-            progress.tokens,
-            progress.log_probs,
-            progress.top_log_probs,
-            tuple(transcript.offsets),
-            progress.finish_reason,
-        )
-
-
-class _Format:
-    """One kind of reply. `prefix`, `whole` and `part` are what OpenAI calls it."""
-
-    prefix = ""
-    whole = ""
-    part = ""
-
-    def __init__(self, model: str, names: TokenNames, with_log_probs: bool, num_top: int):
-        self._names, self._with_log_probs, self._num_top = names, with_log_probs, num_top
+    def __init__(self, model: str, names: TokenNames, wanted: Wanted):
+        self._names, self._wanted = names, wanted
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def reply(
-        self, pieces: Sequence[Piece], prompt_tokens: int, completion_tokens: int
-    ) -> dict[str, Any]:
+    def reply(self, samples: Sequence[Piece]) -> Json:
         """Returns the reply with all samples."""
-        choices = [self._choice(i, piece) for i, piece in enumerate(pieces)]
-        counts = usage(prompt_tokens, completion_tokens)
-        return {**self._head, "object": self.whole, "choices": choices, "usage": counts}
+        choices = [
+            self._choice(i, piece, self._whole_text(piece)) for i, piece in enumerate(samples)
+        ]
+        usage = self._usage(sum(len(piece.tokens) for piece in samples))
+        return {**self._head, "object": self.whole, "choices": choices, "usage": usage}
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        """Returns the chunks before the first piece of a sample."""
+    def openings(self) -> list[Json]:
+        """Returns the chunks before the first piece."""
         return []
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> Json:
         """Returns the chunk of one piece."""
-        return {**self._head, "object": self.part, "choices": [self._delta(index, piece)]}
+        return self._chunk(self._choice(index, piece, self._part_text(piece)))
 
-    def closing(self, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    def closing(self, num_tokens: int) -> Json:
         """Returns the chunk with the counts, after all pieces."""
-        counts = usage(prompt_tokens, completion_tokens)
-        return {**self._head, "object": self.part, "choices": [], "usage": counts}
+        return {**self._chunk(), "usage": self._usage(num_tokens)}
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, *choices: Json) -> Json:
+        return {**self._head, "object": self.part, "choices": list(choices)}
+
+    def _choice(self, index: int, piece: Piece, text: Json) -> Json:
+        return {
+            "index": index,
+            **text,
+            "logprobs": self._log_probs(piece) if self._wanted.with_log_probs else None,
+            "finish_reason": piece.finish_reason or None,
+        }
+
+    def _usage(self, num_tokens: int) -> Json:
+        prompt_tokens = self._wanted.num_prompt_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": prompt_tokens + num_tokens,
+        }
+
+    def _whole_text(self, piece: Piece) -> Json:
         raise NotImplementedError
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _part_text(self, piece: Piece) -> Json:
+        raise NotImplementedError
+
+    def _log_probs(self, piece: Piece) -> Json:
         raise NotImplementedError
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(Format):
     """`/v1/completions`."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": piece.text,
-            "logprobs": self._log_probs(piece),
-            "finish_reason": piece.finish_reason or None,
-        }
+    def _whole_text(self, piece: Piece) -> Json:
+        return {"text": piece.text}
 
-    _delta = _choice
+    _part_text = _whole_text
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self._with_log_probs:
-            return None
+    def _log_probs(self, piece: Piece) -> Json:
         text = self._names.text
-        tops = [{text(t): finite(p) for t, p in reversed(top)} for top in piece.top_log_probs]
+        tops = [{text(t): _finite(p) for t, p in reversed(top)} for top in piece.top_log_probs]
         return {
             "tokens": [text(t) for t in piece.tokens],
-            "token_logprobs": [finite(p) for p in piece.log_probs],
-            "top_logprobs": tops if self._num_top else None,
+            "token_logprobs": [_finite(p) for p in piece.log_probs],
+            "top_logprobs": tops if self._wanted.num_top_log_probs else None,
             "text_offset": list(piece.offsets),
         }
 
 
-class ChatFormat(_Format):
+class ChatFormat(Format):
     """`/v1/chat/completions`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._log_probs(piece),
-            "finish_reason": piece.finish_reason or None,
-        }
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def openings(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return [{**self._head, "object": self.part, "choices": [choice]}]
+        return [
+            self._chunk({"index": i, "delta": delta, "logprobs": None, "finish_reason": None})
+            for i in range(len(self._wanted.params))
+        ]
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": piece.text} if piece.text or piece.tokens else {},
-            "logprobs": self._log_probs(piece),
-            "finish_reason": piece.finish_reason or None,
-        }
+    def _whole_text(self, piece: Piece) -> Json:
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self._with_log_probs:
-            return None
+    def _part_text(self, piece: Piece) -> Json:
+        return {"delta": {"content": piece.text} if piece.text or piece.tokens else {}}
+
+    def _log_probs(self, piece: Piece) -> Json:
         tops = piece.top_log_probs or ((),) * len(piece.tokens)
         content = [
             {**self._entry(t, p), "top_logprobs": [self._entry(*pair) for pair in top]}
@@ -169,9 +145,14 @@ class ChatFormat(_Format):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _entry(self, token: int, log_prob: float) -> Json:
         return {
             "token": self._names.text(token),
-            "logprob": finite(log_prob),
+            "logprob": _finite(log_prob),
             "bytes": list(self._names.bytes(token)),
         }
+
+
+def _finite(log_prob: float) -> float:
+    """Returns a log-prob as JSON can hold it: minus infinity is -9999, as OpenAI has it."""
+    return log_prob if math.isfinite(log_prob) else -9999.0

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket
 import time
@@ -16,22 +15,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.warm_up import Program
 from jaxrl_llm.serving.driver import Driver, Params
 
-_FLUSH_S = 10  # for replies that are done to reach their clients, before the process ends
-_LOOK_S = 0.2  # between two looks at whether to end
+_FLUSH_S = 10  # for finished replies to reach their clients, before the process ends
+_LOOK_S = 0.2  # between two checks whether to end
 
 
 class ServerError(UserError):
     """The server cannot listen, or its engine broke."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lifetime:
-    """How a server begins, renews its weights, and ends."""
-
-    programs: Sequence[Program]  # compiled while no request is there
-    reload: Callable[[], Params]  # other weights, read when SIGHUP comes
-    grace_s: float  # for accepted requests to finish after SIGTERM or SIGINT
-    max_connections: int
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -54,18 +43,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(app: ASGIApp, driver: Driver, listener: socket.socket, lifetime: Lifetime) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses newcomers, finishes, returns.
-
-    Raises:
-      ServerError: If the engine broke.
-    """
-    listener.listen(1024)
-    asyncio.run(_run(app, driver, listener, lifetime))
-    if driver.state == "failed":
-        raise ServerError("the engine failed; its error is above. Start the server again")
-
-
 class _Uvicorn(uvicorn.Server):
     """Without signal handlers: they would close the door before the work is done."""
 
@@ -74,14 +51,26 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _run(app: ASGIApp, driver: Driver, listener: socket.socket, life: Lifetime) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(
-        signal.SIGHUP, lambda: loop.run_in_executor(None, _reload, driver, life.reload)
-    )
+def run(
+    app: ASGIApp,
+    driver: Driver,
+    listener: socket.socket,
+    *,
+    programs: Sequence[Program],
+    reload: Callable[[], Params],
+    grace_s: float,
+    max_connections: int,
+) -> None:
+    """Serves until SIGTERM or SIGINT; then refuses newcomers, finishes, returns.
+
+    Args:
+      programs: Compiled while no request is there.
+      reload: Reads other weights when SIGHUP comes.
+      grace_s: For accepted requests to finish after SIGTERM or SIGINT.
+
+    Raises:
+      ServerError: If the engine broke.
+    """
     settings = uvicorn.Config(
         app,
         http="h11",
@@ -90,25 +79,38 @@ async def _run(app: ASGIApp, driver: Driver, listener: socket.socket, life: Life
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=life.max_connections,
+        limit_concurrency=max_connections,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_FLUSH_S,
     )
-    server = _Uvicorn(settings)
-    driver.start(life.programs, loop.call_soon_threadsafe)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not (server.started or serving.done()):
-        await asyncio.sleep(0.001)
-    logging.info("ready, serving on http://%s:%d", *listener.getsockname()[:2])
-    if life.programs:
-        logging.info("%d programs are compiled while no request is there", len(life.programs))
-    while not (stop.is_set() or serving.done() or driver.state == "failed"):
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _LOOK_S)
-    logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
-    await loop.run_in_executor(None, _finish, driver, life.grace_s)
-    server.should_exit = True
-    await serving
+
+    async def serve() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(
+            signal.SIGHUP, lambda: loop.run_in_executor(None, _reload, driver, reload)
+        )
+        server = _Uvicorn(settings)
+        driver.start(programs, loop.call_soon_threadsafe)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.001)
+        logging.info("ready, serving on http://%s:%d", *listener.getsockname()[:2])
+        if programs:
+            logging.info("%d programs are compiled while no request is there", len(programs))
+        while not (stop.is_set() or serving.done() or driver.state == "failed"):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _LOOK_S)
+        logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
+        await loop.run_in_executor(None, _finish, driver, grace_s)
+        server.should_exit = True
+        await serving
+
+    listener.listen(1024)
+    asyncio.run(serve())
+    if driver.state == "failed":
+        raise ServerError("the engine failed; its error is above. Start the server again")
 
 
 def _finish(driver: Driver, grace_s: float) -> None:

@@ -3,14 +3,13 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxrl_llm.rollout.stopping import text_before
-
-Decode = Callable[[Sequence[int]], str]
+from jaxrl_llm.rollout.stopping import Decode, text_before
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _MAX_MISSING_CHARACTERS = 3  # shown broken until the fourth byte of a character comes
@@ -34,49 +33,34 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 class Transcript:
     """The text of one sample as it grows, the same whatever pieces its tokens come in.
 
-    What `extend` returns adds up to the text of all tokens, up to the first stop string.
+    What `extend` returns adds up to the text of all tokens, up to the first stop string. A stop
+    token that ends the sample has no text.
     """
 
     def __init__(
         self, decode: Decode, stop_tokens: Sequence[int] = (), stop_strings: Sequence[str] = ()
     ):
-        """
-        Args:
-          decode: Tokens to text; see `decoder`.
-          stop_tokens: One that ends the sample has no text.
-          stop_strings: Text from the first of them on is left out.
-        """
-        self._decode = decode
-        self._stop_tokens = frozenset(stop_tokens)
-        self._stop_strings = tuple(stop_strings)
-        # The last tokens: first those that give the others their place, their text told.
+        self._decode, self._stop_tokens, self._stop_strings = decode, stop_tokens, stop_strings
+        # The last tokens; the first of them were returned and are the context of the others.
         self._window: list[int] = []
         self._num_context = 0
         self._text = ""  # of the window
-        self._num_told = 0  # characters of it
+        self._num_told = 0  # characters of it that were returned
         self._held = ""  # text that may turn out to begin a stop string
         self._num_characters = 0
         self.offsets: list[int] = []  # where the text of each token of the last `extend` begins
 
     def extend(self, tokens: Sequence[int], finish_reason: str) -> str:
-        """Returns the text that is certain now.
-
-        Args:
-          tokens: The next ones.
-          finish_reason: "" while more may come.
-        """
+        """Returns the text that is certain now; `finish_reason` is "" while more may come."""
         text = self._held
         self.offsets = []
         for i, token in enumerate(tokens):
             self.offsets.append(self._num_characters)
-            is_last = bool(finish_reason) and i == len(tokens) - 1
-            if is_last and finish_reason == "stop" and token in self._stop_tokens:
-                text += self._flush()
-            else:
+            is_last = finish_reason == "stop" and i == len(tokens) - 1
+            if not (is_last and token in self._stop_tokens):
                 text += self._push(token)
         if finish_reason:
-            text += self._flush()
-            return text_before(text, self._stop_strings)
+            return text_before(text + self._tell(len(self._text)), self._stop_strings)
         # A sample ends with the token that completes a stop string, so there is none in `text`.
         keep = _length_of_a_beginning(text, self._stop_strings)
         self._held = text[len(text) - keep :]
@@ -91,8 +75,8 @@ class Transcript:
             return ""
         self._window.append(token)
         self._text = text
-        # At the end there may be a character whose last bytes are yet to come. Until they do,
-        # some decoders show all bytes before it as broken too.
+        # The last character may still miss bytes. Until they come, some decoders show all bytes
+        # before it as broken too.
         sure = len(text) if is_whole else len(text.rstrip(_BROKEN))
         added = self._tell(max(sure, len(text) - _MAX_MISSING_CHARACTERS - self._num_context))
         if is_whole:
@@ -102,9 +86,6 @@ class Transcript:
             self._keep(_MAX_WINDOW * 3 // 4)
             self._num_context = 0
         return added
-
-    def _flush(self) -> str:
-        return self._tell(len(self._text))
 
     def _tell(self, end: int) -> str:
         added = self._text[self._num_told : end]
@@ -138,15 +119,19 @@ def _length_of_a_beginning(text: str, stop_strings: Sequence[str]) -> int:
 
 
 class TokenNames:
-    """What a token is called in a reply with log-probs: its bytes, where a tokenizer tells them."""
+    """What a token is called in a reply with log-probs: its bytes, where the tokenizer has them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         pipeline: dict[str, Any] = json.loads(backend.to_str()) if backend else {}
-        self._byte_of = _bytes_of_characters() if '"ByteLevel"' in _dumped(pipeline) else {}
-        self._spaces = "▁" in _dumped(pipeline)
+        parts = [pipeline.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+        steps = json.dumps(parts, ensure_ascii=False)
+        # GPT-2's table: the byte of each character of a byte-level vocabulary.
+        shown = bytes_to_unicode() if '"ByteLevel"' in steps else {}
+        self._byte_of = {character: byte for byte, character in shown.items()}
+        self._spaces = "▁" in steps
         self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
 
     def _bytes(self, token: int) -> bytes:
@@ -171,16 +156,3 @@ class TokenNames:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _dumped(pipeline: dict[str, Any]) -> str:
-    parts = {key: pipeline.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")}
-    return json.dumps(parts, ensure_ascii=False)
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Returns the byte of each character of a byte-level vocabulary, GPT-2's table."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shown = {chr(byte): byte for byte in printable}
-    return {**shown, **{chr(256 + i): byte for i, byte in enumerate(others)}}

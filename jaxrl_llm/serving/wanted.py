@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import UInt32
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data import tokenizer as tokenizer_lib
@@ -47,30 +48,27 @@ class Wanted:
 
 
 def completion(served: Served, body: CompletionBody) -> Wanted:
-    """Returns what `POST /v1/completions` asks for.
-
-    Raises:
-      ApiError: If it cannot be served.
-    """
-    prompts = [_completion_tokens(served, prompt) for prompt in body.prompts]
-    limit = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
-    return _wanted(
-        served,
-        body,
-        prompts,
-        # A default gives way to a long prompt; a number that was asked for does not.
-        [limit if body.max_tokens else min(limit, _room(served, prompt)) for prompt in prompts],
-        prompt_param="prompt",
-        with_log_probs=body.logprobs is not None,
-        num_top=body.logprobs or 0,
-    )
+    """Returns what `POST /v1/completions` asks for; an `ApiError` if it cannot be served."""
+    prompts = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            prompt = served.tokenizer(prompt)["input_ids"]
+        else:
+            _check_tokens(served, prompt, "prompt")
+        prompts.append(tuple(prompt))
+    # A default gives way to a long prompt; a number that was asked for does not.
+    limits = [
+        body.max_tokens or min(_DEFAULT_COMPLETION_TOKENS, _room(served, prompt))
+        for prompt in prompts
+    ]
+    with_log_probs = body.logprobs is not None
+    return _wanted(served, body, prompts, limits, "prompt", with_log_probs, body.logprobs or 0)
 
 
 def chat(served: Served, body: ChatBody) -> Wanted:
-    """Returns what `POST /v1/chat/completions` asks for; without a limit, all that fits.
+    """Returns what `POST /v1/chat/completions` asks for; an `ApiError` if it cannot be served.
 
-    Raises:
-      ApiError: If it cannot be served.
+    Without a limit the reply may have all tokens that fit.
     """
     if served.chat_template and not served.tokenizer.chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions")
@@ -85,36 +83,19 @@ def chat(served: Served, body: ChatBody) -> Wanted:
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from error
     limit = body.max_completion_tokens or body.max_tokens or _room(served, prompt)
-    return _wanted(
-        served,
-        body,
-        [prompt],
-        [limit],
-        prompt_param="messages",
-        with_log_probs=bool(body.logprobs),
-        num_top=body.top_logprobs or 0,
-    )
+    num_top = body.top_logprobs or 0
+    return _wanted(served, body, [prompt], [limit], "messages", bool(body.logprobs), num_top)
 
 
 def _room(served: Served, prompt: Sequence[int]) -> int:
     return max(1, served.max_tokens - len(prompt))
 
 
-def _completion_tokens(served: Served, prompt: str | list[int]) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return tuple(served.tokenizer(prompt)["input_ids"])
-    _check_tokens(served, prompt, "prompt")
-    return tuple(prompt)
-
-
 def _check_tokens(served: Served, tokens: Sequence[int], param: str) -> None:
-    for token in tokens:
-        if not 0 <= token < served.vocab_size:
-            raise ApiError(
-                400,
-                f"{param}: token id {token} is outside the vocabulary of {served.vocab_size}",
-                param=param,
-            )
+    size = served.vocab_size
+    if wrong := [token for token in tokens if not 0 <= token < size]:
+        message = f"{param}: token id {wrong[0]} is outside the vocabulary of {size}"
+        raise ApiError(400, message, param=param)
 
 
 def _wanted(
@@ -122,7 +103,6 @@ def _wanted(
     body: CompletionBody | ChatBody,
     prompts: Sequence[tuple[int, ...]],
     limits: Sequence[int],
-    *,
     prompt_param: str,
     with_log_probs: bool,
     num_top: int,
@@ -140,7 +120,16 @@ def _wanted(
     keys = random_keys(body.seed, len(prompts), body.num_samples)
     requests = []
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        _check_length(served, len(prompt), limit, prompt_param)
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens; give at least one", param=prompt_param)
+        if (total := len(prompt) + limit) > served.max_tokens:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and max_tokens is {limit}, together {total};"
+                f" this model takes {served.max_tokens}: shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+                param=prompt_param if len(prompt) >= served.max_tokens else "max_tokens",
+            )
         params = SamplingParams(
             max_tokens=limit,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -155,22 +144,10 @@ def _wanted(
     return Wanted(tuple(requests), body.stop_strings, with_log_probs, num_top)
 
 
-def _check_length(served: Served, prompt_tokens: int, max_tokens: int, param: str) -> None:
-    if not prompt_tokens:
-        raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
-    if prompt_tokens + max_tokens > served.max_tokens:
-        raise ApiError(
-            400,
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together"
-            f" {prompt_tokens + max_tokens}; this model takes {served.max_tokens}: shorten the"
-            " prompt or lower max_tokens",
-            code="context_length_exceeded",
-            param=param if prompt_tokens >= served.max_tokens else "max_tokens",
-        )
-
-
-def random_keys(seed: int | None, num_prompts: int, num_samples: int) -> np.ndarray:
-    """Returns [prompts, samples, 2] raw keys: of the seed, or never seen before."""
+def random_keys(
+    seed: int | None, num_prompts: int, num_samples: int
+) -> UInt32[np.ndarray, "P G 2"]:
+    """Returns raw keys: of the seed, or never seen before."""
     entropy = secrets.randbits(128) if seed is None else [seed % 2**64, 1]
     words = np.random.SeedSequence(entropy).generate_state(2 * num_prompts * num_samples)
     return words.astype(np.uint32).reshape(num_prompts, num_samples, 2)

@@ -24,7 +24,7 @@ BODY = {"model": "m", "prompt": "abc", "max_tokens": 5}
 async def running(engine, limits=LIMITS, max_waiting=2, served=SERVED):
     """Gives a client of an application in this event loop, and its driver."""
     driver = Driver(engine, 0.0, max_waiting=max_waiting)
-    app = make_app(served, driver, Metrics(driver, engine.num_slots), limits)
+    app = make_app(served, driver, Metrics(driver), limits)
     driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -71,7 +71,7 @@ def make():
 
     yield make
     for driver in drivers:
-        driver._engine.may_step.set()
+        driver.engine.may_step.set()
         driver.close()
 
 
@@ -241,7 +241,7 @@ def test_programs_are_compiled_while_no_request_is_there(make, caplog):
         while len(compiled) < 3:
             assert time.monotonic() < end
     # The request went before the second.
-    assert compiled == [(0, 0), (1, 5), (2, 5)] and driver.num_programs_left == 0
+    assert compiled == [(0, 0), (1, 5), (2, 5)] and not driver.programs
     assert "compiled 2 of 3: program 1, 0.0 s" in caplog.text
 
 
@@ -255,7 +255,7 @@ def test_a_driver_that_stops_compiles_no_more(make):
     driver = make(CountingEngine(), programs=[Program("program", call)] * 50)
     assert reached.wait(30)
     driver.refuse()
-    assert driver.num_programs_left == 0
+    assert not driver.programs
     may_compile.set()
     driver.close()
 

@@ -1,13 +1,12 @@
 """The rollout engine as JetStream wants it: `engine_api.Engine` of google-jetstream 0.2.
 
 JetStream's orchestrator owns queues, slots and threads; this gives it prefill, insert and
-generate. Its requests have no sampling parameters, so those are the server's. `serving.server`
-is the better way where there is a choice: JetStream neither frees the slot of a client that
-left nor lets a request set its temperature or seed.
+generate. Its requests have no sampling parameters, so those are the server's. Prefer
+`launch/serve.py`: JetStream neither frees the slot of a client that left nor lets a request set its
+temperature or seed.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import prefill, programs
-from jaxrl_llm.rollout.prefill import Prefix, Prompts
-from jaxrl_llm.rollout.programs import Admission, DecodeState
-from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, SamplingParams
-from jaxrl_llm.rollout.sampling import SamplerState
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import admission, prefixes
+from jaxrl_llm.rollout.checks import RequestError
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.prefill import Prefix
+from jaxrl_llm.rollout.programs import DecodeState
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.serving.jetstream.library import (
     config_lib,
     engine_api,
@@ -35,89 +35,47 @@ from jaxrl_llm.serving.transcript import TokenNames
 from jaxrl_llm.serving.wanted import Served
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-# JetStream puts its tokenizer's BOS before token ids of a client. It is told this number, which
-# is no token: an id that is really there can then be told from one that was put there.
+# JetStream puts its tokenizer's BOS before token ids of a client. It gets this number, which is no
+# token, so that `prefill` can tell it from an id that the client sent.
 _NO_TOKEN = -1
 _SMALLEST_PREFILL = 16  # JetStream's buckets begin here and double
 _LARGEST_PREFILL = 32768
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
     """The decode state, and what JetStream has not been given of it."""
 
     state: DecodeState
-    is_due: Bool[Array, " S"]  # the slot holds a sampled token that was not given
+    due: Int[Array, " S"]  # sampled and not given; -1: none
     num_given: Int[Array, " S"]  # tokens of the slot's sample
 
 
-class WeightsHolder:
-    """What JetStream carries as params: its threads keep them, so weights are looked up here."""
-
-    def __init__(self, params: Params):
-        self.params = params
-
-
 class JetStreamEngine(engine_api.Engine):
-    """Prefill, insert and generate over `max_concurrent_decodes` slots."""
+    """Prefill, insert and generate over the slots of an engine that decodes step by step."""
+
+    colocated_cpus = None
+    samples_per_slot = 1
 
     def __init__(
         self,
-        network: Network,
-        mesh: Mesh,
+        engine: Engine,
         served: Served,
         load: Callable[[], Params],
-        *,
-        num_slots: int,
         sampling: SamplingParams,
         seed: int = 0,
     ):
         """
         Args:
-          network: The policy.
-          mesh: Slots are split over data and fsdp, heads over tensor, where they divide.
-          served: Tokenizer, end-of-sequence tokens and the longest prompt plus reply.
+          engine: Its `chunk_steps` are 1.
           load: Returns rollout parameters.
-          num_slots: Sequences decoded at one time.
-          sampling: How every reply is drawn; its `max_tokens` is not used.
+          sampling: How every reply is drawn; JetStream ends it at the request's own limit.
           seed: Of the random numbers; each insertion has its own.
         """
-        self._network, self._mesh, self._served, self._load = network, mesh, served, load
-        self._num_slots, self._sampling, self._seed = num_slots, sampling, seed
+        self._engine, self._served, self._load = engine, served, load
+        self._sampling, self._seed = sampling, seed
         self._num_inserted = itertools.count()
-
-        def empty() -> Slots:
-            state = programs.empty_state(
-                network, num_slots, [served.max_tokens], NUM_STOP_TOKENS, network.compute_dtype
-            )
-            return Slots(state, jnp.zeros(num_slots, bool), jnp.zeros(num_slots, jnp.int32))
-
-        replicated = mesh_lib.replicated(mesh)
-        with jax.set_mesh(mesh):
-            shardings = jax.tree.map(
-                lambda a: mesh_lib.sharding_of(
-                    a.shape,
-                    ("batch", "kv_heads", None, None)
-                    if a.ndim == 4
-                    else ("batch", *[None] * (a.ndim - 1)),
-                    mesh,
-                ),
-                jax.eval_shape(empty),
-            )
-        filtered = sampling.is_filtered
-        self._empty = jax.jit(empty, out_shardings=shardings)
-        self._prefill = jax.jit(functools.partial(_read, network))
-        self._insert = jax.jit(
-            functools.partial(_insert, filtered=filtered),
-            donate_argnums=0,
-            out_shardings=shardings,
-        )
-        self._generate = jax.jit(
-            functools.partial(_generate, network, window=served.max_tokens, filtered=filtered),
-            donate_argnums=1,
-            out_shardings=(shardings, replicated),
-        )
+        self._switches = {"filtered": sampling.is_filtered, "num_top": 0}
 
     def problem(self, request: Any) -> str:
         """Returns why a DecodeRequest cannot be served; "" if it can."""
@@ -128,83 +86,82 @@ class JetStreamEngine(engine_api.Engine):
             return "session_cache is not supported; leave it out"
         if content == "token_content":
             tokens = list(request.token_content.token_ids)
-            size = self._served.vocab_size
-            if not all(0 <= token < size for token in tokens):
-                return f"a token id is outside the vocabulary of {size}"
         else:
             tokens = self._served.tokenizer(request.text_content.text)["input_ids"]
-        limit = self._served.max_tokens
-        if not 1 <= len(tokens) <= min(limit - 1, self.max_prefill_length - 1):
-            return f"a prompt of {len(tokens)} tokens; at least 1, with the reply at most {limit}"
-        if not 1 <= request.max_tokens <= limit - len(tokens):
-            return (
-                f"max_tokens={request.max_tokens} after a prompt of {len(tokens)} must lie"
-                f" between 1 and {limit - len(tokens)}"
-            )
+        if len(tokens) >= self.max_prefill_length:
+            return f"a prompt of {len(tokens)} tokens; at most {self.max_prefill_length - 1}"
+        params = SamplingParams(request.max_tokens)
+        try:
+            keys = np.zeros((1, 2), np.uint32)
+            self._engine.limits.check(Request(tuple(tokens), keys, (params,)), "request")
+        except RequestError as error:
+            return str(error)
         return ""
 
     def prefill(
-        self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
-    ) -> Prefix:
+        self, *, params: Params, existing_prefix: Any = None, padded_tokens: Any, true_length: int
+    ) -> tuple[Prefix, int]:
         """Reads one prompt; a first token that JetStream put there is taken off."""
         if existing_prefix is not None:
             raise NotImplementedError("prefill goes from an empty prefix only")
-        tokens = np.asarray(padded_tokens, np.int32)
-        length = min(int(true_length), len(tokens))
-        if tokens[0] == _NO_TOKEN:
-            tokens, length = np.append(tokens[1:], np.int32(0)), length - 1
-        with jax.set_mesh(self._mesh):
-            # No further than the cache, which need not be as long as JetStream's bucket.
-            tokens = tokens[None, : self._served.max_tokens]
-            return self._prefill(params.params, tokens, np.array([length], np.int32))
+        tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
+        tokens = tokens[int(tokens[0] == _NO_TOKEN) :][: self._served.max_tokens]
+        with jax.set_mesh(self.mesh):
+            prompts = prefixes.lay_out([tokens.tolist()], self._served.max_tokens)
+            return self._engine.compiled.prefill(params, prompts), len(tokens)
 
-    def insert(self, prefix: Prefix, decode_state: Slots, slot: int) -> Slots:
+    def insert(self, prefix: tuple[Prefix, int], decode_state: Slots, slot: int) -> Slots:
         """Puts a prompt into a slot and samples its first token, which `generate` will give."""
-        stops = np.full((1, NUM_STOP_TOKENS), -1, np.int32)
-        stops[0, : len(self._sampling.stop_tokens)] = self._sampling.stop_tokens
+        read, length = prefix
         entropy = [self._seed, next(self._num_inserted)]
-        one = functools.partial(np.full, 1)
-        sampler: dict[str, Any] = {
-            "keys": np.random.SeedSequence(entropy).generate_state(2).reshape(1, 2),
-            "temperature": one(self._sampling.temperature, np.float32),
-            "top_k": one(self._sampling.top_k, np.int32),
-            "top_p": one(self._sampling.top_p, np.float32),
-            "min_p": one(self._sampling.min_p, np.float32),
-        }
-        admission: dict[str, Any] = {
-            "prompts": one(0, np.int32),
-            "slots": one(slot, np.int32),
-            # JetStream ends a reply at the request's limit; the engine at the cache's end only.
-            "limits": one(self._served.max_tokens, np.int32),
-            "stops": stops,
-        }
-        with jax.set_mesh(self._mesh):
-            return self._insert(
-                decode_state, prefix, Admission(**admission, sampler=SamplerState(**sampler))
+        key = np.random.SeedSequence(entropy).generate_state(2)
+        # The engine ends a reply at the cache's end only.
+        room = self._served.max_tokens - int(length)
+        params = dataclasses.replace(self._sampling, max_tokens=room)
+        entering = admission.lay_out([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
+        with jax.set_mesh(self.mesh):
+            state, outputs = self._engine.compiled.insert(
+                decode_state.state, read, entering, **self._switches
+            )
+            return Slots(
+                state,
+                decode_state.due.at[slot].set(outputs.tokens[0, 0]),
+                decode_state.num_given.at[slot].set(0),
             )
 
-    def generate(self, params: Any, decode_state: Slots) -> tuple[Slots, Any]:
+    def generate(self, params: Params, decode_state: Slots) -> tuple[Slots, Any]:
         """Gives each slot's token that is due, and samples the one after it."""
-        with jax.set_mesh(self._mesh):
-            decode_state, data = self._generate(params.params, decode_state)
-        result = engine_api.ResultTokens(
+        num_slots, due = self.max_concurrent_decodes, decode_state.due
+        with jax.set_mesh(self.mesh):
+            data = _given(due, decode_state.num_given)
+            state, outputs = self._engine.compiled.generate(
+                params,
+                decode_state.state,
+                np.int32(num_slots),
+                num_slots=num_slots,
+                window=self._served.max_tokens,
+                **self._switches,
+            )
+            slots = Slots(state, outputs.tokens[0], data[:, 2])
+        return slots, engine_api.ResultTokens(
             data=data,
             tokens_idx=(0, 1),
             valid_idx=(1, 2),
             length_idx=(2, 3),
             samples_per_slot=self.samples_per_slot,
         )
-        return decode_state, result
 
-    def load_params(self, *args: Any, **kwargs: Any) -> WeightsHolder:
-        return WeightsHolder(self._load())
+    def load_params(self, *args: Any, **kwargs: Any) -> Params:
+        return self._load()
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Slots:
-        with jax.set_mesh(self._mesh):
-            return self._empty()
+        num_slots = self.max_concurrent_decodes
+        with jax.set_mesh(self.mesh):
+            none = jnp.full(num_slots, -1, jnp.int32)
+            return Slots(self._engine.compiled.empty(), none, jnp.zeros(num_slots, jnp.int32))
 
     def get_prefix_destination_sharding(self) -> Any:
-        return mesh_lib.replicated(self._mesh)
+        return mesh_lib.replicated(self.mesh)
 
     def get_tokenizer(self) -> Any:
         return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
@@ -214,87 +171,45 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_concurrent_decodes(self) -> int:
-        return self._num_slots
-
-    @property
-    def samples_per_slot(self) -> int:
-        return 1
+        return self._engine.num_slots
 
     @property
     def max_prefill_length(self) -> int:
         """The first of JetStream's buckets that holds any prompt and its own token."""
-        return next(
-            size
-            for size in (_SMALLEST_PREFILL << i for i in range(16))
-            if size > self._served.max_tokens or size == _LARGEST_PREFILL
-        )
+        size = _bucket(self._served.max_tokens + 1)
+        return min(size, _LARGEST_PREFILL)
 
     @property
     def mesh(self) -> Mesh:
-        return self._mesh
-
-    @property
-    def colocated_cpus(self) -> None:
-        return None
+        return self._engine.mesh
 
 
-def _read(
-    network: Network, params: Params, tokens: Int[Array, "1 T"], lengths: Int[Array, " 1"]
-) -> Prefix:
-    positions = jnp.arange(tokens.shape[1])[None]
-    inside = (positions < lengths).astype(jnp.int32)
-    return prefill.prefill(
-        network, params, Prompts(tokens, positions, inside, jnp.zeros_like(lengths), lengths)
-    )
+@jax.jit
+def _given(due: Int[Array, " S"], num_given: Int[Array, " S"]) -> Int[Array, "S 3"]:
+    """Returns (token, whether it is one, how many with it) of each slot."""
+    is_due = (due >= 0).astype(jnp.int32)
+    return jnp.stack([jnp.maximum(due, 0), is_due, num_given + is_due], axis=1)
 
 
-def _insert(slots: Slots, prefix: Prefix, admission: Admission, *, filtered: bool) -> Slots:
-    # At most what the cache holds after the prompt.
-    room = slots.state.cache.max_tokens - prefix.lengths[:1]
-    admission = dataclasses.replace(admission, limits=jnp.minimum(admission.limits, room))
-    state, _ = programs.insert(slots.state, prefix, admission, filtered=filtered, num_top=0)
-    at = admission.slots
-    return Slots(state, slots.is_due.at[at].set(True), slots.num_given.at[at].set(0))
-
-
-def _generate(
-    network: Network, params: Params, slots: Slots, *, window: int, filtered: bool
-) -> tuple[Slots, Int[Array, "S 3"]]:
-    """Returns the slots one step on, and (token, whether it is one, how many) of each slot."""
-    num_given = slots.num_given + slots.is_due
-    data = jnp.stack([slots.state.tokens, slots.is_due.astype(jnp.int32), num_given], axis=1)
-    num_slots = slots.is_due.shape[0]
-    state, outputs = programs.generate(
-        network,
-        params,
-        slots.state,
-        jnp.int32(num_slots),
-        num_steps=1,
-        num_slots=num_slots,
-        window=window,
-        gather=False,
-        filtered=filtered,
-        num_top=0,
-    )
-    return Slots(state, outputs.tokens[0] >= 0, num_given), data
+def _bucket(num_tokens: int) -> int:
+    return max(_SMALLEST_PREFILL, 1 << (num_tokens - 1).bit_length())
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """The model's own tokenizer behind JetStream's interface."""
 
+    pad_id = 0
+    bos_id = _NO_TOKEN
+
     def __init__(self, served: Served):
-        self._tokenizer = served.tokenizer
-        self._eos_tokens = served.eos_tokens
+        self._tokenizer, self._eos_tokens = served.tokenizer, served.eos_tokens
         self._names = TokenNames(served.tokenizer)
         self._special = frozenset(served.tokenizer.all_special_ids)
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | Array, int]:
         """Returns the tokens of a text, right-padded to a bucket, and how many they are."""
         tokens = self._tokenizer(s)["input_ids"]
-        width = _SMALLEST_PREFILL
-        while width < len(tokens):
-            width *= 2
-        padded = np.zeros(width, np.int32)
+        padded = np.zeros(_bucket(len(tokens)), np.int32)
         padded[: len(tokens)] = tokens
         return (jnp.array(padded) if kwargs.get("jax_padding") else padded), len(tokens)
 
@@ -313,16 +228,8 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
             return f"<0x{raw[0]:02X}>" if len(raw) == 1 else raw.decode(errors="replace")
 
     @property
-    def pad_id(self) -> int:
-        return 0
-
-    @property
     def eos_id(self) -> int:
         return self._eos_tokens[0]
-
-    @property
-    def bos_id(self) -> int:
-        return _NO_TOKEN
 
     @property
     def stop_tokens(self) -> set[int]:
