@@ -1,0 +1,240 @@
+"""Every number and text at what users get wrong: one clear problem, or a run that takes a step."""
+
+import math
+import os
+import pathlib
+import re
+import tempfile
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import runs
+
+from jaxrl_llm.config import RLConfig, SupervisedConfig
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config.ranges import listed
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.supervisor import descendants
+from jaxrl_llm.trainer import jobs
+
+NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
+TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")
+# A folder where a file is wanted, by every suffix that something reads; a file for a folder.
+FOLDERS = ("folder", "folder.jsonl", "folder.parquet", "folder.jinja", "folder.py:score", "file")
+VALUES = (*TEXTS, *FOLDERS)
+
+# Of Safe-RLHF, which reads most of the fields: two critics, a cost, KL in the reward.
+BASE: Mapping[str, Any] = {
+    **runs.TINY,
+    "trainer.num_steps": 1,
+    "trainer.prompts_per_step": 2,
+    "trainer.minibatch_size": 4,
+    "algorithm.recipe": "safe_rlhf",
+    "algorithm.samples_per_prompt": 2,
+    "algorithm.overlong_buffer_tokens": 4,
+    "algorithm.correction": "token",
+    "algorithm.kl_controller": "adaptive",
+    "algorithm.aggregation": "seq-mean-token-sum-norm",
+    "rewards.functions.NAME.function": "arithmetic",
+    "rewards.cost_functions.NAME2.function": "length",
+    "evaluation.functions.NAME.function": "arithmetic",
+    "evaluation.num_prompts": 2,
+    "evaluation.before": False,
+    "evaluation.after": False,
+    "warm_start.num_steps": 0,
+    "warm_start.batch_size": 2,
+}
+SUPERVISED: Mapping[str, Any] = {
+    **{k: v for k, v in runs.TINY.items() if k.startswith(("model", "data", "evaluation"))},
+    "job": "sft",
+    "data.task": "arithmetic",
+    "data.chat_template": False,
+    "trainer.num_steps": 1,
+    "trainer.batch_size": 2,
+    "trainer.max_sequence_tokens": 32,
+    "evaluation.before": False,
+    "evaluation.after": False,
+}
+PREFERENCE = {"preference.num_steps": 1, "preference.batch_size": 2}
+FILES = {"data.task": "files", "warm_start.num_steps": 0, "data.eval_files": ("ROWS",)}
+# What a run must have so that it reads a field.
+READ_WITH: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"lora.rank": 2},
+    "evaluation": {"evaluation.after": True},
+    "warm_start": {"warm_start.num_steps": 1},
+    "data.prompt_column": {**FILES, "data.train_files": ("ROWS",)},
+    "data.train_files": FILES,
+    "data.eval_files": {**FILES, "data.train_files": ("ROWS",)},
+    "data.filter": {**FILES, "data.train_files": ("ROWS",)},
+    "model.chat_template": {"data.chat_template": True},
+    "algorithm.sapo": {"algorithm.policy_loss": "sapo"},
+    "algorithm.dro": {"algorithm.policy_loss": "dro"},
+    "algorithm.clip_cov": {"algorithm.policy_loss": "clip_cov"},
+    "algorithm.kl_cov": {"algorithm.policy_loss": "kl_cov"},
+    "algorithm.rejection": {
+        "algorithm.rejections": ("token_k1",),
+        "algorithm.rejection_lows": (0.5,),
+        "algorithm.rejection_highs": (2.0,),
+    },
+    "algorithm.critic_warmup_steps": {"trainer.epochs": 1},
+    "algorithm.max_sampling_waves": {"algorithm.dynamic_sampling": True},
+    "preference": {**PREFERENCE, "rewards.models.MODEL.path": ""},
+    "rewards.models": {**PREFERENCE, "rewards.models.NAME3.path": ""},
+    "rewards.cost_models": {**PREFERENCE, "rewards.cost_models.NAME4.path": ""},
+    "rewards.failure_score": {"rewards.on_failure": "score"},
+    "rollout.speculation": {"rollout.speculation.draft_tokens": 2},
+    "rollout.temperature": {"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2},
+    "placement": {
+        "placement.choice": "by_hand",
+        "placement.pools.NAME.devices": -1,
+        **{
+            f"placement.roles.{role}": "NAME"
+            for role in ("policy", "critic", "reference", "reward", "rollout")
+        },
+    },
+    "alerts": {
+        f"{key.removeprefix('config.')}": "continue"
+        for key, _, _ in listed(RLConfig)
+        if key.startswith("config.alerts") and key.endswith("action")
+    },
+}
+# Entries of mappings, each named differently: a reward and a cost may not share a name.
+ENTRIES = {
+    "cost_functions.NAME": "NAME2",
+    "rewards.models.NAME": "NAME3",
+    "cost_models.NAME": "NAME4",
+}
+
+
+def fields() -> dict[str, tuple[type, bool, str]]:
+    """Returns of every number and text its type, whether it is a tuple of them, and the job."""
+    found: dict[str, tuple[type, bool, str]] = {}
+    for job, cls in (("rl", RLConfig), ("sft", SupervisedConfig)):
+        for key, hint, rule in listed(cls):
+            several = typing.get_origin(hint) is tuple
+            kind = typing.get_args(hint)[0] if several else hint
+            if kind in (int, float, str) and rule is not None:
+                found.setdefault(key.removeprefix("config."), (kind, several, job))
+    return {**found, "placement.roles.policy": (str, False, "rl")}
+
+
+FIELDS = fields()
+
+
+def read_with(key: str) -> str:
+    """Returns the last entry of `READ_WITH` that a field needs, or ""."""
+    return next((prefix for prefix in reversed(READ_WITH) if key.startswith(prefix)), "")
+
+
+def renamed(key: str) -> str:
+    """Returns the field of the entry that `READ_WITH` makes."""
+    for end, name in ENTRIES.items():
+        key = key.replace(f"{end}.", f"{end.removesuffix('NAME')}{name}.")
+    return key
+
+
+def described(keys: list[str], value: Any, job: str, files: pathlib.Path) -> dict[str, Any]:
+    """Returns the smallest run that reads some fields, with all of them at a value."""
+    changes = {**(BASE if job == "rl" else SUPERVISED), **READ_WITH.get(read_with(keys[0]), {})}
+    for key in keys:
+        changes[renamed(key)] = (value,) if FIELDS[key][1] else value
+    found = runs.values("grpo_tiny").to_dict() if job == "rl" else {}
+    found.get("rewards", {}).pop("functions", None)
+    for where, item in changes.items():
+        *path, last = where.split(".")
+        group = found
+        for name in path:
+            group = group.setdefault(name, {})
+        group[last] = (str(files / "rows.jsonl"),) if item == ("ROWS",) else item
+    return found
+
+
+def refusal(key: str, value: Any, job: str, files: pathlib.Path) -> str:
+    """Returns the problems of a field that its declaration or a rule between fields refuses."""
+    try:
+        from_config_dict(described([key], value, job, files))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def outcome(description: Mapping[str, Any], workdir: pathlib.Path) -> str:
+    """Returns the problem of a run, or "" if it takes a step."""
+    try:
+        jobs.train(from_config_dict(description), workdir)
+    except UserError as error:
+        assert not workdir.exists(), error
+        return str(error)
+    assert max(runs.metrics(workdir)) == 1
+    return ""
+
+
+def left_behind(*folders: pathlib.Path) -> set[str]:
+    """Returns the processes below this one, and the entries of folders."""
+    processes = {f"process {number}" for number in descendants(os.getpid())}
+    return processes | {str(path) for folder in folders for path in folder.iterdir()}
+
+
+def take_steps(
+    keys: list[str], value: Any, job: str, files: pathlib.Path, workdir: pathlib.Path
+) -> dict[str, str]:
+    """Returns each field's problem, or "": it was at its value in a run that took a step.
+
+    Fields that nothing refuses share a run. One that a problem names is left out of the next.
+    """
+    said = outcome(described(keys, value, job, files), workdir)
+    assert len(said) < 4000, said[:4000]
+    if not said or len(keys) == 1:
+        return dict.fromkeys(keys, said)
+    named = [key for key in keys if re.search(rf"{renamed(key)}\b", said)]
+    found = dict.fromkeys(named, said)
+    rest = [key for key in keys if key not in named]
+    parts = [rest] if named else [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+    for i, part in enumerate(part for part in parts if part):
+        found |= take_steps(part, value, job, files, workdir.with_name(f"{workdir.name}.{i}"))
+    return found
+
+
+def groups() -> Iterator[tuple[str, Any, str]]:
+    """Yields what a group of fields is read with, their type, and the job that has them."""
+    yield from dict.fromkeys((read_with(key), kind, job) for key, (kind, _, job) in FIELDS.items())
+
+
+@pytest.fixture
+def files(tmp_path) -> pathlib.Path:
+    folder = tmp_path / "files"
+    for name in FOLDERS:
+        (folder / name.partition(":")[0]).mkdir(parents=True)
+    (folder / "file").rmdir()
+    (folder / "file").write_text("")
+    row = '{"data_source": "sums", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}\n'
+    (folder / "rows.jsonl").write_text(row * 4)
+    return folder
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "prefix, kind, job, value",
+    [(*group, v) for group in groups() for v in (VALUES if group[1] is str else NUMBERS)],
+    ids=lambda v: getattr(v, "__name__", str(v)[:9].encode("ascii", "replace").decode()),
+)
+def test_fields_at_a_value(prefix, kind, job, value, files, tmp_path, one_device, monkeypatch):
+    around, temporary = tmp_path / "runs", tmp_path / "temporary"
+    around.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = left_behind(temporary, pathlib.Path())
+    keys = [
+        key for key, (k, _, j) in FIELDS.items() if (read_with(key), k, j) == (prefix, kind, job)
+    ]
+    value = str(files / value) if value in FOLDERS else value
+    declared = {key: refusal(key, value, job, files) for key in keys}
+    found = {key: said for key, said in declared.items() if said}
+    if rest := [key for key in keys if key not in found]:
+        found |= take_steps(rest, value, job, files, around / "run")
+    for key, said in found.items():
+        print(f"CASE {key} = {str(value)[:40]!r}: {said[:300] or 'a step'}")
+        assert len(said) < 4000, key
+    assert left_behind(temporary, pathlib.Path()) <= before
