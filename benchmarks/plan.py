@@ -207,7 +207,7 @@ def setting(combination: Combination) -> memory.Setting:
 def compared(reports: dict) -> Iterator[Row]:
     """Yields plan and report of every program that is in `reports` and was not refused."""
     for combination in COMBINATIONS:
-        planned = memory.estimate(setting(combination))
+        planned = memory.programs(setting(combination))
         for program, report in reports.get(combination.name, {}).items():
             if isinstance(report, dict):
                 total = compiled.Report(**report).total

@@ -49,6 +49,8 @@ def run(recipe: str) -> RLConfig:
         config.algorithm.samples_per_prompt = 1
         config.trainer.prompts_per_step = 1024
     config.model.compute_dtype = "bfloat16"
+    config.model.remat = "none"
+    config.trainer.max_tokens_per_microbatch = 16_384
     config.data.max_prompt_tokens = 1024
     config.rollout.max_response_tokens = 1024
     config.rollout.num_slots = 256

@@ -123,9 +123,11 @@ class Group:
                     yield f"{name}[{i}]" if is_tuple else name, message
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            for entry in value if isinstance(value, Mapping) else ():
+            for entry, item in value.items() if isinstance(value, Mapping) else ():
                 for message in _ANY.problems(entry) if entry else ["an entry needs a name"]:
                     yield field.name, message
+                for message in _ANY.problems(item) if isinstance(item, str) else ():
+                    yield f"{field.name}.{entry}", message
 
 
 def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | Text | None]]:

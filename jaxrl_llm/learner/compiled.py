@@ -106,7 +106,7 @@ def of_plan(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float | str]:
         )
     setting = plan.setting
     models = lowering.abstract_models(setting.config, setting.policy, list(devices))
-    own = memory.estimate(setting)
+    own = memory.programs(setting)
     found: dict[str, float | str] = {}
     for name, lower in lowering.lowered(setting.config, models).items():
         logging.info("compiling %s", name)

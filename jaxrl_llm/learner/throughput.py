@@ -8,6 +8,7 @@ from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import machine, statistics
 from jaxrl_llm.models import flops
+from jaxrl_llm.planning import devices as hardware
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Rollouts
 
@@ -37,7 +38,7 @@ def of_step(
     work *= config.trainer.epochs
     time = seconds.get("timing_s/update", math.inf)  # a step may leave its updates out
     found = {"perf/tflops/update": work / time / len(devices) / 1e12}
-    share = machine.utilization(work, time, devices)
+    share = hardware.utilization(work, time, devices)
     if not math.isnan(share):
         found["perf/mfu/update"] = share
         if not critics:

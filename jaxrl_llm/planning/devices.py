@@ -1,8 +1,8 @@
 """What each kind of accelerator has: memory, arithmetic, memory and link bandwidth.
 
-Figures are the vendors' published ones for dense bfloat16 and for all links of one device
-together, one direction. Memory is what a program may use: of TPUs what their compiler allows,
-of GPUs nine tenths of what is installed, the rest being the runtime's and other libraries'.
+Figures are the vendors' for dense 16-bit arithmetic and for all links of one JAX device together,
+one direction. Memory is what a program may use: of TPUs what their compiler allows, of GPUs nine
+tenths of what is installed; the runtime and other libraries take the rest.
 """
 
 import dataclasses
@@ -19,68 +19,46 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator as JAX counts devices.
-
-    Attributes:
-      name: As in `DEVICES`.
-      memory_bytes: What programs may use.
-      flops: bfloat16 operations a second, dense; 0: not known, no times are given.
-      memory_bandwidth: Bytes a second of its own memory.
-      link_bandwidth: Bytes a second to its neighbours, one direction, all links together.
-      domain: Devices joined by those links; beyond it `network_bandwidth` counts.
-      network_bandwidth: Bytes a second of each device over the network between domains.
-    """
+    """One accelerator as JAX counts devices; bandwidths are in bytes a second."""
 
     name: str
     memory_bytes: int
-    flops: float
+    flops: float  # a second, 16 bits; 0: not known, no times are given
     memory_bandwidth: float
-    link_bandwidth: float
-    domain: int
-    network_bandwidth: float
+    link_bandwidth: float  # to devices of its domain
+    domain: int  # devices that links join
+    network_bandwidth: float  # of each device, between domains
+    jax_kind: str = ""  # a regular expression for what JAX calls it
 
 
-def _tpu(name, memory_gib, teraflops, memory_gbs, link_gbs, domain) -> Device:
-    return Device(
-        name, int(memory_gib * GIB), teraflops * 1e12, memory_gbs * 1e9, link_gbs * 1e9, domain,
-        network_bandwidth=6.25e9,
-    )  # fmt: skip
+def _tpu(name, pattern, memory_gib, teraflops, memory_gbs, link_gbs, domain) -> Device:
+    memory, bandwidths = int(memory_gib * GIB), (memory_gbs * 1e9, link_gbs * 1e9)
+    return Device(name, memory, teraflops * 1e12, *bandwidths, domain, 6.25e9, pattern)
 
 
-def _gpu(name, memory_gb, teraflops, memory_gbs, link_gbs, network_gbs) -> Device:
-    return Device(
-        name, int(0.9 * memory_gb * 1e9), teraflops * 1e12, memory_gbs * 1e9, link_gbs * 1e9, 8,
-        network_bandwidth=network_gbs * 1e9,
-    )  # fmt: skip
+def _gpu(name, pattern, memory_gb, teraflops, memory_gbs, link_gbs, network_gbs) -> Device:
+    memory, bandwidths = int(0.9 * memory_gb * 1e9), (memory_gbs * 1e9, link_gbs * 1e9)
+    return Device(name, memory, teraflops * 1e12, *bandwidths, 8, network_gbs * 1e9, pattern)
 
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
-    for device in (
-        _tpu("v4", 30.5, 275, 1228, 150, 4096),
-        _tpu("v5e", 15.75, 197, 819, 100, 256),
-        _tpu("v5p", 95.73, 459, 2765, 300, 8960),
-        _tpu("v6e", 31.24, 918, 1640, 224, 256),
-        _tpu("tpu7x", 94.74, 1153.5, 3690, 300, 9216),  # JAX counts both halves of a chip
-        _gpu("a100", 80, 312, 2039, 300, 25),
-        _gpu("h100", 80, 989, 3350, 450, 50),
-        _gpu("h200", 141, 989, 4800, 450, 50),
-        _gpu("b200", 180, 2250, 8000, 900, 50),
+    for device in (  # the first whose `jax_kind` is found counts
+        _tpu("v4", "TPU v4", 30.5, 275, 1228, 150, 4096),
+        _tpu("v5e", "TPU v5 ?(lite|e)", 15.75, 197, 819, 100, 256),
+        _tpu("v5p", "TPU v5", 95.73, 459, 2765, 300, 8960),
+        _tpu("v6e", "TPU v6", 31.24, 918, 1640, 224, 256),
+        # Half a chip, which does 2307 teraflops (docs.cloud.google.com/tpu/docs/tpu7x).
+        _tpu("tpu7x", "TPU7|TPU v7", 94.74, 1153.5, 3690, 300, 9216),
+        _gpu("a100", "A100", 80, 312, 2039, 300, 25),
+        _gpu("h100-pcie", "H100 PCIe", 80, 756, 2000, 64, 25),
+        _gpu("h100", "H100", 80, 989, 3350, 450, 50),
+        _gpu("h200", "H200", 141, 989, 4800, 450, 50),
+        _gpu("b200", "B200", 180, 2250, 8000, 900, 50),
+        _gpu("l40s", "L40S", 48, 362, 864, 32, 25),
+        _gpu("l4", r"L4\b", 24, 121, 300, 32, 12.5),
     )
 }
-
-# What JAX calls a device -> its row. The first that is found counts.
-_KINDS = (
-    (r"TPU v5 ?(lite|e)", "v5e"),
-    (r"TPU v5", "v5p"),
-    (r"TPU v6", "v6e"),
-    (r"TPU7x|TPU v7", "tpu7x"),
-    (r"TPU v4", "v4"),
-    (r"A100", "a100"),
-    (r"H100", "h100"),
-    (r"H200", "h200"),
-    (r"B200", "b200"),
-)
 
 
 def named(name: str) -> Device:
@@ -94,24 +72,29 @@ def named(name: str) -> Device:
     return DEVICES[name.lower()]
 
 
-def present(devices: Sequence[Any]) -> Device | None:
-    """Returns the row of devices of this process; of CPU devices each one's share of the memory.
+def of_kind(device_kind: str) -> Device | None:
+    """Returns the row of what JAX calls a device; None if it is not in the table."""
+    return next((d for d in DEVICES.values() if re.search(d.jax_kind, device_kind, re.I)), None)
 
-    None of a kind that is not in the table: nothing is known of its memory.
-    """
+
+def present(devices: Sequence[Any]) -> Device | None:
+    """Returns the row of this process's devices; each CPU device has its share of the memory."""
     first = devices[0]
-    if first.platform == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        local = sum(device.process_index == first.process_index for device in devices)
-        return Device("cpu", pages // local, 0.0, 0.0, 0.0, len(devices), 0.0)
-    for pattern, name in _KINDS:
-        if re.search(pattern, first.device_kind):
-            return DEVICES[name]
-    return None
+    if first.platform != "cpu":
+        return of_kind(first.device_kind)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    local = sum(device.process_index == first.process_index for device in devices)
+    return Device("cpu", pages // local, 0.0, 0.0, 0.0, len(devices), 0.0)
+
+
+def utilization(flops: float, seconds: float, devices: Sequence[Any]) -> float:
+    """Returns the share of the devices' peak that so much work in so much time is; NaN unknown."""
+    known = of_kind(devices[0].device_kind)
+    return flops / (seconds * known.flops * len(devices)) if known and seconds > 0 else math.nan
 
 
 def backend(device: Device) -> str:
-    """Returns whose compiler's habits a plan for such devices assumes: "cpu", or "tpu" for all."""
+    """Returns whose compiler a plan for such devices assumes: "cpu", or "tpu" for all others."""
     return "cpu" if device.name == "cpu" else "tpu"
 
 

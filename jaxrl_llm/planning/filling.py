@@ -221,7 +221,7 @@ def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class RowsShape:
     """Of the rows of a microbatch on one device.
 
     Attributes:
@@ -255,7 +255,7 @@ def longest(
     num_shards: int,
     parity: int,
     fewest_tokens: int,
-) -> Shape:
+) -> RowsShape:
     """Returns the rows of sequences that all are as long as a run allows.
 
     Args:
@@ -286,7 +286,7 @@ def longest(
     if here > room:
         even = -(-here // -(-here // room))
         in_one = thin(needed, even * num_shards, num_shards, fewest_tokens // width) // num_shards
-    return Shape(
+    return RowsShape(
         rows=in_one,
         width=width,
         keys=keys,

@@ -16,8 +16,7 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning.devices import Device
-from jaxrl_llm.planning.memory import Setting
-from jaxrl_llm.planning.sizes import ITEM_BYTES, num_params
+from jaxrl_llm.planning.setting import ITEM_BYTES, Setting, num_params
 
 REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
 
@@ -144,7 +143,7 @@ def _pass(
     item = ITEM_BYTES[config.model.compute_dtype]
     tensor = mesh["tensor"]
     weights = num_params(shape) * item / tensor
-    each = setting.minibatch_tokens if trained else sequences * width
+    each = config.minibatch_size * width if trained else sequences * width
     updates = times * sequences * width / each
     microbatches = updates * setting.rows(each // width).count
     passes = 3 if trained else 1
@@ -200,7 +199,7 @@ def _decode(setting: Setting, device: Device) -> Cost:
     mean = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
     attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / mesh["tensor"]
     work = steps * local * (2 * held + attended)
-    heads = setting.split(shape.num_kv_heads, "tensor")
+    heads = setting.split(shape.num_kv_heads)
     cache = 2 * shape.num_layers * local * heads * mean * shape.head_size * item
     tensor = mesh["tensor"]
     links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor

@@ -1,29 +1,81 @@
 """A run on a mesh, and what its programs are given: weights, optimizer, rollout copy.
 
-All of it is counted exactly, by the sharding rules of the run.
+All of it is counted exactly, by the sharding rules of the run (`sharding/mesh.py`).
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Mapping
+from typing import Any
+
+import jax
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.models import attention, flops
 from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.planning import filling
-from jaxrl_llm.planning.sizes import ITEM_BYTES, Counts, counts, num_adapters
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "cache",
-    "temporary",
-)
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "temporary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Parameters that one device holds."""
+
+    layers: int = 0
+    embed: int = 0
+    rest: int = 0  # head, final norm
+
+    @property
+    def all(self) -> int:
+        return self.layers + self.embed + self.rest
+
+
+@functools.lru_cache(maxsize=256)
+def _leaves(network: Network, adapters: bool) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Returns group, shape and names of the dims of every parameter."""
+    tree = network.abstract_adapters() if adapters else network.abstract()
+    axes = network.adapter_axes() if adapters else network.logical_axes()
+    names = jax.tree.leaves(axes, is_leaf=lambda n: isinstance(n, tuple))
+    leaves = zip(jax.tree.leaves_with_path(tree), names, strict=True)
+    return [(str(path[0].key), leaf.shape, dims) for (path, leaf), dims in leaves]
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(network: Network, adapters: bool, rules: tuple, mesh: tuple) -> Counts:
+    sizes, split_by = dict(mesh), dict(rules)
+    held = dict.fromkeys(("layers", "embed", "rest"), 0)
+    for group, dims, names in _leaves(network, adapters):
+        spec = mesh_lib.partition_spec(dims, names, split_by, sizes, network.units)
+        axes = [axis for of_dim in spec for axis in jax.tree.leaves(of_dim)]
+        shards = math.prod(sizes[axis] for axis in axes)
+        held[group if group in held else "rest"] += math.prod(dims) // shards
+    return Counts(**held)
+
+
+def counts(shape: Shape, head: str, rules: mesh_lib.Rules, mesh: Mapping[str, int]) -> Counts:
+    """Returns the parameters that each device holds of a network with an "lm" or "scalar" head.
+
+    Args:
+      rules: E.g. `sharding.mesh.TRAIN`; `{}` is a whole copy.
+    """
+    network = Network(shape, head="scalar" if head == "scalar" else "lm")
+    return _counts(network, False, _frozen(rules), _frozen(mesh))
+
+
+def _frozen(mapping: Mapping[str, Any]) -> tuple:
+    return tuple(sorted(mapping.items()))
+
+
+def num_params(shape: Shape) -> int:
+    """Returns the parameters of a network."""
+    return counts(shape, "lm", {}, {}).all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,31 +101,21 @@ class Parts:
         return Parts(**{name: factor * getattr(self, name) for name in PARTS}, host=self.host)
 
     def __add__(self, other: "Parts") -> "Parts":
-        return Parts(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in dataclasses.fields(self)
-            }
-        )
+        return Parts(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self, other: "Parts") -> "Parts":
+        return Parts(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run on a mesh: all that an estimate follows from.
-
-    Attributes:
-      config: The run.
-      policy: Shape of policy, reference and critics.
-      scorers: Shapes of the reward and cost models.
-      mesh: Sizes of the mesh axes, none of them -1.
-      backend: "tpu" or "cpu", whose compiler's habits are assumed.
-    """
+    """A run on a mesh: all that an estimate follows from."""
 
     config: RLConfig
-    policy: Shape
-    scorers: tuple[Shape, ...]
-    mesh: Mapping[str, int]
-    backend: str = "tpu"
+    policy: Shape  # of reference and critics too
+    scorers: tuple[Shape, ...]  # reward and cost models
+    mesh: Mapping[str, int]  # sizes of the axes, none of them -1
+    backend: str = "tpu"  # whose compiler is assumed; or "cpu"
 
     @property
     def num_devices(self) -> int:
@@ -86,7 +128,7 @@ class Setting:
             "policy": True,
             "rollout": True,
             "critic": needed.critic,
-            # Below adapters the policy itself stays as it is and is the reference.
+            # With adapters, the policy's frozen weights are the reference.
             "reference": needed.reference and not self.config.lora.rank,
             "reward": bool(self.scorers),
         }[role]
@@ -106,18 +148,14 @@ class Setting:
         return self.config.max_sequence_tokens
 
     @property
-    def minibatch_tokens(self) -> int:
-        """Tokens of one optimizer update."""
-        return self.config.minibatch_size * self.width
-
-    @property
     def num_slots(self) -> int:
         most = 64 if self.backend == "cpu" else 256
         return self.config.rollout.num_slots or min(self.config.sequences_per_step, most)
 
-    def split(self, size: int, axis: str) -> int:
-        """Returns `size` on one device: divided by the axis where that divides it."""
-        return size // self.mesh[axis] if size % self.mesh[axis] == 0 else size
+    def split(self, size: int) -> int:
+        """Returns `size` on one device: divided by the tensor axis where that divides it."""
+        tensor = self.mesh["tensor"]
+        return size // tensor if size % tensor == 0 else size
 
     @property
     def kernel(self) -> attention.Implementation:
@@ -127,7 +165,7 @@ class Setting:
             model.attention, self.backend, model.compute_dtype, self.policy.head_size
         )
 
-    def rows(self, num_sequences: int) -> filling.Shape:
+    def rows(self, num_sequences: int) -> filling.RowsShape:
         """Returns the rows of one microbatch on one device when all sequences are longest."""
         config, length = self.config, self.mesh["sequence"]
         share = config.trainer.shared_prompts == "auto" and length == 1
@@ -149,24 +187,19 @@ def counted(setting: Setting, head: str) -> Counts:
     return counts(setting.policy, head, mesh_lib.TRAIN, setting.mesh)
 
 
-def trained(setting: Setting, head: str) -> Parts:
-    """Returns weights and optimizer of one trained model: of adapters, the frozen base too."""
+def given(setting: Setting, role: str) -> Parts:
+    """Returns weights and optimizer of the policy or of all critics, as an update takes them."""
     config = setting.config
-    chosen = config.trainer.optimizer if head == "lm" else config.critic.optimizer
+    head, number, chosen = "lm", 1, config.trainer.optimizer
+    if role == "critic":
+        head, number, chosen = "scalar", setting.num_critics, config.critic.optimizer
     learned = num_learned(setting, head)
     weights = counted(setting, head).all * ITEM_BYTES[config.model.param_dtype]
     if head == "lm" and config.lora.rank:
-        weights += learned * 4  # adapters are float32, whatever lies below them
+        weights += learned * 4  # adapters are float32
     # The first moment has a dtype of its own, the second is float32.
     moments = ITEM_BYTES[chosen.moment_dtype] + 4
-    return Parts(weights=weights, optimizer=learned * moments)
-
-
-def given(setting: Setting, role: str) -> Parts:
-    """Returns weights and optimizer of all models of a trained role, as an update takes them."""
-    if role == "policy":
-        return trained(setting, "lm")
-    return sum((trained(setting, "scalar") for _ in range(setting.num_critics)), Parts())
+    return Parts(weights=number * weights, optimizer=number * learned * moments)
 
 
 def resting(setting: Setting, role: str) -> Parts:
@@ -176,7 +209,7 @@ def resting(setting: Setting, role: str) -> Parts:
     config = setting.config
     item = ITEM_BYTES[config.model.param_dtype]
     if role == "rollout":
-        return Parts(weights=rollout_weights(setting))
+        return Parts(weights=rollout_counts(setting).all * rollout_item(setting))
     if role == "reward":
         held = (counts(s, "scalar", mesh_lib.TRAIN, setting.mesh).all for s in setting.scorers)
         return Parts(weights=sum(held) * item)
@@ -195,25 +228,20 @@ def num_learned(setting: Setting, head: str) -> int:
     lora = setting.config.lora
     if head != "lm" or not lora.rank:
         return counted(setting, head).all
-    return num_adapters(setting.policy, lora, mesh_lib.TRAIN, setting.mesh)
+    network = Network(setting.policy, lora=lora)
+    return _counts(network, True, _frozen(mesh_lib.TRAIN), _frozen(setting.mesh)).all
 
 
 def rollout_item(setting: Setting) -> int:
     """Returns bytes of a number of the rollout copy and the cache."""
-    config = setting.config
-    dtype = config.rollout.dtype
-    return ITEM_BYTES[config.model.compute_dtype if dtype == "compute" else dtype]
+    dtype = setting.config.rollout.dtype
+    return ITEM_BYTES[setting.config.model.compute_dtype if dtype == "compute" else dtype]
 
 
 def rollout_counts(setting: Setting) -> Counts:
     """Returns the rollout copy's parameters on a device."""
     rules = mesh_lib.LAYOUTS[setting.config.mesh.rollout]
     return counts(setting.policy, "lm", rules, setting.mesh)
-
-
-def rollout_weights(setting: Setting) -> float:
-    """Returns bytes of the rollout copy on a device."""
-    return rollout_counts(setting).all * rollout_item(setting)
 
 
 def rollout_ends(setting: Setting) -> tuple[float, float]:

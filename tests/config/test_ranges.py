@@ -102,6 +102,9 @@ def test_every_text_refuses_what_no_file_or_name_can_be(text):
     values["rewards"]["functions"][text] = {"function": "arithmetic"}
     with pytest.raises(ConfigError):
         from_config_dict(values)
+    with pytest.raises(ConfigError) as error:
+        from_config_dict({**BASE, "placement": {"choice": "by_hand", "roles": {"policy": text}}})
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(

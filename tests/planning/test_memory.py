@@ -11,8 +11,8 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import compiled, lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.setting import num_params
 from jaxrl_llm.planning.shapes import SHAPES
-from jaxrl_llm.planning.sizes import num_params
 
 VALUES = {
     "algorithm": {"recipe": "ppo", "samples_per_prompt": 1},
@@ -50,7 +50,7 @@ def test_within_a_tenth_of_the_compiler(name):
     ours = setting()
     models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
     report = compiled.compile_report(lowering.lowered(ours.config, models)[name])
-    assert memory.estimate(ours)[name].total == pytest.approx(report.total, rel=0.1)
+    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
 
 
 SHARED = {
@@ -83,7 +83,7 @@ def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
     assert laid.scored.shape[-1] == rows.scored
     assert bool(laid.prefix_ids.shape[-1]) == shared
     report = compiled.compile_report(lowering.lowered(ours.config, models)["train"])
-    assert memory.estimate(ours)["train"].total == pytest.approx(report.total, rel=0.1)
+    assert memory.programs(ours)["train"].total == pytest.approx(report.total, rel=0.1)
 
 
 def test_within_a_tenth_of_every_kept_report():
@@ -108,7 +108,7 @@ def test_weights_and_optimizer_are_exact():
         for leaf in jax.tree.leaves((state.policy, state.critic))
         if leaf.ndim
     )
-    parts = memory.estimate(ours)["train"]
+    parts = memory.programs(ours)["train"]
     assert parts.weights + parts.optimizer == held
 
 
@@ -121,15 +121,15 @@ def test_published_sizes():
 
 def test_less_is_less():
     """Each saving saves, and leaves what it is not about alone."""
-    whole = memory.estimate(setting(model={"remat": "none"}, backend="tpu"))
+    whole = memory.programs(setting(model={"remat": "none"}, backend="tpu"))
     for remat in ("dots", "full"):
-        saving = memory.estimate(setting(model={"remat": remat}, backend="tpu"))
+        saving = memory.programs(setting(model={"remat": remat}, backend="tpu"))
         assert saving["train"].activations < whole["train"].activations
         assert saving["train"].optimizer == whole["train"].optimizer
         assert saving["decode"] == whole["decode"]
         whole = saving
-    more = memory.estimate(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
-    assert more["decode"].cache == 2 * memory.estimate(setting())["decode"].cache
+    more = memory.programs(setting(rollout={"max_response_tokens": 128, "num_slots": 32}))
+    assert more["decode"].cache == 2 * memory.programs(setting())["decode"].cache
     assert memory.peak(setting(split=(1, 8, 1, 1))) < memory.peak(setting(split=(8, 1, 1, 1)))
 
 
