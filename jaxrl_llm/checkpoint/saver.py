@@ -1,20 +1,16 @@
 """Saving and restoring: one atomic step for everything a resumed run needs.
 
-A step is a folder with two parts, committed together: the arrays of the learner state and
-a JSON part (data position, counters). `Saver` keeps the last few steps of a run; `save_tree`
-and `load_tree` write the single product of a stage (warm start, reward model).
-
-Every step is sealed with the SHA-256 of its files before it is committed, so that damage on disk
-is found when it is restored and the step before it is used. What the state holds and when
-it is saved is decided by the caller. All processes of a run make the same calls; the
-folder must be one that all of them see.
+A step is a folder with the arrays of the learner state and a JSON part (data position, counters),
+sealed with checksums (see `seal`) and committed together. All processes of a run make the same
+calls, on a folder that all of them see.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,16 +19,18 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding import hosts
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
 
+_FILE_BYTES = 1 << 28  # of arrays, about: files are hashed side by side
 _PROBE_BYTES = 1 << 16  # more than the metadata of a step
 
 
@@ -41,22 +39,16 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class Saver:
-    """Keeps the last steps of a run in one folder, written in the background.
+    """Keeps the newest steps of a run, and the best one, in one folder; writes in the background.
 
-    A step is visible when it is complete, never before; a failed or killed save leaves the
-    steps before it as they were. At most one save is in flight. Beside the newest steps the one
-    with the best value of `config.best_metric` is kept; which that is, every step holds itself.
+    A step is visible when it is complete; a failed or killed save leaves earlier steps as they
+    were. At most one save is in flight. Every step holds the number of the best step so far.
     """
 
     def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
-        """Opens `directory`, made if missing.
+        """Opens `directory`, made if missing; removes what a killed save left half-written.
 
-        What a killed save left half-written is no step, and is removed before the next save.
-
-        Args:
-          directory: Of the steps of one run.
-          config: What is kept.
-          read_only: Whether to change nothing there, for the run may be going on.
+        With `read_only` nothing there is changed: the run may be going on.
 
         Raises:
           CheckpointError: If the folder cannot be made or read.
@@ -67,11 +59,12 @@ class Saver:
         self._best: Json = {}  # step and value; empty before there is one
         self._best_saved: Json = {}  # the same, of the last save that did not fail
         self._saving = 0  # step of the save in flight, 0: none
+        self._kept = policies.AnyPreservationPolicy([])
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Kept(self),
+            preservation_policy=self._kept,
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
             create=not self._read_only,  # this and the next: else it warns that it sets them
@@ -87,10 +80,7 @@ class Saver:
     def due(self, step: int, last: int, numbers: Mapping[str, float] = {}) -> bool:
         """Returns whether a checkpoint is wanted after `step` of `last` completed steps.
 
-        Args:
-          step: Completed steps.
-          last: Those of the whole run.
-          numbers: Of this step; the first and every better `config.best_metric` is wanted.
+        `numbers` are of this step: the first and every better `config.best_metric` is wanted.
         """
         every = self._config.every
         better = self._is_best(numbers.get(self._config.best_metric, math.nan))
@@ -102,10 +92,6 @@ class Saver:
         sign = 1.0 if self._config.best_mode == "max" else -1.0
         better = not self._best or sign * value > sign * self._best["value"]
         return math.isfinite(value) and better
-
-    def keeps(self, step: int, newest: Sequence[int]) -> bool:
-        """Returns whether a step is to stay when `newest` are all steps, in ascending order."""
-        return step in newest[-self._config.keep :] or step == self._best.get("step")
 
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
@@ -124,12 +110,8 @@ class Saver:
     def save(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step; returns when `state` is copied to the host, before it is on disk.
 
-        The arrays may be donated or deleted at once.
-
-        Args:
-          step: Completed steps, at least 1.
-          state: Any pytree of arrays; its structure is not saved, names and shapes are.
-          extra: What JSON can hold.
+        The arrays may be donated or deleted at once. Their names and shapes are saved, not the
+        structure of `state`.
 
         Raises:
           CheckpointError: If this save cannot begin, or the save before it failed; only
@@ -141,8 +123,10 @@ class Saver:
         content = _content(state, extra, self._best)
         self.wait()
         try:
-            if failure := _agreed(self._probe() if _is_first() else ""):
+            if failure := _agreed(self._probe):
                 raise OSError(failure)
+            newest = policies.LatestN(self._config.keep)
+            self._kept.policies = [newest, policies.CustomSteps([self._best.get("step", 0)])]
             self._manager.save(step, args=content)
         except Exception as error:
             self._failed(step, error)
@@ -150,8 +134,10 @@ class Saver:
             self._saving = step
 
     def _probe(self) -> str:
-        """Returns why nothing can be written, "" if it can: a save that fails at once leaves
-        threads of the library behind, which hold up the end of the process for minutes."""
+        """Returns why nothing can be written, "" if it can.
+
+        A save that fails at once leaves threads of Orbax that delay the process's end by minutes.
+        """
         probe = self._directory / "probe.tmp"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
@@ -204,19 +190,16 @@ class Saver:
     def restore(
         self, abstract_state: Tree, partial: bool = False, step: int = 0
     ) -> tuple[Tree, Json, int]:
-        """Returns the newest undamaged step.
+        """Returns (state, extra, step) of the newest undamaged step.
 
         Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
         names the damage, so that the run can write them again.
 
         Args:
-          abstract_state: The state's structure as `jax.ShapeDtypeStruct`s, each with the
-            sharding that the array shall have; the mesh may be another than when saved.
+          abstract_state: `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have;
+            the mesh may be another than when saved.
           partial: Whether arrays of the step that `abstract_state` lacks are left unread.
           step: Newest step to look at; 0: of all.
-
-        Returns:
-          (state, extra, step).
 
         Raises:
           CheckpointError: If there is no step, none is undamaged, or the saved arrays have
@@ -232,17 +215,17 @@ class Saver:
             )
         for step in steps:
             folder = self._directory / str(step)
-            if not (damage := _agreed(seal.damage(folder) if _is_first() else "")):
+            if not (damage := _agreed(functools.partial(seal.damage, folder))):
                 self._best = self._best_saved = _meta(folder)["best"]
                 return *_restored(folder, abstract_state, partial), step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if self._read_only:
                 continue
-            if _is_first():
+            if hosts.is_first():
                 aside = self._directory / f"damaged.{step}"
                 aside.rmtree(missing_ok=True)
                 folder.rename(aside)
-            _barrier(f"damaged {folder}")
+            multihost_utils.sync_global_devices(f"damaged {folder}")
             self._manager.reload()
         raise CheckpointError(
             f"{self._directory}: all steps are damaged ({', '.join(map(str, steps))}), see the"
@@ -257,24 +240,8 @@ class Saver:
             self._manager.close()
 
 
-class _Kept(checkpoint_managers.PreservationPolicy):
-    """Asks a saver which steps stay when another one is complete."""
-
-    def __init__(self, saver: Saver):
-        self._saver = saver
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        return [self._saver.keeps(step, steps) for step in steps]
-
-
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
-    """Writes a stage's product; `path` exists only when it is complete.
-
-    Args:
-      path: Folder to make; its parents are made too.
-      tree: Any pytree of arrays.
-      extra: What JSON can hold.
+    """Writes the single product of a stage; `path` exists only when it is complete.
 
     Raises:
       CheckpointError: If `path` exists or cannot be written.
@@ -302,7 +269,7 @@ def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such folder")
-    if damage := _agreed(seal.damage(folder) if _is_first() else ""):
+    if damage := _agreed(functools.partial(seal.damage, folder)):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
     return _restored(folder, abstract_tree)
 
@@ -328,7 +295,8 @@ def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
     named = {k: jax.device_put(a, a.sharding, may_alias=True) for k, a in _named(tree).items()}
     json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
     meta = {"arrays": _described(named), "extra": extra, "best": best}
-    return ocp.args.Composite(arrays=ocp.args.PyTreeSave(named), meta=ocp.args.JsonSave(meta))
+    arrays = ocp.args.PyTreeSave(named, ocdbt_target_data_file_size=_FILE_BYTES)
+    return ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta))
 
 
 def _meta(folder: epath.Path) -> Json:
@@ -379,22 +347,6 @@ def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:
     )
 
 
-def _is_first() -> bool:
-    return jax.process_index() == 0
-
-
-def _agreed(text: str) -> str:
-    """Returns process 0's text on every process."""
-    if jax.process_count() == 1:
-        return text
-    encoded = np.zeros(1024, np.uint8)
-    data = np.frombuffer(text.encode()[:1024], np.uint8)
-    encoded[: data.size] = data
-    return (
-        bytes(multihost_utils.broadcast_one_to_all(encoded)).rstrip(b"\0").decode(errors="replace")
-    )
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def _agreed(text: Callable[[], str]) -> str:
+    """Returns process 0's text on every process; the others do not compute it."""
+    return hosts.share(text() if hosts.is_first() else "")[0]

@@ -1,6 +1,7 @@
 """A step comes back bit for bit, on any mesh; a save that fails harms nothing before it."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -9,6 +10,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -16,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrl_llm.checkpoint import seal
@@ -269,13 +274,13 @@ def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypat
     folder, state, write = tmp_path / "run", {"w": jnp.arange(8.0)}, seal.write
     killed: list[pathlib.Path] = []
 
-    def write_and_copy(path):
+    def write_and_copy(*arguments):
         if sealed:
-            write(path)
+            write(*arguments)
         killed.append(tmp_path / f"killed_{len(killed)}")
         shutil.copytree(folder, killed[-1])
         if not sealed:
-            write(path)
+            write(*arguments)
 
     saver = Saver(folder / "steps", CheckpointConfig())
     saver.save(1, state, {})
@@ -297,6 +302,53 @@ def test_what_is_killed_just_before_it_gets_its_name_is_none(tmp_path, monkeypat
     save_tree(in_tree / "tree", state, {})
     assert_same_bits(load_tree(in_tree / "tree", abstract(state))[0], state)
     assert sorted(path.name for path in in_tree.iterdir()) == ["steps", "tree"]
+
+
+def test_several_files_are_hashed_at_once(tmp_path, monkeypatch):
+    for i in range(4):
+        (tmp_path / str(i)).write_bytes(bytes([i]) * 1000)
+    plain, together = seal._digest, threading.Barrier(2)
+    monkeypatch.setattr(seal, "_POOL", futures.ThreadPoolExecutor(2))
+
+    def with_another(path):
+        together.wait(30)
+        return plain(path)
+
+    monkeypatch.setattr(seal, "_digest", with_another)
+    found = seal.Digests(epath.Path(tmp_path)).of(epath.Path(tmp_path))
+    wanted = {str(i): hashlib.sha256(bytes([i]) * 1000).hexdigest() for i in range(4)}
+    assert found == wanted
+    seal.write(epath.Path(tmp_path), seal.Digests(epath.Path(tmp_path)))
+    assert json.loads((tmp_path / SEAL).read_text()) == wanted
+    assert seal.damage(epath.Path(tmp_path)) == ""
+
+
+def test_files_are_hashed_while_others_are_written(tmp_path, monkeypatch):
+    """Once each, but for one that changed meanwhile, and under the names they have at the end."""
+    folder = tmp_path / f"1{seal._UNNAMED}"
+    part = folder / f"arrays{seal._UNNAMED}"
+    part.mkdir(parents=True)
+    plain, hashed = seal._digest, []
+    monkeypatch.setattr(seal, "_EARLY_BYTES", 100)
+    monkeypatch.setattr(seal, "_LOOK_S", 0.01)
+    monkeypatch.setattr(seal, "_digest", lambda path: hashed.append(path.name) or plain(path))
+    (part / "large").write_bytes(bytes(200))
+    (part / "changed").write_bytes(bytes(200))
+    (part / "small").write_bytes(b"a")
+    digests = seal.Digests(epath.Path(folder))
+    digests.watch()
+    while len(hashed) < 2:  # nothing is complete yet
+        time.sleep(0.01)
+    (part / "changed").write_bytes(bytes(300))
+    part.rename(folder / "arrays")
+    digests.complete()
+    folder.rename(tmp_path / "1")
+    found = digests.of(epath.Path(tmp_path / "1"))
+    assert {name: hashed.count(name) for name in ("large", "small")} == {"large": 1, "small": 1}
+    contents = {"large": bytes(200), "changed": bytes(300), "small": b"a"}
+    assert found == {
+        f"arrays/{name}": hashlib.sha256(data).hexdigest() for name, data in contents.items()
+    }
 
 
 def test_another_state_is_named_array_by_array(tmp_path):
