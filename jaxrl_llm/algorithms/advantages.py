@@ -1,8 +1,7 @@
-"""Advantage estimators: rewards in, advantages out.
+"""Advantage estimators along the response, the table of all, and the call of the chosen one.
 
-The estimators of whole responses are in `group_advantages`, those with a baseline for
-each token in `token_baselines`; this module has those that walk along the response, the
-table of all, and `estimate`, which calls the one that the config names.
+`rewards` [B, T] are for emitting each token, `values` [B, T] the predicted returns just before
+it. All results are zero outside `response_mask`; tokens outside it are skipped, not discounted.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.algorithms import group_advantages, token_baselines
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import whiten, zero_outside
+from jaxrl_llm.algorithms.token_baselines import AdvantagesAndReturns
 from jaxrl_llm.config import AlgorithmConfig
 
 
@@ -25,7 +25,7 @@ def generalized_advantage_estimation(
     *,
     gamma: float,
     gae_lambda: float,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> AdvantagesAndReturns:
     r"""Returns advantages and value targets of one trajectory per row.
 
     Over the response tokens of a row, with `t+1` the next response token:
@@ -33,33 +33,18 @@ def generalized_advantage_estimation(
         delta_t = r_t + gamma * V_{t+1} - V_t                     (Eq. 12)
         A_t     = delta_t + gamma * gae_lambda * A_{t+1}          (Eq. 11)
 
-    `V` is zero after the last response token: the response ended, it was not cut.
-    Tokens outside `response_mask` (prompt, tool output, padding) are skipped, so
-    two responses that differ only in them have equal advantages.
-
-    Args:
-      rewards: Reward received for emitting each token; zero where unmasked.
-      values: Predicted return just before each token is emitted.
-      response_mask: True where the policy chose the token.
-      gamma: Per-token discount, in [0, 1]. 1 for outcome rewards.
-      gae_lambda: Bias-variance knob, in [0, 1]. 1 is the Monte Carlo return.
-
-    Returns:
-      advantages: Zero outside `response_mask`. Not normalized.
-      returns: `advantages + values` inside `response_mask`, zero outside.
+    `V` is zero after the last response token: the response ended, it was not cut. Advantages
+    are not normalized; returns are `advantages + values`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, returns = generalized_advantage_estimation(
       ...     rewards=jnp.array([[0.0, 0.0, 1.0]]), values=jnp.array([[0.9, 0.5, 0.5]]),
       ...     response_mask=jnp.array([[False, True, True]]), gamma=1.0, gae_lambda=1.0)
       >>> print(advantages)
       [[0.  0.5 0.5]]
 
-    Reference:
-      Schulman et al., High-Dimensional Continuous Control Using Generalized
-      Advantage Estimation, arXiv:1506.02438; equations as numbered in PPO,
-      arXiv:1707.06347.
+    Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage
+      Estimation, arXiv:1506.02438; equations as numbered in PPO, arXiv:1707.06347.
     """
 
     def step(carry, inputs):
@@ -84,23 +69,12 @@ def gae(
     response_mask: Bool[Array, "B T"],
     gamma: float,
     gae_lambda: float,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> AdvantagesAndReturns:
     """Returns `generalized_advantage_estimation`, its advantages whitened over the batch.
 
-    Args:
-      rewards: Reward received for emitting each token.
-      values: Predicted return just before each token is emitted.
-      response_mask: True where the policy chose the token.
-      gamma: Per-token discount, in [0, 1].
-      gae_lambda: Bias-variance knob, in [0, 1].
-
-    Returns:
-      advantages: Mean 0 and variance 1 over the response tokens, zero outside.
-        Deviation: verl leaves values outside the mask.
-      returns: Value targets, not whitened.
+    Deviation: verl leaves values outside the mask.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, returns = gae(
       ...     rewards=jnp.array([[1.0], [0.0]]), values=jnp.zeros((2, 1)),
       ...     response_mask=jnp.ones((2, 1), bool), gamma=1.0, gae_lambda=1.0)
@@ -115,30 +89,17 @@ def gae(
 
 def reinforce_plus_plus(
     rewards: Float[Array, "B T"], response_mask: Bool[Array, "B T"], gamma: float
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns the discounted reward to go, whitened over all tokens of the batch.
-
-    Tokens outside the mask are skipped: they are not discounted over.
-
-    Args:
-      rewards: Reward received for emitting each token, the KL penalty included.
-      response_mask: True where the policy chose the token.
-      gamma: Per-token discount, in [0, 1].
-
-    Returns:
-      advantages: Whitened returns, zero outside `response_mask`.
-      returns: Discounted rewards from each token to the end.
+) -> AdvantagesAndReturns:
+    """Returns the discounted reward to go, whitened over all tokens of the batch, and unwhitened.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, returns = reinforce_plus_plus(
       ...     rewards=jnp.array([[0.0, 0.0, 1.0]]),
       ...     response_mask=jnp.array([[True, False, True]]), gamma=0.5)
       >>> print(returns, advantages.round(4))
       [[0.5 0.  1. ]] [[-0.7071  0.      0.7071]]
 
-    Reference:
-      Hu et al., REINFORCE++, arXiv:2501.03262.
+    Reference: Hu et al., REINFORCE++, arXiv:2501.03262.
     """
     _, returns = generalized_advantage_estimation(
         rewards, jnp.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0
@@ -148,37 +109,25 @@ def reinforce_plus_plus(
 
 def remax(
     rewards: Float[Array, "B T"], response_mask: Bool[Array, "B T"], baselines: Float[Array, " B"]
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns the reward to go minus the score of the prompt's greedy response.
+) -> AdvantagesAndReturns:
+    """Returns the reward to go minus the score of the prompt's greedy response, and as it is.
 
-    Args:
-      rewards: Reward received for emitting each token.
-      response_mask: True where the policy chose the token.
-      baselines: Score of the greedy response to the row's prompt.
-
-    Returns:
-      advantages: Zero outside `response_mask`.
-      returns: Rewards from each token to the end, zero outside `response_mask`.
-        Deviation: verl leaves values on tool tokens.
+    Deviation: verl leaves values on tool tokens.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = remax(
       ...     rewards=jnp.array([[0.0, 1.0]]), response_mask=jnp.ones((1, 2), bool),
       ...     baselines=jnp.array([0.25]))
       >>> print(advantages)
       [[0.75 0.75]]
 
-    Reference:
-      Li et al., ReMax, arXiv:2310.10505.
+    Reference: Li et al., ReMax, arXiv:2310.10505.
     """
     returns = token_baselines.returns_to_go(rewards, response_mask)
     return jnp.where(response_mask, returns - baselines[:, None], 0.0), returns
 
 
-Estimator = Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]
-
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns]] = {
     "gae": gae,
     "grpo": group_advantages.grpo,
     "grpo_passk": group_advantages.grpo_passk,
@@ -196,31 +145,24 @@ ESTIMATORS: dict[str, Estimator] = {
 
 def estimate(
     config: AlgorithmConfig, *, response_mask: Bool[Array, "B T"], **available: Any
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> AdvantagesAndReturns:
     """Returns what the estimator `config.advantage` makes of the values that it names.
 
     A user's function names any of `rewards` [B, T] (the KL penalty included),
     `response_mask`, `values`, `group_ids` [B], `baselines` [B], `old_log_probs`,
-    `sum_squared_probs`, `correction_weights`, `term_rewards` and `term_weights` [K, B],
+    `sum_squared_probs`, `correction_weights`, `term_rewards` and `term_weights` [terms, B],
     `gamma`, `gae_lambda`, `group_std` and `config`, as far as the caller has them, and
     returns advantages and returns [B, T]. What it returns outside the mask is discarded.
 
     Args:
-      config: Reads `advantage`, `gamma`, `gae_lambda`, `group_std`.
-      response_mask: True where the policy chose the token. Not the mask that rejection
-        left: a rejected token has no gradient, but its reward still counts.
-      **available: Further arrays by name.
-
-    Returns:
-      advantages: Zero outside `response_mask`.
-      returns: Zero outside `response_mask`.
+      response_mask: Not the mask that rejection left: a rejected token has no gradient, but
+        its reward still counts.
 
     Raises:
       ValueError, ImportError, AttributeError, FunctionError: The function cannot be found
         (see `lookup.resolve`), names what is not available, or returns something else.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = estimate(
       ...     AlgorithmConfig(advantage="rloo"), response_mask=jnp.ones((2, 1), bool),
       ...     rewards=jnp.array([[1.0], [0.0]]), group_ids=jnp.array([0, 0]))

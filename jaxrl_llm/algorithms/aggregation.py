@@ -31,7 +31,7 @@ jax.tree_util.register_dataclass(
 
 
 def minibatch_denominators(mask: Bool[Array, "B T"], loss_scale: float = 0.0) -> Denominators:
-    """Returns the denominators of a minibatch.
+    """Returns the counts that losses are divided by.
 
     Padding rows and rows that rejection emptied count neither as sequences nor tokens.
     Deviation: verl's seq-mean modes count them.
@@ -42,7 +42,6 @@ def minibatch_denominators(mask: Bool[Array, "B T"], loss_scale: float = 0.0) ->
         `config.rollout.max_response_tokens` where that is 0.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, True], [True, False], [False, False]])
       >>> counts = minibatch_denominators(mask)
       >>> print(counts.tokens, counts.sequences)
@@ -61,7 +60,6 @@ def token_mean(
     """Returns the sum over tokens divided by the minibatch's tokens (arXiv:2503.14476, Eq. 8).
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([[True, True], [True, False]])
       >>> print(token_mean(x, mask, minibatch_denominators(mask)))
       2.0
@@ -75,7 +73,6 @@ def token_sum(
     """Returns the sum over tokens, undivided.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([[True, True], [True, False]])
       >>> print(token_sum(x, mask, minibatch_denominators(mask)))
       6.0
@@ -90,7 +87,6 @@ def seq_mean_token_sum(
     """Returns the sum over tokens divided by the minibatch's sequences.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([[True, True], [True, False]])
       >>> print(seq_mean_token_sum(x, mask, minibatch_denominators(mask)))
       3.0
@@ -106,7 +102,6 @@ def seq_mean_token_mean(
     Each row must be one whole sequence.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([[True, True], [True, False]])
       >>> print(seq_mean_token_mean(x, mask, minibatch_denominators(mask)))
       2.25
@@ -125,7 +120,6 @@ def seq_mean_token_sum_norm(
       ValueError: `denominators.loss_scale` is not positive.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([[True, True], [True, False]])
       >>> print(seq_mean_token_sum_norm(x, mask, minibatch_denominators(mask, loss_scale=10.0)))
       0.3
@@ -140,6 +134,10 @@ def seq_mean_token_sum_norm(
 
 
 Aggregation = Callable[[Float[Array, "B T"], Bool[Array, "B T"], Denominators], Float[Array, ""]]
+# Shares of a minibatch: to be summed, not averaged, over its microbatches.
+LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
+# For each token; the mean of a metric is reported as `actor/NAME`.
+TokenLoss = tuple[Float[Array, "B T"], dict[str, Float[Array, "B T"] | Bool[Array, "B T"]]]
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": token_mean,
@@ -159,7 +157,6 @@ def aggregate(
     """Returns `per_token` aggregated as `config.aggregation` says.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, True]])
       >>> print(aggregate(AlgorithmConfig(), jnp.array([[1.0, 2.0]]), mask,
       ...                 minibatch_denominators(mask)))
@@ -175,23 +172,14 @@ def policy_loss(
     loss_mask: Bool[Array, "B T"],
     denominators: Denominators,
     **token_means: Float[Array, "B T"] | Bool[Array, "B T"],
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns the weighted loss of a microbatch and its metrics.
+) -> LossAndMetrics:
+    """Returns the loss of a microbatch, weighted without gradient, and its metrics.
 
     Args:
-      config: Reads `aggregation`.
-      per_token: Loss of each token.
-      correction_weights: Factor of each token's loss, without gradient.
-      loss_mask: Tokens that have a loss.
-      denominators: Those of the whole minibatch.
+      denominators: Of the whole minibatch.
       **token_means: Per token, what is reported as a mean under `actor/NAME`.
 
-    Returns:
-      loss: To be summed over the microbatches.
-      metrics: `actor/pg_loss` and the means; to be summed as well.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, True]])
       >>> loss, metrics = policy_loss(
       ...     AlgorithmConfig(), jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 0.5]]), mask,

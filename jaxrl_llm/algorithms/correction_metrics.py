@@ -20,24 +20,27 @@ from jaxrl_llm.algorithms.ratios import MAX_LOG_RATIO, bounded, log_ratio
 Metrics = dict[str, Float[Array, ""]]
 
 
-def gap_metrics(
+def engine_gap(
     old_log_probs: Float[Array, "B T"],
     rollout_log_probs: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Metrics:
-    """Returns perplexities of both policies, KL(rollout || old) and chi-squared.
+    """Returns the numbers that describe how far the engine is from the trained policy.
 
     Perplexities are means over sequences of `exp(-mean log-prob of the sequence)`;
     `kl` is the mean of `rollout - old`, `k3_kl` that of `exp(l) - l - 1` with
     `l = old - rollout`; `chi2_token` is the mean of `exp(2 l)` minus 1, `chi2_seq` the
     same with the sum of `l` over the sequence. Exponents are clipped to 20 in size.
+    `rollout_probs_diff` is `|exp(old) - exp(rollout)|`: a mean below 0.005 is rounding, above
+    0.01 the engine computes something else.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> mask, half = jnp.array([[True, True]]), jnp.log(jnp.array([[0.5, 0.5]]))
-      >>> metrics = gap_metrics(half, half, mask)
-      >>> print(metrics["rollout_corr/training_ppl"], metrics["rollout_corr/kl"])
-      2.0 0.0
+      >>> old, rollout = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
+      >>> metrics = engine_gap(old, rollout, jnp.array([[True, True]]))
+      >>> print(metrics["rollout_corr/training_ppl"])
+      2.0
+      >>> print(metrics["training/rollout_probs_diff_mean"])
+      0.125
     """
     rows = jnp.any(mask, axis=-1)
     ratios = log_ratio(old_log_probs, rollout_log_probs, mask)
@@ -60,34 +63,13 @@ def gap_metrics(
         "chi2_token": masked_mean(jnp.exp(2.0 * bounded(ratios)), mask) - 1.0,
         "chi2_seq": masked_mean(jnp.exp(2.0 * sequence_ratios), rows) - 1.0,
     }
-    return {f"rollout_corr/{name}": value for name, value in numbers.items()}
-
-
-def probability_metrics(
-    old_log_probs: Float[Array, "B T"],
-    rollout_log_probs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-) -> Metrics:
-    """Returns statistics of `|exp(old) - exp(rollout)|` and the correlation of the two.
-
-    A mean below 0.005 is rounding; above 0.01 the engine computes something else.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> old, rollout = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.25]]))
-      >>> metrics = probability_metrics(old, rollout, jnp.array([[True, True]]))
-      >>> print(metrics["training/rollout_probs_diff_mean"])
-      0.125
-    """
-    old, rollout = (
-        jnp.exp(log_probs) for log_probs in zero_outside(mask, old_log_probs, rollout_log_probs)
-    )
+    old, rollout = map(jnp.exp, zero_outside(mask, old_log_probs, rollout_log_probs))
     difference = jnp.abs(old - rollout)
     old_centered = old - masked_mean(old, mask)
     rollout_centered = rollout - masked_mean(rollout, mask)
     spread = jnp.sqrt(masked_sum(old_centered**2, mask) * masked_sum(rollout_centered**2, mask))
     covariance = masked_sum(old_centered * rollout_centered, mask)
-    return {
+    return {f"rollout_corr/{name}": value for name, value in numbers.items()} | {
         "training/rollout_probs_diff_valid": jnp.any(mask) * 1.0,
         "training/rollout_probs_diff_mean": masked_mean(difference, mask),
         "training/rollout_probs_diff_max": masked_max(difference, mask),
@@ -99,13 +81,22 @@ def probability_metrics(
 
 
 def _sequence_metrics(
-    name: str, sequence_means: Float[Array, " B"], rows: Bool[Array, " B"]
+    means: Float[Array, " B"],
+    compared: Float[Array, " B"],
+    expected: float,
+    low: float,
+    high: float,
+    rows: Bool[Array, " B"],
 ) -> Metrics:
+    """Returns statistics of each sequence's mean; `compared` is what the bounds are for."""
     return {
-        f"rollout_corr/{name}_seq_mean": masked_mean(sequence_means, rows),
-        f"rollout_corr/{name}_seq_std": jnp.sqrt(masked_variance(sequence_means, rows)),
-        f"rollout_corr/{name}_seq_max": masked_max(sequence_means, rows),
-        f"rollout_corr/{name}_seq_min": masked_min(sequence_means, rows),
+        "seq_mean": masked_mean(means, rows),
+        "seq_std": jnp.sqrt(masked_variance(means, rows)),
+        "seq_max": masked_max(means, rows),
+        "seq_min": masked_min(means, rows),
+        "seq_max_deviation": masked_max(jnp.abs(means - expected), rows),
+        "seq_fraction_high": _fraction(compared > high, rows),
+        "seq_fraction_low": _fraction(compared < low, rows),
     }
 
 
@@ -133,13 +124,8 @@ def weight_metrics(
       level: `token` or `sequence`.
       weights: The weights that multiply the loss, before normalization.
       raw: The weights before truncation or masking.
-      log_ratios: `old_log_probs - rollout_log_probs`, zero outside the mask.
-      mask: Response tokens.
-      low: Weights below count as low.
-      high: Weights above count as high.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> raw, mask = jnp.array([[1.0, 3.0]]), jnp.array([[True, True]])
       >>> metrics = weight_metrics(
       ...     "token", jnp.minimum(raw, 2.0), raw, jnp.log(raw), mask, 0.5, 2.0)
@@ -153,20 +139,15 @@ def weight_metrics(
     mean = masked_mean(lowered, mask)
     spread = masked_mean(jnp.square(lowered), mask) - jnp.square(mean)
     relative_square = masked_mean(jnp.square(lowered / (mean + 1e-8)), mask)
+    raw_means, means = masked_mean(raw, mask, -1), masked_mean(weights, mask, -1)
     if level == "token":
         largest, smallest = masked_max(weights, mask), masked_min(weights, mask)
-        high_share, low_share = _fraction(raw > high, mask), _fraction(raw < low, mask)
+        compared, counted = raw, mask
     else:
         sums = masked_sum(log_ratios, mask, -1)
         largest = jnp.exp(jnp.minimum(masked_max(sums, rows), MAX_LOG_RATIO))
         smallest = jnp.exp(jnp.minimum(masked_min(sums, rows), MAX_LOG_RATIO))
-        row_weights = masked_mean(raw, mask, -1)
-        high_share, low_share = (
-            _fraction(row_weights > high, rows),
-            _fraction(row_weights < low, rows),
-        )
-    raw_means, means = masked_mean(raw, mask, -1), masked_mean(weights, mask, -1)
-    name = "rollout_is"
+        compared, counted = raw_means, rows
     numbers = {
         "mean": masked_mean(weights, mask),
         "max": largest,
@@ -175,15 +156,11 @@ def weight_metrics(
         "eff_sample_size": jnp.where(
             relative_square > 0.0, 1.0 / jnp.where(relative_square > 0.0, relative_square, 1.0), 0.0
         ),
-        "ratio_fraction_high": high_share,
-        "ratio_fraction_low": low_share,
-        "seq_max_deviation": masked_max(jnp.abs(means - 1.0), rows),
-        "seq_fraction_high": _fraction(raw_means > high, rows),
-        "seq_fraction_low": _fraction(raw_means < low, rows),
+        "ratio_fraction_high": _fraction(compared > high, counted),
+        "ratio_fraction_low": _fraction(compared < low, counted),
+        **_sequence_metrics(means, raw_means, 1.0, low, high, rows),
     }
-    return {f"rollout_corr/{name}_{key}": value for key, value in numbers.items()} | (
-        _sequence_metrics(name, means, rows)
-    )
+    return {f"rollout_corr/rollout_is_{key}": value for key, value in numbers.items()}
 
 
 def rejection_metrics(
@@ -199,16 +176,7 @@ def rejection_metrics(
     `masked_fraction` is the share of tokens rejected, `seq_masked_fraction` the share of
     sequences that lost at least one.
 
-    Args:
-      name: Prefix of the metrics.
-      statistic: What was compared with the bounds, on each token.
-      passed: Tokens that this option keeps.
-      mask: Response tokens.
-      low: Smallest statistic kept.
-      high: Largest statistic kept.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, True]])
       >>> statistic = jnp.array([[0.1, 0.9]])
       >>> metrics = rejection_metrics("x", statistic, statistic < 0.5, mask, 0.0, 0.5)
@@ -225,12 +193,8 @@ def rejection_metrics(
         "std": jnp.sqrt(masked_variance(statistic, mask)),
         "fraction_high": _fraction(statistic > high, mask),
         "fraction_low": _fraction(statistic < low, mask),
-        "seq_max_deviation": masked_max(jnp.abs(means), rows),
-        "seq_fraction_high": _fraction(means > high, rows),
-        "seq_fraction_low": _fraction(means < low, rows),
         "masked_fraction": _fraction(rejected, mask),
         "seq_masked_fraction": _fraction(jnp.any(rejected, axis=-1), rows),
+        **_sequence_metrics(means, means, 0.0, low, high, rows),
     }
-    return {f"rollout_corr/{name}_{key}": value for key, value in numbers.items()} | (
-        _sequence_metrics(name, means, rows)
-    )
+    return {f"rollout_corr/{name}_{key}": value for key, value in numbers.items()}

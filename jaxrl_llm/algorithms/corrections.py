@@ -2,7 +2,8 @@
 
 Two remedies from the ratio exp(old_log_probs - rollout_log_probs): weights on the loss
 (importance sampling, truncated or masked) and a smaller mask (rejection). Neither has a
-gradient. The numbers that describe the gap are in `correction_metrics`.
+gradient. `log_ratios` are `old_log_probs - rollout_log_probs`, zero outside the mask of the
+response tokens. The numbers that describe the gap are in `correction_metrics`.
 """
 
 import math
@@ -12,27 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.correction_metrics import (
-    gap_metrics,
-    probability_metrics,
+    Metrics,
+    engine_gap,
     rejection_metrics,
     weight_metrics,
 )
 from jaxrl_llm.algorithms.masked import masked_max, masked_mean, masked_sum
 from jaxrl_llm.algorithms.ratios import bounded, log_ratio
 from jaxrl_llm.config import AlgorithmConfig
-
-Metrics = dict[str, Float[Array, ""]]
-
-
-def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what weights and rejections read of the models; nothing where both are off.
-
-    Example:
-      >>> sorted(reads(AlgorithmConfig(correction="token")))
-      ['old_log_probs', 'rollout_log_probs']
-    """
-    active = config.correction != "none" or config.rejections
-    return frozenset({"old_log_probs", "rollout_log_probs"} if active else ())
 
 
 def raw_weights(
@@ -44,7 +32,6 @@ def raw_weights(
     of its tokens. `none`: 1. Exponents are clipped to [-20, 20].
 
     Example:
-      >>> import jax.numpy as jnp
       >>> log_ratios, mask = jnp.log(jnp.array([[2.0, 3.0]])), jnp.array([[True, True]])
       >>> print(raw_weights("token", log_ratios, mask), raw_weights("sequence", log_ratios, mask))
       [[2. 3.]] [[6. 6.]]
@@ -67,14 +54,7 @@ def correction_weights(
     `correction_normalize` the weights are divided by their mean: over tokens at token
     level, over sequences at sequence level; not by a mean of 1e-8 or less.
 
-    Args:
-      config: Reads `correction`, `correction_mode`, `correction_low`, `correction_high`
-        and `correction_normalize`.
-      log_ratios: `old_log_probs - rollout_log_probs`, zero outside the mask.
-      mask: Response tokens.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> log_ratios, mask = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([[True, True]])
       >>> weights, _ = correction_weights(AlgorithmConfig(correction="token"), log_ratios, mask)
       >>> print(weights)
@@ -115,7 +95,6 @@ def rejection_statistic(
     `seq_max_*` the row's.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> log_ratios, mask = jnp.array([[1.0, 3.0]]), jnp.array([[True, True]])
       >>> print(rejection_statistic("seq_mean_k1", log_ratios, mask))
       [[-2. -2.]]
@@ -141,13 +120,7 @@ def rejection(
     k1 options keep `log(low) <= statistic <= log(high)`: the bounds are ratios (low 0:
     none). The others keep `statistic <= high`. A `seq_` option keeps or rejects the row.
 
-    Args:
-      config: Reads `rejections`, `rejection_lows`, `rejection_highs`.
-      log_ratios: `old_log_probs - rollout_log_probs`, zero outside the mask.
-      mask: Response tokens.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> config = AlgorithmConfig(
       ...     rejections=("token_k1",), rejection_lows=(0.5,), rejection_highs=(2.0,))
       >>> kept, _ = rejection(config, jnp.array([[0.1, 3.0]]), jnp.array([[True, True]]))
@@ -187,19 +160,12 @@ def correct(
     from the mask returned here. Deviation: the default path of verl divides by the
     rejected tokens too.
 
-    Args:
-      config: Reads the `correction*` and `rejection*` fields.
-      old_log_probs: Log-probs of the policy when the step began.
-      rollout_log_probs: Log-probs as the engine reported them.
-      response_mask: True where the policy chose the token.
-
     Returns:
       correction_weights: Zero outside `response_mask`; 1 inside without a correction.
       loss_mask: What rejection left of `response_mask`.
       metrics: Scalars under `rollout_corr/` and `training/rollout_`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, True]])
       >>> weights, loss_mask, metrics = correct(
       ...     AlgorithmConfig(correction="token", correction_high=1.5),
@@ -207,38 +173,12 @@ def correct(
       >>> print(weights, loss_mask, metrics["training/rollout_probs_diff_max"])
       [[1.  1.5]] [[ True  True]] 0.25
 
-    Reference:
-      Truncated weights: Espeholt et al., V-trace, arXiv:1802.01561, section 4.1.
+    Reference: Truncated weights: Espeholt et al., V-trace, arXiv:1802.01561, section 4.1.
     """
-    old_log_probs, rollout_log_probs = map(
-        jax.lax.stop_gradient, (old_log_probs, rollout_log_probs)
-    )
+    old_log_probs = jax.lax.stop_gradient(old_log_probs)
+    rollout_log_probs = jax.lax.stop_gradient(rollout_log_probs)
     log_ratios = log_ratio(old_log_probs, rollout_log_probs, response_mask)
     weights, weight_numbers = correction_weights(config, log_ratios, response_mask)
     loss_mask, rejection_numbers = rejection(config, log_ratios, response_mask)
     gap = engine_gap(old_log_probs, rollout_log_probs, response_mask)
     return weights, loss_mask, gap | weight_numbers | rejection_numbers
-
-
-def engine_gap(
-    old_log_probs: Float[Array, "B T"],
-    rollout_log_probs: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-) -> Metrics:
-    """Returns the numbers that describe how far the engine is from the trained policy.
-
-    Args:
-      old_log_probs: Log-probs of the policy when the step began.
-      rollout_log_probs: Log-probs as the engine reported them.
-      response_mask: True where the policy chose the token.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> log_probs = jnp.log(jnp.array([[0.5, 0.25]]))
-      >>> gap = engine_gap(log_probs, log_probs, jnp.ones((1, 2), bool))
-      >>> float(gap["training/rollout_probs_diff_max"])
-      0.0
-    """
-    return gap_metrics(old_log_probs, rollout_log_probs, response_mask) | probability_metrics(
-        old_log_probs, rollout_log_probs, response_mask
-    )

@@ -7,27 +7,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
-from jaxrl_llm.algorithms.lookup import FunctionError, resolve
-from jaxrl_llm.algorithms.losses import POLICY_LOSSES, minibatch_denominators, policy_objective
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.lookup import FunctionError, declared, resolve
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES, policy_objective
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
 from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.types import Minibatch
 
 _ROWS, _WIDTH, _TERMS = 4, 3, 2
 _TOKENS = jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32)
-_MASK = jax.ShapeDtypeStruct((_ROWS, _WIDTH), bool)
-_SEQUENCES = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
-_NUMBERS = jax.ShapeDtypeStruct((_ROWS,), jnp.int32)
 _BY_TERM = jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32)
 
 # What the learner hands to an estimator, by name.
 _STEP = {
-    "response_mask": _MASK,
-    **dict.fromkeys(
-        ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights"), _TOKENS
-    ),
-    "group_ids": _NUMBERS,
-    "baselines": _SEQUENCES,
+    "response_mask": jax.ShapeDtypeStruct((_ROWS, _WIDTH), bool),
+    "rewards": _TOKENS,
+    "values": _TOKENS,
+    "old_log_probs": _TOKENS,
+    "sum_squared_probs": _TOKENS,
+    "correction_weights": _TOKENS,
+    "group_ids": jax.ShapeDtypeStruct((_ROWS,), jnp.int32),
+    "baselines": jax.ShapeDtypeStruct((_ROWS,), jnp.float32),
     "term_rewards": _BY_TERM,
     "term_weights": _BY_TERM,
 }
@@ -37,13 +37,11 @@ def check(config: AlgorithmConfig) -> None:
     """Raises if a function that the config names by import path cannot work.
 
     The function is found, then traced with arrays of small shapes: it must name what is
-    available and return what is wanted. Nothing is computed.
-
-    Args:
-      config: Reads `advantage` and `policy_loss`; names of the tables are taken as they are.
+    available and return what is wanted, and the rest of the config must go with what the
+    advantage reads. Nothing is computed.
 
     Raises:
-      ConfigError: A function cannot be found, or a parameter or result of it is wrong.
+      ConfigError: With all problems.
 
     Example:
       >>> check(AlgorithmConfig(advantage="grpo"))
@@ -54,10 +52,8 @@ def check(config: AlgorithmConfig) -> None:
         ("policy_loss", POLICY_LOSSES, _trace_policy_loss),
     ):
         name = getattr(config, field)
-        if not is_import_path(name):
-            continue
         try:
-            resolve(name, table, field.replace("_", " "))
+            function = resolve(name, table, field.replace("_", " "))
         except Exception as error:  # whatever the user's file raises when it is imported
             # Errors of the lookup itself begin with the name; of an import, with anything.
             own = str(error).startswith(repr(name))
@@ -65,7 +61,11 @@ def check(config: AlgorithmConfig) -> None:
             problems.append(f"config.algorithm.{field}: {said}")
             continue
         try:
-            trace(config)
+            if is_import_path(name):
+                trace(config)
+            if field == "advantage":
+                for path, said in config.advantage_rules(declared(function).names):
+                    problems.append(f"config.algorithm.{path}: {said}")
         except FunctionError as error:
             problems.append(str(error))
         except Exception as error:  # what the user's function raises when it is traced

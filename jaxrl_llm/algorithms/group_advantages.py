@@ -18,8 +18,7 @@ from jaxrl_llm.algorithms.masked import (
     whiten,
 )
 from jaxrl_llm.algorithms.masked import group_std as standard_deviation
-
-AdvantagesAndReturns = tuple[Float[Array, "B T"], Float[Array, "B T"]]
+from jaxrl_llm.algorithms.token_baselines import AdvantagesAndReturns
 
 EPSILON = 1e-6  # added to a group's standard deviation
 
@@ -66,14 +65,7 @@ def grpo(
 
     Responses of equal score have advantage 0. A group of one: `score / (1 + 1e-6)`.
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-      group_std: False leaves the division out, as Dr. GRPO does (arXiv:2503.20783).
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = grpo(
       ...     rewards=jnp.array([[0.0, 1.0], [0.0, 0.0]]), response_mask=jnp.ones((2, 2), bool),
       ...     group_ids=jnp.array([0, 0]))
@@ -81,8 +73,7 @@ def grpo(
       [[ 0.7071  0.7071]
        [-0.7071 -0.7071]]
 
-    Reference:
-      Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+    Reference: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     return _on_tokens(_normalized(scores, group_ids, members, group_std), response_mask)
@@ -99,22 +90,14 @@ def grpo_passk(
     Two responses that share the best score make all of the group 0: taking one of them
     away would not change the best of k. In a group of one the second best is 0.
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-      group_std: Whether to divide by `std + 1e-6` of the group.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = grpo_passk(
       ...     rewards=jnp.array([[3.0], [1.0], [0.0]]), response_mask=jnp.ones((3, 1), bool),
       ...     group_ids=jnp.array([0, 0, 0]), group_std=False)
       >>> print(advantages.ravel())
       [2. 0. 0.]
 
-    Reference:
-      arXiv:2503.19595. Deviation: verl refuses a group of one, here it keeps its score.
+    Reference: arXiv:2503.19595. Deviation: verl refuses a group of one, here it keeps its score.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     is_best = members & (scores == group_max(scores, group_ids, members))
@@ -127,8 +110,8 @@ def grpo_passk(
 
 
 def gdpo(
-    term_rewards: Float[Array, "K B"],
-    term_weights: Float[Array, "K B"],
+    term_rewards: Float[Array, "terms B"],
+    term_weights: Float[Array, "terms B"],
     response_mask: Bool[Array, "B T"],
     group_ids: Int[Array, " B"],
     group_std: bool = True,
@@ -139,23 +122,18 @@ def gdpo(
     flatten the others. The sum of the terms, and a KL in the reward, play no part.
 
     Args:
-      term_rewards: K reward terms for each response, unweighted.
-      term_weights: Weight of each term on each row; 0 where it does not apply.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-      group_std: Whether each term is divided by its `std + 1e-6`.
+      term_rewards: Unweighted.
+      term_weights: 0 where a term does not apply to the row.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = gdpo(
       ...     term_rewards=jnp.array([[1.0, 0.0], [0.0, 100.0]]), term_weights=jnp.ones((2, 2)),
       ...     response_mask=jnp.ones((2, 1), bool), group_ids=jnp.array([0, 0]))
       >>> print(abs(advantages.ravel()).round(1))
       [0. 0.]
 
-    Reference:
-      Liu et al., GDPO, arXiv:2601.05242. Deviation: verl divides by the standard deviation
-      always, here `group_std=False` is heeded.
+    Reference: Liu et al., GDPO, arXiv:2601.05242. Deviation: verl divides by the standard
+      deviation always, here `group_std=False` is heeded.
     """
     members = _members(response_mask)
     row_advantages = sum(
@@ -177,21 +155,14 @@ def rloo(
     A group of one has no others: its advantage is the score.
     Deviation: verl's `rloo_vectorized` gives a group of one 0, its `rloo` the score.
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = rloo(
       ...     rewards=jnp.array([[3.0], [1.0], [2.0]]), response_mask=jnp.ones((3, 1), bool),
       ...     group_ids=jnp.array([0, 0, 0]))
       >>> print(advantages.ravel())
       [ 1.5 -1.5  0. ]
 
-    Reference:
-      Ahmadian et al., arXiv:2402.14740, section 3.2.
+    Reference: Ahmadian et al., arXiv:2402.14740, section 3.2.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     size = group_size(group_ids, members)
@@ -208,21 +179,14 @@ def reinforce_plus_plus_baseline(
     The scale is the batch's and not the group's: a group of nearly equal scores is not
     blown up.
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = reinforce_plus_plus_baseline(
       ...     rewards=jnp.array([[3.0], [1.0]]), response_mask=jnp.ones((2, 1), bool),
       ...     group_ids=jnp.array([0, 0]))
       >>> print(advantages.ravel().round(4))
       [ 0.7071 -0.7071]
 
-    Reference:
-      Hu et al., REINFORCE++, arXiv:2501.03262.
+    Reference: Hu et al., REINFORCE++, arXiv:2501.03262.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     centered = scores - _baselines(scores, group_ids, members)
@@ -238,13 +202,7 @@ def opo(
     The weights make the baseline that of least gradient variance, if the squared norm of
     a response's gradient grows with its length. A group of one keeps its score.
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = opo(
       ...     rewards=jnp.array([[0.0, 0.0, 4.0], [0.0, 0.0, 0.0]]),
       ...     response_mask=jnp.array([[True, True, True], [True, False, False]]),
@@ -253,8 +211,7 @@ def opo(
       [[ 1.  1.  1.]
        [-3.  0.  0.]]
 
-    Reference:
-      Hao et al., OPO, arXiv:2505.23585.
+    Reference: Hao et al., OPO, arXiv:2505.23585.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     lengths = jnp.sum(response_mask, axis=-1).astype(scores.dtype)
@@ -273,21 +230,14 @@ def gpg(
 
         alpha * (score - mean),   alpha = rows / max(rows with score != 0, 1)
 
-    Args:
-      rewards: Reward for emitting each token; summed over the response.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-
     Example:
-      >>> import jax.numpy as jnp
       >>> advantages, _ = gpg(
       ...     rewards=jnp.array([[1.0], [0.0]]), response_mask=jnp.ones((2, 1), bool),
       ...     group_ids=jnp.array([0, 0]))
       >>> print(advantages.ravel())
       [ 1. -1.]
 
-    Reference:
-      Chu et al., GPG, arXiv:2504.02546.
+    Reference: Chu et al., GPG, arXiv:2504.02546.
     """
     scores, members = masked_sum(rewards, response_mask, -1), _members(response_mask)
     scored = jnp.maximum(jnp.sum(members & (scores != 0.0)), 1)

@@ -26,7 +26,6 @@ def k1(log_probs: Float[Array, "..."], ref_log_probs: Float[Array, "..."]) -> Fl
     """Returns `d = log_probs - ref_log_probs`: unbiased, negative on single tokens.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(k1(jnp.array([-1.0]), jnp.array([-1.5])))
       [0.5]
     """
@@ -39,7 +38,6 @@ def absolute(
     """Returns `|d|`: a distance, not the KL.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(absolute(jnp.array([-1.5]), jnp.array([-1.0])))
       [0.5]
     """
@@ -50,7 +48,6 @@ def k2(log_probs: Float[Array, "..."], ref_log_probs: Float[Array, "..."]) -> Fl
     """Returns `d**2 / 2`: slightly biased, low variance, the right gradient.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(k2(jnp.array([-1.0]), jnp.array([-1.5])))
       [0.125]
     """
@@ -63,7 +60,6 @@ def k3(log_probs: Float[Array, "..."], ref_log_probs: Float[Array, "..."]) -> Fl
     `d` is clipped to [-20, 20] and the result to at most 10.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(k3(jnp.array([-1.0]), jnp.array([-1.5])).round(4))
       [0.1065]
     """
@@ -75,7 +71,6 @@ def with_k2_gradient(estimator: Estimator) -> Estimator:
     """Returns an estimator with the values of `estimator` and the gradient of `k2`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
       >>> print(jax.grad(with_k2_gradient(k3))(jnp.array(-1.0), jnp.array(-1.5)))
       0.5
     """
@@ -119,7 +114,6 @@ def next_kl_coef(
       kl_coef: Coefficient of this step; part of the state that a checkpoint holds.
       current_kl: Mean over sequences of the mean KL per token, as `kl_shaped` returns it.
       num_sequences: Sequences that `current_kl` was measured on.
-      config: Reads `kl_controller`, `kl_target` and `kl_horizon`.
 
     Example:
       >>> config = AlgorithmConfig(kl_controller="adaptive", kl_target=6.0, kl_horizon=1000)

@@ -1,7 +1,6 @@
 """How a name in the config becomes a function, and how that function gets its arguments.
 
-A function of the tables in this folder and a user's own are treated alike: each names
-as parameters just the arrays and numbers that it needs.
+A function of the tables in this folder, or a user's own, names what it needs as parameters.
 """
 
 import dataclasses
@@ -56,15 +55,11 @@ def resolve(
 
     Args:
       name: A key of `table`, `package.module:function` or `path/file.py:function`.
-      table: The known functions.
       what: What is looked for, in the words of an error.
 
     Raises:
-      ValueError: `name` is neither a key nor an import path.
-      FileNotFoundError: There is no such file.
-      ModuleNotFoundError: There is no such module.
-      AttributeError: The module has no such function.
-      TypeError: It is there, but cannot be called.
+      ValueError, FileNotFoundError, ModuleNotFoundError, AttributeError, TypeError: `name` is
+        neither a key nor an import path; no such file, module or function; not a function.
 
     Example:
       >>> resolve("double", {"double": lambda x: 2 * x})(4)
@@ -134,8 +129,6 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
     A parameter that is not available keeps its default; `**rest` takes everything.
 
     Args:
-      function: What to call.
-      available: Values by name.
       where: Who asked for the function, to begin an error with.
 
     Raises:

@@ -1,8 +1,7 @@
 """The objectives of the policy and of the critic, and the table of policy losses.
 
-Every loss and metric here is a share of a minibatch: to be summed, not averaged, over
-its microbatches. A row of [B, T] is one whole sequence, also when the network saw
-several packed together.
+A row of [B, T] is one whole sequence, also when the network saw several packed together.
+`denominators` are of the whole minibatch.
 """
 
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import ratio_losses, score_losses
 from jaxrl_llm.algorithms.aggregation import (
-    AGGREGATIONS,
     Denominators,
+    LossAndMetrics,
+    TokenLoss,
     aggregate,
-    minibatch_denominators,
+    policy_loss,
     token_mean,
 )
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
@@ -25,20 +25,7 @@ from jaxrl_llm.algorithms.masked import zero_outside
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
 
-__all__ = [
-    "AGGREGATIONS",
-    "POLICY_LOSSES",
-    "Denominators",
-    "entropy_bonus",
-    "kl_loss",
-    "minibatch_denominators",
-    "policy_objective",
-    "value_loss",
-]
-
-LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
-
-POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
+POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics | TokenLoss]] = {
     "vanilla": ratio_losses.vanilla,
     "gspo": ratio_losses.gspo,
     "sapo": ratio_losses.sapo,
@@ -81,10 +68,9 @@ def entropy_bonus(
     """Returns the aggregated entropy, before its coefficient, and `actor/entropy` per token.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, False]])
       >>> bonus, _ = entropy_bonus(
-      ...     AlgorithmConfig(), jnp.array([[2.0, jnp.nan]]), mask, minibatch_denominators(mask))
+      ...     AlgorithmConfig(), jnp.array([[2.0, jnp.nan]]), mask, Denominators(1.0, 1.0))
       >>> print(bonus)
       2.0
     """
@@ -106,19 +92,11 @@ def kl_loss(
 ) -> LossAndMetrics:
     """Returns the aggregated KL to the reference, before its coefficient.
 
-    Args:
-      config: Reads `kl_estimator` and `aggregation`.
-      log_probs: Of the policy being trained, with gradient.
-      ref_log_probs: Of the frozen reference.
-      loss_mask: Tokens that have a loss.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, False]])
       >>> loss, _ = kl_loss(
       ...     AlgorithmConfig(kl_estimator="k1"), jnp.array([[-1.0, jnp.nan]]),
-      ...     jnp.array([[-1.5, 0.0]]), mask, minibatch_denominators(mask))
+      ...     jnp.array([[-1.5, 0.0]]), mask, Denominators(1.0, 1.0))
       >>> print(loss)
       0.5
     """
@@ -141,30 +119,17 @@ def value_loss(
 
         0.5 max((values - returns)**2, (clip(values, old_values ± value_clip) - returns)**2)
 
-    Args:
-      config: Reads `value_clip` (inf: off) and `aggregation`.
-      values: Predicted now, with gradient.
-      old_values: Predicted when the step began.
-      returns: Targets.
-      loss_mask: Tokens that have a loss.
-      denominators: Of the whole minibatch.
-      role: Prefix of the metrics; `cost_critic` for that of Safe-RLHF.
-
-    Returns:
-      loss: To be summed over microbatches.
-      metrics: `ROLE/vf_loss`, `ROLE/vf_clipfrac`, `ROLE/vpred_mean`, to be summed as well.
+    `role` begins the names of the metrics; `cost_critic` is that of Safe-RLHF.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, False]])
       >>> loss, _ = value_loss(
       ...     AlgorithmConfig(value_clip=0.5), jnp.array([[2.0, jnp.nan]]), jnp.zeros((1, 2)),
-      ...     jnp.array([[2.0, 0.0]]), mask, minibatch_denominators(mask))
+      ...     jnp.array([[2.0, 0.0]]), mask, Denominators(1.0, 1.0))
       >>> print(loss)
       1.125
 
-    Reference:
-      arXiv:1707.06347 with the clip of its implementation; arXiv:2005.12729, section 3.
+    Reference: arXiv:1707.06347 with the clip of its implementation; arXiv:2005.12729, section 3.
     """
     values, old_values, returns = zero_outside(loss_mask, values, old_values, returns)
     clipped = jnp.clip(values, old_values - config.value_clip, old_values + config.value_clip)
@@ -196,64 +161,64 @@ def policy_objective(
     `entropies`, `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`,
     `returns`, `values`, `response_mask`, `loss_mask`, `correction_weights`, `selection`,
     `config` and `denominators`, and returns its loss and a dict of metrics, as shares of the
-    minibatch: `aggregation.policy_loss` does so from a loss per token.
+    minibatch: `aggregation.policy_loss` does so from a loss per token. Losses of the table return
+    both per token.
 
     Args:
-      config: Reads `policy_loss` and its fields, `aggregation`, `entropy_coef`, `kl_in`,
-        `kl_estimator`, `kl_coef`.
-      log_probs: Of the policy being trained, with gradient.
       entropies: Of the distributions the tokens were drawn from; with gradient if
         `entropy_coef` is not 0.
-      minibatch: The rows of the microbatch.
       selection: What `selection.select` chose over the whole minibatch, these rows of it.
       denominators: Of the whole minibatch's `loss_mask`.
-
-    Returns:
-      loss: To be summed over microbatches.
-      metrics: Scalars named `actor/...`, to be summed as well.
 
     Raises:
       ValueError, ImportError, AttributeError, FunctionError: The loss cannot be found (see
         `lookup.resolve`), names what is not available, or returns something else.
 
     Example:
-      >>> import dataclasses, jax.numpy as jnp
+      >>> import dataclasses
       >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
       >>> minibatch = dataclasses.replace(
       ...     Minibatch.zeros(1, 2), loss_mask=mask, advantages=zero + 1.0)
       >>> loss, metrics = policy_objective(
       ...     AlgorithmConfig(entropy_coef=0.5, policy_loss="reinforce"), zero - 1.0, zero + 2.0,
       ...     dataclasses.replace(minibatch, correction_weights=zero + 1.0), ~mask,
-      ...     minibatch_denominators(mask))
+      ...     Denominators(2.0, 1.0))
       >>> print(loss, metrics["actor/pg_loss"], metrics["actor/entropy"])
       0.0 1.0 2.0
     """
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
-    available = {
+    fields = (
+        "old_log_probs",
+        "ref_log_probs",
+        "rollout_log_probs",
+        "advantages",
+        "returns",
+        "values",
+        "response_mask",
+        "loss_mask",
+        "correction_weights",
+    )
+    available = {name: getattr(minibatch, name) for name in fields} | {
         "log_probs": log_probs,
         "entropies": entropies,
         "selection": selection,
         "config": config,
         "denominators": denominators,
-        "old_log_probs": minibatch.old_log_probs,
-        "ref_log_probs": minibatch.ref_log_probs,
-        "rollout_log_probs": minibatch.rollout_log_probs,
-        "advantages": minibatch.advantages,
-        "returns": minibatch.returns,
-        "values": minibatch.values,
-        "response_mask": minibatch.response_mask,
-        "loss_mask": minibatch.loss_mask,
-        "correction_weights": minibatch.correction_weights,
     }
     result = call_by_name(
         resolve(config.policy_loss, POLICY_LOSSES, "policy loss"), available, where
     )
-    if not (isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()):
+    per_token = config.policy_loss in POLICY_LOSSES and jnp.ndim(result[0])
+    scalar = isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()
+    if not per_token and not scalar:
         raise FunctionError(
             f"{where}: returned {type(result).__name__}; a policy loss returns"
             " (scalar loss, dict of metrics)"
         )
     loss, metrics = result
+    if per_token:
+        weights, mask = minibatch.correction_weights, minibatch.loss_mask
+        loss, metrics = policy_loss(config, loss, weights, mask, denominators, **metrics)
     bonus, entropy_metrics = entropy_bonus(config, entropies, minibatch.loss_mask, denominators)
     metrics = metrics | entropy_metrics
     if config.entropy_coef:

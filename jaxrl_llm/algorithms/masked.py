@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def zero_outside(mask: Bool[Array, "*S"], *arrays: Float[Array, "*S"]) -> tuple[Array, ...]:
+def zero_outside(mask: Bool[Array, "*dims"], *arrays: Float[Array, "*dims"]) -> tuple[Array, ...]:
     """Returns the arrays with everything outside `mask` replaced by 0.
 
     The gradient with respect to a replaced entry is exactly 0.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> (x,) = zero_outside(jnp.array([True, False]), jnp.array([2.0, jnp.nan]))
       >>> print(x)
       [2. 0.]
@@ -30,7 +29,6 @@ def masked_sum(
     """Returns the sum of `x` where `mask`, over `axis` or over everything.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(masked_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
       3.0
     """
@@ -43,7 +41,6 @@ def masked_mean(
     """Returns the mean of `x` where `mask`; 0 where the mask is empty.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(masked_mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
       1.5
     """
@@ -54,7 +51,6 @@ def masked_variance(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[A
     """Returns the unbiased variance of `x` where `mask`; 0 for fewer than two entries.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(masked_variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
       2.0
     """
@@ -69,7 +65,6 @@ def masked_max(
     """Returns the largest `x` where `mask`; 0 where the mask is empty.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(masked_max(jnp.array([-1.0, 3.0]), jnp.array([True, False])))
       -1.0
     """
@@ -83,7 +78,6 @@ def masked_min(
     """Returns the smallest `x` where `mask`; 0 where the mask is empty.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(masked_min(jnp.array([1.0, -3.0]), jnp.array([True, False])))
       1.0
     """
@@ -97,11 +91,7 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
 
     Every token weighs the same, so long responses weigh more. A single token becomes 0.
 
-    Returns:
-      Zero outside the mask.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> x, mask = jnp.array([[1.0, 3.0, 7.0]]), jnp.array([[True, True, False]])
       >>> print(whiten(x, mask).round(4))
       [[-0.7071  0.7071  0.    ]]
@@ -119,12 +109,10 @@ def group_sum(
     """Returns, for each row, the sum of `x` over the members of its group.
 
     Args:
-      x: One number a row.
       group_ids: Group of each row, in [0, B); any order, gaps allowed.
       members: False for rows that count in no group (padding rows).
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
       >>> print(group_sum(x, groups, jnp.array([True, True, True])))
       [5. 2. 5.]
@@ -139,7 +127,6 @@ def group_max(
     """Returns, for each row, the largest `x` in its group; -inf where it has no member.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
       >>> print(group_max(x, groups, jnp.array([True, True, True])))
       [4. 2. 4.]
@@ -151,7 +138,6 @@ def group_size(group_ids: Int[Array, " B"], members: Bool[Array, " B"]) -> Float
     """Returns, for each row, how many members its group has.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(group_size(jnp.array([0, 1, 0]), jnp.array([True, True, True])))
       [2. 1. 2.]
     """
@@ -167,7 +153,6 @@ def group_mean(
     variance has deviations of exactly 0.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
       >>> print(group_mean(x, groups, jnp.array([True, True, True])))
       [2.5 2.  2.5]
@@ -186,7 +171,6 @@ def group_std(
     A group of one has none; it gets 1, so that dividing by it changes nothing.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, groups = jnp.array([1.0, 2.0, 3.0, 5.0, 5.0]), jnp.array([0, 1, 0, 2, 2])
       >>> print(group_std(x, groups, jnp.ones(5, bool)).round(4))
       [1.4142 1.     1.4142 0.     0.    ]

@@ -9,11 +9,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from jaxrl_llm.algorithms import corrections, losses, selection, shaping
 from jaxrl_llm.algorithms.advantages import ESTIMATORS
 from jaxrl_llm.algorithms.lookup import declared, resolve
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES
+from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, RLConfig
-from jaxrl_llm.errors import Problem
 
 # What only a pass of the policy over the step, made before its update, can tell.
 _OF_POLICY = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
@@ -69,37 +69,22 @@ def of(config: AlgorithmConfig) -> Needs:
       True
     """
     advantage = declared(resolve(config.advantage, ESTIMATORS, "advantage estimator"))
-    loss = declared(resolve(config.policy_loss, losses.POLICY_LOSSES, "policy loss"))
-    before = (
-        advantage.names
-        | shaping.reads(config)
-        | corrections.reads(config)
-        | selection.reads(config)
-    )
+    loss = declared(resolve(config.policy_loss, POLICY_LOSSES, "policy loss"))
+    before, in_update = set(advantage.names), set(loss.names)
     if advantage.takes_rest:
         # It gets all that the run has; what the policy said is asked for, models are not added.
         before |= _OF_POLICY
+    if config.kl_in == "reward":
+        before |= {"old_log_probs", "ref_log_probs"}
+    if config.correction != "none" or config.rejections:
+        before |= {"old_log_probs", "rollout_log_probs"}
+    if config.policy_loss in SELECTIONS:
+        before.add("old_log_probs")
     if config.safe:
         before |= {"values", "cost_values", "old_log_probs"}
-    in_update = loss.names | ({"ref_log_probs"} if config.kl_in == "loss" else frozenset())
-    return Needs(before, in_update)
-
-
-def problems(config: AlgorithmConfig) -> Iterator[Problem]:
-    """Yields what does not go together with what the functions read.
-
-    Example:
-      >>> [field for field, _ in problems(AlgorithmConfig(safe=True))]
-      ['safe']
-    """
-    needs = of(config)
-    if config.safe and "values" not in declared(_advantage(config)).names:
-        yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
-    if config.dynamic_sampling and needs.greedy_baseline:
-        yield (
-            "dynamic_sampling",
-            f"not defined with advantage={config.advantage!r}: its groups are of one sample",
-        )
+    if config.kl_in == "loss":
+        in_update.add("ref_log_probs")
+    return Needs(frozenset(before), frozenset(in_update))
 
 
 def warnings(config: RLConfig) -> Iterator[str]:
@@ -116,7 +101,3 @@ def warnings(config: RLConfig) -> Iterator[str]:
         yield f"config.critic.path: no effect, advantage={advantage!r} has no critic"
     if not needs.critic and config.algorithm.critic_warmup_steps:
         yield "config.algorithm.critic_warmup_steps: no effect without a critic"
-
-
-def _advantage(config: AlgorithmConfig):
-    return resolve(config.advantage, ESTIMATORS, "advantage estimator")

@@ -1,21 +1,19 @@
 """Policy losses whose gradient flows through the ratio of probabilities.
 
-With ratio = exp(log_probs - old_log_probs) bounded by exp(±20), A = advantages. Each
-function returns the loss of a microbatch and its metrics, both to be summed over the
-microbatches of a minibatch: see `aggregation`. Outside `loss_mask` nothing matters and
-gradients are exactly 0. At ratio 1 the gradient of each is that of -A * log_probs.
+ratio = exp(log_probs - old_log_probs), bounded by exp(±20); A = advantages. A loss names what it
+reads and returns a number and metrics for each token; `losses.policy_objective` sums them.
+Nothing outside `loss_mask` matters, and gradients there are exactly 0. At ratio 1 the gradient of
+each loss is that of -A * log_probs.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms.aggregation import Denominators, policy_loss
+from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, TokenLoss, policy_loss
 from jaxrl_llm.algorithms.masked import masked_mean, zero_outside
 from jaxrl_llm.algorithms.ratios import bounded, log_ratio
 from jaxrl_llm.config import AlgorithmConfig
-
-LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 
 
 def clipped_surrogate(
@@ -24,7 +22,6 @@ def clipped_surrogate(
     """Returns `max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))` and where it clips.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> losses, clipped = clipped_surrogate(
       ...     jnp.array([[1.5, 1.5]]), jnp.array([[1.0, -1.0]]), AlgorithmConfig())
       >>> print(losses, clipped)
@@ -40,50 +37,32 @@ def vanilla(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns PPO's clipped loss, with the second bound of dual clip where A is negative.
 
         max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)),  at most -A dual_clip if A < 0
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low`, `clip_high`, `dual_clip` and `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
-      >>> mask = jnp.ones((1, 1), bool)
-      >>> loss, metrics = vanilla(
-      ...     jnp.log(jnp.array([[0.9]])), jnp.log(jnp.array([[0.1]])), jnp.array([[-1.0]]), mask,
-      ...     jnp.ones((1, 1)), AlgorithmConfig(), Denominators(1.0, 1.0))
-      >>> print(loss, metrics["actor/pg_clipfrac_lower"])
-      3.0 1.0
+      >>> losses, metrics = vanilla(
+      ...     jnp.log(jnp.array([[0.9]])), jnp.log(jnp.array([[0.1]])), jnp.array([[-1.0]]),
+      ...     jnp.array([[True]]), AlgorithmConfig())
+      >>> print(losses, metrics["pg_clipfrac_lower"])
+      [[3.]] [[ True]]
 
-    Reference:
-      Schulman et al., arXiv:1707.06347, Eq. 7; dual clip: Ye et al., arXiv:1912.09729, Eq. 5.
+    Reference: Schulman et al., arXiv:1707.06347, Eq. 7; dual clip: Ye et al., arXiv:1912.09729,
+      Eq. 5.
     """
     (advantages,) = zero_outside(loss_mask, advantages)
     log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
     losses, clipped = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
     negative = advantages < 0.0
     ceiling = jnp.where(negative, jnp.where(negative, -advantages, 1.0) * config.dual_clip, jnp.inf)
-    return policy_loss(
-        config,
-        jnp.minimum(losses, ceiling),
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-        pg_clipfrac=clipped,
-        pg_clipfrac_lower=losses > ceiling,
-    )
+    return jnp.minimum(losses, ceiling), {
+        "ppo_kl": -log_ratios,
+        "pg_clipfrac": clipped,
+        "pg_clipfrac_lower": losses > ceiling,
+    }
 
 
 def gspo(
@@ -91,39 +70,24 @@ def gspo(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns the clipped loss with one ratio a sequence: the geometric mean of its tokens'.
 
         ratio_i = exp(mean_t(log_probs - old_log_probs)), at most exp(10)
 
     Each token carries the sequence's ratio as value and its own log-prob as gradient
-    (GSPO-token, Eq. 14), so advantages may differ within a response.
-    Deviation: verl aggregates by seq-mean-token-mean always; here `config.aggregation`
-    is heeded, and the recipe sets it so.
-
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low`, `clip_high` and `aggregation`.
-      denominators: Of the whole minibatch.
+    (GSPO-token, Eq. 14), so advantages may differ within a response. Deviation: verl aggregates
+    by seq-mean-token-mean always; here only the recipe does.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> log_probs = jnp.log(jnp.array([[0.4, 0.1]]))
-      >>> loss, _ = gspo(
-      ...     log_probs, jnp.log(jnp.array([[0.1, 0.4]])), jnp.ones((1, 2)),
-      ...     jnp.ones((1, 2), bool), jnp.ones((1, 2)), AlgorithmConfig(), Denominators(2.0, 1.0))
-      >>> print(loss)
-      -1.0
+      >>> losses, _ = gspo(
+      ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.4]])),
+      ...     jnp.ones((1, 2)), jnp.ones((1, 2), bool), AlgorithmConfig())
+      >>> print(losses)
+      [[-1. -1.]]
 
-    Reference:
-      Zheng et al., GSPO, arXiv:2507.18071, Eq. 5, 7 and 14.
+    Reference: Zheng et al., GSPO, arXiv:2507.18071, Eq. 5, 7 and 14.
     """
     log_probs, old_log_probs, advantages = zero_outside(
         loss_mask, log_probs, old_log_probs, advantages
@@ -133,15 +97,7 @@ def gspo(
     carrier = log_probs - jax.lax.stop_gradient(log_probs)
     ratios = jnp.exp(jnp.minimum(carrier + sequence, 10.0))
     losses, clipped = clipped_surrogate(ratios, advantages, config)
-    return policy_loss(
-        config,
-        losses,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-        pg_clipfrac=clipped,
-    )
+    return losses, {"ppo_kl": -log_ratios, "pg_clipfrac": clipped}
 
 
 def sapo(
@@ -149,48 +105,27 @@ def sapo(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns the loss with a soft gate in place of the clip.
 
         -A sigmoid(tau (ratio - 1)) 4 / tau,   tau = sapo_tau_pos if A > 0 else sapo_tau_neg
 
-    Deviation: verl aggregates by seq-mean-token-mean always; here `config.aggregation`
-    is heeded, and the recipe sets it so.
-
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `sapo_tau_pos`, `sapo_tau_neg` and `aggregation`.
-      denominators: Of the whole minibatch.
+    Deviation: verl aggregates by seq-mean-token-mean always; here only the recipe does.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, _ = sapo(-one, -one, one, one > 0, one, AlgorithmConfig(), Denominators(1.0, 1.0))
-      >>> print(loss)
-      -2.0
+      >>> losses, _ = sapo(-one, -one, one, one > 0, AlgorithmConfig())
+      >>> print(losses)
+      [[-2.]]
 
-    Reference:
-      Gao et al., SAPO, arXiv:2511.20347.
+    Reference: Gao et al., SAPO, arXiv:2511.20347.
     """
     (advantages,) = zero_outside(loss_mask, advantages)
     log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
     tau = jnp.where(advantages > 0.0, config.sapo_tau_pos, config.sapo_tau_neg)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratios) - 1.0)) * 4.0 / tau
-    return policy_loss(
-        config,
-        -gate * advantages,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-    )
+    return -gate * advantages, {"ppo_kl": -log_ratios}
 
 
 def geo_mean(
@@ -207,23 +142,12 @@ def geo_mean(
         d_t = log-ratio, clipped to at most clip_high where A > 0, at least -clip_low where A < 0
         -mean_t(A) exp(mean_t(d)),   the same on each token of the sequence
 
-    The bounds are on the log-ratio. Correction weights enter by their geometric mean over
-    the sequence. Deviation: verl takes the mean over the rows of each microbatch, padding
-    included, so that the step grows with the number of microbatches; here the sum is
-    divided as `config.aggregation` says, by counts of the minibatch.
-
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low`, `clip_high` and `aggregation` (seq-mean-token-mean is the
-        paper's).
-      denominators: Of the whole minibatch.
+    Correction weights enter by their geometric mean over the sequence, so the loss is summed
+    here; the paper's aggregation is seq-mean-token-mean. Deviation: verl takes the mean over the
+    rows of each microbatch, padding included, so that the step grows with the number of
+    microbatches; here the sum is divided by counts of the minibatch.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> loss, _ = geo_mean(
       ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.1]])),
       ...     jnp.ones((1, 2)), jnp.ones((1, 2), bool), jnp.ones((1, 2)),
@@ -231,8 +155,7 @@ def geo_mean(
       >>> print(loss.round(4))
       -2.0
 
-    Reference:
-      Zhao et al., GMPO, arXiv:2507.20673.
+    Reference: Zhao et al., GMPO, arXiv:2507.20673.
     """
     (advantages,) = zero_outside(loss_mask, advantages)
     log_ratios = log_ratio(log_probs, old_log_probs, loss_mask)
@@ -261,50 +184,26 @@ def clip_cov(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     selection: Bool[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
-    """Returns the clipped loss without the selected tokens, which have no loss.
+) -> TokenLoss:
+    """Returns the clipped loss, 0 on the tokens that `selection.clip_cov` chose; no dual clip.
 
-    The selection holds few tokens whose log-prob and advantage covary strongly: they are
-    the ones that take the entropy away. No dual clip.
-
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      selection: Tokens left out, chosen over the minibatch by `selection.clip_cov`.
-      config: Reads `clip_low`, `clip_high` and `aggregation`.
-      denominators: Of the whole minibatch; tokens left out count.
+    They are few tokens whose log-prob and advantage covary strongly and so take the entropy away.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 2))
-      >>> loss, metrics = clip_cov(
-      ...     -one, -one, one, one > 0, one, jnp.array([[True, False]]), AlgorithmConfig(),
-      ...     Denominators(2.0, 1.0))
-      >>> print(loss, metrics["actor/pg_clipfrac"])
-      -0.5 0.5
+      >>> selection = jnp.array([[True, False]])
+      >>> losses, _ = clip_cov(-one, -one, one, one > 0, selection, AlgorithmConfig())
+      >>> print(losses)
+      [[ 0. -1.]]
 
-    Reference:
-      Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    Reference: Cui et al., The Entropy Mechanism, arXiv:2505.22617.
     """
     (advantages,) = zero_outside(loss_mask, advantages)
     log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
     losses, _ = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
-    return policy_loss(
-        config,
-        jnp.where(selection, 0.0, losses),
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-        pg_clipfrac=selection,
-    )
+    return jnp.where(selection, 0.0, losses), {"ppo_kl": -log_ratios, "pg_clipfrac": selection}
 
 
 def kl_cov(
@@ -312,46 +211,24 @@ def kl_cov(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     selection: Bool[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
-    """Returns the unclipped loss with a penalty on the selected tokens for moving away.
+) -> TokenLoss:
+    """Returns the unclipped loss and a penalty where `selection.kl_cov` chose, for moving away.
 
         -A ratio + [selected] kl_cov_coef |log_probs - old_log_probs|
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      selection: Tokens penalized, chosen over the minibatch by `selection.kl_cov`.
-      config: Reads `kl_cov_coef` and `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, metrics = kl_cov(
-      ...     -one, -2 * one, 0 * one, one > 0, one, one > 0, AlgorithmConfig(kl_cov_coef=0.5),
-      ...     Denominators(1.0, 1.0))
-      >>> print(loss, metrics["actor/ppo_kl"])
-      0.5 1.0
+      >>> losses, metrics = kl_cov(
+      ...     -one, -2 * one, 0 * one, one > 0, one > 0, AlgorithmConfig(kl_cov_coef=0.5))
+      >>> print(losses, metrics["ppo_kl"])
+      [[0.5]] [[1.]]
 
-    Reference:
-      Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    Reference: Cui et al., The Entropy Mechanism, arXiv:2505.22617.
     """
     (advantages,) = zero_outside(loss_mask, advantages)
     log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
     distances = jnp.abs(log_ratios)
     penalty = jnp.where(selection, config.kl_cov_coef * distances, 0.0)
-    return policy_loss(
-        config,
-        -advantages * jnp.exp(log_ratios) + penalty,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=distances,
-    )
+    return -advantages * jnp.exp(log_ratios) + penalty, {"ppo_kl": distances}

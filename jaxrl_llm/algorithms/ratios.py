@@ -16,7 +16,6 @@ def log_ratio(
     """Returns `log_probs - base_log_probs` inside the mask and 0 (ratio 1) outside.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[True, False]])
       >>> print(log_ratio(jnp.array([[-1.0, jnp.nan]]), jnp.array([[-1.5, 0.0]]), mask))
       [[0.5 0. ]]
@@ -29,7 +28,6 @@ def bounded(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns log-ratios clipped to [-20, 20]; beyond, the gradient is 0.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(bounded(jnp.array([-50.0, 1.0])))
       [-20.   1.]
     """

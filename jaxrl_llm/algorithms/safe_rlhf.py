@@ -33,8 +33,6 @@ def next_log_multiplier(
         log_multiplier + multiplier_lr * multiplier * (mean_cost - cost_limit)
 
     Args:
-      config: Reads `multiplier_lr`, `cost_limit` and `multiplier_max`, its upper bound.
-      log_multiplier: That of this step; part of the state that a checkpoint holds.
       mean_cost: Mean over this step's responses of their cost, without KL.
 
     Example:
@@ -42,8 +40,7 @@ def next_log_multiplier(
       >>> print(next_log_multiplier(config, 0.0, 3.0))
       0.2
 
-    Reference:
-      Dai et al., arXiv:2310.12773, appendix B.3.
+    Reference: Dai et al., arXiv:2310.12773, appendix B.3.
     """
     log_multiplier = jnp.asarray(log_multiplier, jnp.float32)
     step = config.multiplier_lr * jnp.exp(log_multiplier) * (mean_cost - config.cost_limit)
@@ -65,7 +62,6 @@ def shaped_costs(
     of the coefficient to each, so its coefficient is twice ours; ours is PPO's at 0.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(shaped_costs(
       ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
       ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool)))
@@ -85,7 +81,6 @@ def combined_advantages(
     With multiplier 0 it is `reward_advantages` to the bit, whatever the costs are.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(combined_advantages(jnp.array([[2.0]]), jnp.array([[1.0]]), 1.0))
       [[0.5]]
     """
@@ -107,22 +102,7 @@ def safe_advantages(
     Reward and cost advantages are estimated apart, combined in their own units, and
     whitened together, as PPO's are.
 
-    Args:
-      config: Reads `gamma` and `gae_lambda`.
-      log_multiplier: Logarithm of the multiplier; -inf is 0.
-      rewards: Token rewards, shaped.
-      costs: Token costs, shaped.
-      values: Predicted return just before each token.
-      cost_values: Predicted cost just before each token.
-      response_mask: True where the policy chose the token.
-
-    Returns:
-      advantages: Whitened over the response tokens, zero outside.
-      returns: Targets of the critic.
-      cost_returns: Targets of the cost critic.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> zero = jnp.zeros((2, 1))
       >>> advantages, returns, cost_returns = safe_advantages(
       ...     AlgorithmConfig(), 0.0, jnp.array([[1.0], [0.0]]), jnp.array([[1.0], [0.0]]),

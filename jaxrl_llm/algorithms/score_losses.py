@@ -1,20 +1,17 @@
 """Policy losses of the form weight * -A * log_probs, the weight without gradient.
 
-Beside REINFORCE, these bound how much a token weighs and not where its gradient stops.
-Contract as in `ratio_losses`: sums over microbatches are exact, nothing outside
-`loss_mask` matters, and at ratio 1 the gradient is that of -A * log_probs.
+Beside REINFORCE, these bound how much a token weighs and not where its gradient stops. They
+return what those of `ratio_losses` return.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms.aggregation import Denominators, policy_loss
+from jaxrl_llm.algorithms.aggregation import TokenLoss
 from jaxrl_llm.algorithms.masked import zero_outside
 from jaxrl_llm.algorithms.ratios import bounded, log_ratio
 from jaxrl_llm.config import AlgorithmConfig
-
-LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 
 
 def reinforce(
@@ -22,45 +19,22 @@ def reinforce(
     rollout_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
-    config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns `-A log_probs`, right for one update from samples of the same policy.
 
     `actor/ppo_kl` is measured against the engine's log-probs.
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      rollout_log_probs: As the engine reported them.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, _ = reinforce(
-      ...     -2 * one, -2 * one, 3 * one, one > 0, one, AlgorithmConfig(), Denominators(1.0, 1.0))
-      >>> print(loss)
-      6.0
+      >>> print(reinforce(-2 * one, -2 * one, 3 * one, one > 0)[0])
+      [[6.]]
 
-    Reference:
-      Williams, Simple Statistical Gradient-Following Algorithms, 1992.
+    Reference: Williams, Simple Statistical Gradient-Following Algorithms, 1992.
     """
     log_probs, rollout_log_probs, advantages = zero_outside(
         loss_mask, log_probs, rollout_log_probs, advantages
     )
-    return policy_loss(
-        config,
-        -advantages * log_probs,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=rollout_log_probs - log_probs,
-    )
+    return -advantages * log_probs, {"ppo_kl": rollout_log_probs - log_probs}
 
 
 def gpg(
@@ -68,35 +42,17 @@ def gpg(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
-    config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns `-A log_probs`; the scaling that makes it GPG is in its advantages.
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began; for `actor/ppo_kl`.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, _ = gpg(
-      ...     -2 * one, -2 * one, 3 * one, one > 0, one, AlgorithmConfig(), Denominators(1.0, 1.0))
-      >>> print(loss)
-      6.0
+      >>> print(gpg(-2 * one, -2 * one, 3 * one, one > 0)[0])
+      [[6.]]
 
-    Reference:
-      Chu et al., GPG, arXiv:2504.02546.
+    Reference: Chu et al., GPG, arXiv:2504.02546.
     """
-    return reinforce(
-        log_probs, old_log_probs, advantages, loss_mask, correction_weights, config, denominators
-    )
+    return reinforce(log_probs, old_log_probs, advantages, loss_mask)
 
 
 def dro(
@@ -104,47 +60,25 @@ def dro(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns REINFORCE with a quadratic pull towards the policy when the step began.
 
         -(A log_probs - dro_beta / 2 (log_probs - old_log_probs)**2)
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `dro_beta` (positive) and `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, _ = dro(
-      ...     -one, -3 * one, 0 * one, one > 0, one, AlgorithmConfig(dro_beta=0.5),
-      ...     Denominators(1.0, 1.0))
-      >>> print(loss)
-      1.0
+      >>> print(dro(-one, -3 * one, 0 * one, one > 0, AlgorithmConfig(dro_beta=0.5))[0])
+      [[1.]]
 
-    Reference:
-      Richemond et al., Direct Reward Optimisation, arXiv:2405.19107.
+    Reference: Richemond et al., Direct Reward Optimisation, arXiv:2405.19107.
     """
     log_probs, old_log_probs, advantages = zero_outside(
         loss_mask, log_probs, old_log_probs, advantages
     )
     differences = log_probs - old_log_probs
-    return policy_loss(
-        config,
-        0.5 * config.dro_beta * jnp.square(differences) - advantages * log_probs,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-differences,
-    )
+    losses = 0.5 * config.dro_beta * jnp.square(differences) - advantages * log_probs
+    return losses, {"ppo_kl": -differences}
 
 
 def cispo(
@@ -152,72 +86,42 @@ def cispo(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns REINFORCE weighted by the clipped ratio: no token loses its gradient.
 
         -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) A log_probs
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low` (1: no lower bound), `clip_high` and `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 1))
-      >>> loss, metrics = cispo(
-      ...     -one, -3 * one, one, one > 0, one, AlgorithmConfig(clip_high=0.5),
-      ...     Denominators(1.0, 1.0))
-      >>> print(loss, metrics["actor/pg_clipfrac"])
-      1.5 1.0
+      >>> print(cispo(-one, -3 * one, one, one > 0, AlgorithmConfig(clip_high=0.5))[0])
+      [[1.5]]
 
-    Reference:
-      MiniMax, MiniMax-M1, arXiv:2506.13585, Eq. 4 and 5.
+    Reference: MiniMax, MiniMax-M1, arXiv:2506.13585, Eq. 4 and 5.
     """
     log_probs, advantages = zero_outside(loss_mask, log_probs, advantages)
     log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
     ratios = jax.lax.stop_gradient(jnp.exp(log_ratios))
     weights = jnp.clip(ratios, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    return policy_loss(
-        config,
-        -weights * advantages * log_probs,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-        pg_clipfrac=ratios != weights,
-    )
+    metrics = {"ppo_kl": -log_ratios, "pg_clipfrac": ratios != weights}
+    return -weights * advantages * log_probs, metrics
 
 
 def _trusted(
     keep: Bool[Array, "B T"],
-    log_ratios: Float[Array, "B T"],
     log_probs: Float[Array, "B T"],
+    old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
+    log_ratios = bounded(log_probs - old_log_probs)
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
     weights = jnp.where(keep, jnp.minimum(ratios, config.dual_clip), 0.0)
-    return policy_loss(
-        config,
-        -weights * advantages * log_probs,
-        correction_weights,
-        loss_mask,
-        denominators,
-        ppo_kl=-log_ratios,
-        pg_clipfrac=~keep,
-        pg_clipfrac_lower=keep & (ratios > config.dual_clip),
-    )
+    return -weights * advantages * log_probs, {
+        "ppo_kl": -log_ratios,
+        "pg_clipfrac": ~keep,
+        "pg_clipfrac_lower": keep & (ratios > config.dual_clip),
+    }
 
 
 def dppo_tv(
@@ -225,54 +129,30 @@ def dppo_tv(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
+) -> TokenLoss:
     """Returns REINFORCE weighted by the ratio, inside a trust region of probability.
 
     A token keeps its gradient while its probability has moved by at most `clip_high` up
-    (A > 0) or `clip_low` down (A <= 0). A rare token may so change its ratio a lot.
-
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low` and `clip_high` as bounds of the total variation,
-        `dual_clip` as the cap of the ratio (20 is a good value; 3 is tight), and
-        `aggregation`.
-      denominators: Of the whole minibatch.
+    (A > 0) or `clip_low` down (A <= 0). A rare token may so change its ratio a lot, up to
+    `dual_clip` (20 is a good value; 3 is tight).
 
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 2))
       >>> _, metrics = dppo_tv(
       ...     jnp.log(jnp.array([[0.02, 0.9]])), jnp.log(jnp.array([[0.01, 0.5]])), one, one > 0,
-      ...     one, AlgorithmConfig(), Denominators(2.0, 1.0))
-      >>> print(metrics["actor/pg_clipfrac"])
-      0.5
+      ...     AlgorithmConfig())
+      >>> print(metrics["pg_clipfrac"])
+      [[False  True]]
 
-    Reference:
-      Qi et al., Rethinking the Trust Region in LLM RL, arXiv:2602.04879.
+    Reference: Qi et al., Rethinking the Trust Region in LLM RL, arXiv:2602.04879.
     """
     log_probs, old_log_probs, advantages = zero_outside(
         loss_mask, log_probs, old_log_probs, advantages
     )
     moved = jnp.exp(log_probs) - jnp.exp(old_log_probs)
     keep = jnp.where(advantages > 0.0, moved <= config.clip_high, moved >= -config.clip_low)
-    log_ratios = bounded(log_probs - old_log_probs)
-    return _trusted(
-        keep,
-        log_ratios,
-        log_probs,
-        advantages,
-        loss_mask,
-        correction_weights,
-        config,
-        denominators,
-    )
+    return _trusted(keep, log_probs, old_log_probs, advantages, config)
 
 
 def dppo_kl(
@@ -280,38 +160,24 @@ def dppo_kl(
     old_log_probs: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
     config: AlgorithmConfig,
-    denominators: Denominators,
-) -> LossAndMetrics:
-    """Returns REINFORCE weighted by the ratio, inside a trust region of binary KL.
+) -> TokenLoss:
+    """Returns REINFORCE weighted by the ratio, at most `dual_clip`, inside a region of binary KL.
 
         kl = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
 
     A token keeps its gradient while `kl` is at most `clip_high` (A > 0) or `clip_low`
     (A <= 0), and always where it moves back.
 
-    Args:
-      log_probs: Of the policy being trained, with gradient.
-      old_log_probs: Of the policy when the step began.
-      advantages: Of each token.
-      loss_mask: Tokens that have a loss.
-      correction_weights: Factor of each token's loss.
-      config: Reads `clip_low` and `clip_high` as bounds of the KL, `dual_clip` as the cap
-        of the ratio, and `aggregation`.
-      denominators: Of the whole minibatch.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> one = jnp.ones((1, 2))
       >>> _, metrics = dppo_kl(
       ...     jnp.log(jnp.array([[0.02, 0.9]])), jnp.log(jnp.array([[0.01, 0.5]])), one, one > 0,
-      ...     one, AlgorithmConfig(), Denominators(2.0, 1.0))
-      >>> print(metrics["actor/pg_clipfrac"])
-      0.5
+      ...     AlgorithmConfig())
+      >>> print(metrics["pg_clipfrac"])
+      [[False  True]]
 
-    Reference:
-      Qi et al., Rethinking the Trust Region in LLM RL, arXiv:2602.04879.
+    Reference: Qi et al., Rethinking the Trust Region in LLM RL, arXiv:2602.04879.
     """
     log_probs, old_log_probs, advantages = zero_outside(
         loss_mask, log_probs, old_log_probs, advantages
@@ -324,14 +190,4 @@ def dppo_kl(
     up = (divergence <= config.clip_high) | (probs <= old_probs)
     down = (divergence <= config.clip_low) | (probs >= old_probs)
     keep = jnp.where(advantages > 0.0, up, down)
-    log_ratios = bounded(log_probs - old_log_probs)
-    return _trusted(
-        keep,
-        log_ratios,
-        log_probs,
-        advantages,
-        loss_mask,
-        correction_weights,
-        config,
-        denominators,
-    )
+    return _trusted(keep, log_probs, old_log_probs, advantages, config)

@@ -58,14 +58,10 @@ def clip_cov(
     a token depends on the key, its row and its position, not on the width of the array.
 
     Args:
-      log_probs: Of the policy about to be updated.
       minibatch: All rows of the minibatch.
-      key: Seed of the draw.
-      config: Reads `clip_cov_share`, `clip_cov_low`, `clip_cov_high`, `clip_low`,
-        `clip_high`.
 
     Example:
-      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import dataclasses
       >>> log_probs = jnp.array([[-1.0, -1.0, -5.0, -5.0]])
       >>> minibatch = dataclasses.replace(
       ...     Minibatch.zeros(1, 4), loss_mask=jnp.ones((1, 4), bool), old_log_probs=log_probs,
@@ -102,14 +98,8 @@ def kl_cov(
 ) -> Bool[Array, "B T"]:
     """Returns the `max(floor(kl_cov_share * tokens), 1)` tokens of largest covariance.
 
-    Args:
-      log_probs: Of the policy about to be updated.
-      minibatch: All rows of the minibatch.
-      key: Not used: nothing is drawn.
-      config: Reads `kl_cov_share`.
-
     Example:
-      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import dataclasses
       >>> minibatch = dataclasses.replace(
       ...     Minibatch.zeros(1, 3), loss_mask=jnp.ones((1, 3), bool),
       ...     advantages=jnp.array([[2.0, -1.0, -1.0]]))
@@ -129,16 +119,6 @@ SELECTIONS: dict[str, Callable[..., Bool[Array, "B T"]]] = {
 }
 
 
-def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what the selection of `config.policy_loss` reads before the update.
-
-    Example:
-      >>> sorted(reads(AlgorithmConfig(policy_loss="kl_cov")))
-      ['old_log_probs']
-    """
-    return frozenset({"old_log_probs"} if config.policy_loss in SELECTIONS else ())
-
-
 def select(
     config: AlgorithmConfig,
     log_probs: Float[Array, "B T"],
@@ -151,7 +131,7 @@ def select(
     the pass.
 
     Example:
-      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import dataclasses
       >>> config, log_probs = AlgorithmConfig(policy_loss="vanilla"), jnp.zeros((1, 2))
       >>> print(select(config, log_probs, Minibatch.zeros(1, 2), jax.random.key(0)))
       [[False False]]

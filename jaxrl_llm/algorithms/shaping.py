@@ -18,22 +18,11 @@ def outcome_rewards(
     the estimators that skip such tokens.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(outcome_rewards(jnp.array([2.0]), jnp.array([[False, True, True, False]])))
       [[0. 0. 2. 0.]]
     """
     later = jnp.cumsum(response_mask[:, ::-1], axis=1)[:, ::-1]
     return jnp.where(response_mask & (later == 1), scores[:, None], 0.0)
-
-
-def reads(config: AlgorithmConfig) -> frozenset[str]:
-    """Returns what `kl_shaped` reads of the models.
-
-    Example:
-      >>> sorted(reads(AlgorithmConfig(kl_in="reward")))
-      ['old_log_probs', 'ref_log_probs']
-    """
-    return frozenset({"old_log_probs", "ref_log_probs"} if config.kl_in == "reward" else ())
 
 
 def kl_shaped(
@@ -49,27 +38,21 @@ def kl_shaped(
         rewards = outcome_rewards(scores) - kl_coef * KL(old_log_probs, ref_log_probs)
 
     Args:
-      config: Reads `kl_in` and `kl_estimator`.
       kl_coef: Coefficient of this step (see `kl.next_kl_coef`).
-      scores: What each response is worth.
-      old_log_probs: Of the policy when the step began.
       ref_log_probs: Of the frozen reference; `old_log_probs` without one.
-      response_mask: True where the policy chose the token.
 
     Returns:
       rewards: Zero outside `response_mask`.
       current_kl: Mean over sequences of their mean KL per token; measured always.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> rewards, current_kl = kl_shaped(
       ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
       ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool))
       >>> print(rewards, current_kl)
       [[-0.5  1. ]] 0.5
 
-    Reference:
-      Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 2.
+    Reference: Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 2.
     """
     rewards = outcome_rewards(scores, response_mask)
     old_log_probs, ref_log_probs = zero_outside(response_mask, old_log_probs, ref_log_probs)
@@ -92,21 +75,14 @@ def overlong_penalty(
     Deviation: verl does not bound it below for responses beyond the limit.
 
     Args:
-      config: Reads `overlong_buffer_tokens` (0: no penalty) and `overlong_penalty`.
-      max_response_tokens: The limit.
       response_lengths: Tokens of each response, tool tokens included.
 
-    Returns:
-      Between `-overlong_penalty` and 0.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=1.0)
       >>> print(abs(overlong_penalty(config, 10, jnp.array([6, 8, 10, 12]))))
       [0.  0.5 1.  1. ]
 
-    Reference:
-      Yu et al., DAPO, arXiv:2503.14476, Eq. 13.
+    Reference: Yu et al., DAPO, arXiv:2503.14476, Eq. 13.
     """
     response_lengths = jnp.asarray(response_lengths)
     if not config.overlong_buffer_tokens:
@@ -123,12 +99,10 @@ def uniform_groups(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> B
     uniform: its advantage is its score.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(uniform_groups(jnp.array([1.0, 0.0, 1.0, 1.0, 5.0]), jnp.array([0, 1, 0, 1, 2])))
       [ True False  True False False]
 
-    Reference:
-      Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
+    Reference: Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
     """
     scores, group_ids = jnp.asarray(scores), jnp.asarray(group_ids)
     members = jnp.ones(scores.shape, bool)

@@ -8,28 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms.aggregation import Denominators, token_mean
+from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, token_mean
 from jaxrl_llm.algorithms.masked import masked_sum, zero_outside
-
-LossAndMetrics = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 
 
 def token_cross_entropy(
     log_probs: Float[Array, "B T"], loss_mask: Bool[Array, "B T"], denominators: Denominators
 ) -> LossAndMetrics:
-    """Returns the mean over the minibatch's tokens of `-log_probs`.
-
-    Args:
-      log_probs: Of the tokens to imitate, with gradient.
-      loss_mask: The tokens to imitate.
-      denominators: Of the whole minibatch.
-
-    Returns:
-      loss: To be summed over microbatches.
-      metrics: `sft/loss`.
+    """Returns the mean over the minibatch's tokens of `-log_probs`, also as `sft/loss`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> loss, _ = token_cross_entropy(
       ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[True, True, False]]),
       ...     Denominators(tokens=2.0, sequences=1.0))
@@ -50,9 +38,6 @@ def bradley_terry(
     """Returns the loss of a reward model on pairs: `-log sigmoid(chosen - rejected)`.
 
     Args:
-      chosen_scores: Score of the preferred response, with gradient.
-      rejected_scores: Score of the other.
-      pair_mask: False for padding.
       num_pairs: Pairs of the whole minibatch, at least 1.
 
     Returns:
@@ -61,14 +46,12 @@ def bradley_terry(
         `reward_model/margin`.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> loss, metrics = bradley_terry(
       ...     jnp.array([1.0]), jnp.array([1.0]), jnp.array([True]), 1.0)
       >>> print(loss.round(4), metrics["reward_model/accuracy"])
       0.6931 0.5
 
-    Reference:
-      Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 1.
+    Reference: Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 1.
     """
     chosen_scores, rejected_scores = zero_outside(pair_mask, chosen_scores, rejected_scores)
     margins = chosen_scores - rejected_scores
@@ -96,13 +79,7 @@ def dpo(
         -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected)))
 
     Args:
-      chosen_log_probs: Sum of log-probs of the preferred response, with gradient.
-      rejected_log_probs: The same of the other response.
-      ref_chosen_log_probs: Sum of log-probs under the reference.
-      ref_rejected_log_probs: The same of the other response.
-      pair_mask: False for padding.
       num_pairs: Pairs of the whole minibatch, at least 1.
-      beta: Strength of the pull to the reference, positive.
 
     Returns:
       loss: To be summed over microbatches.
@@ -110,15 +87,13 @@ def dpo(
         the implied rewards.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> loss, metrics = dpo(
       ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
       ...     jnp.array([True]), 1.0, beta=0.5)
       >>> print(f"{loss:.4f}", metrics["dpo/margin"])
       0.3133 1.0
 
-    Reference:
-      Rafailov et al., arXiv:2305.18290, Eq. 7.
+    Reference: Rafailov et al., arXiv:2305.18290, Eq. 7.
     """
     chosen = beta * (chosen_log_probs - ref_chosen_log_probs)
     rejected = beta * (rejected_log_probs - ref_rejected_log_probs)

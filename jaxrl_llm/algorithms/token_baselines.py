@@ -1,9 +1,9 @@
 """Baselines that differ from token to token, of least gradient variance.
 
-The variance of REINFORCE's gradient is least under the baseline E[G W] / E[W], where G
-is the return and W the squared norm of the gradient gathered so far. For a softmax, the
-squared norm of one token's gradient with respect to its logits is known from its
-probability and from the sum of squared probabilities: 1 - 2 p + sum(p**2).
+The variance of REINFORCE's gradient is least under the baseline
+E[return * energy] / E[energy], where energy is the squared norm of the gradient gathered so far.
+For a softmax, the squared norm of one token's gradient with respect to its logits is known from
+its probability and from the sum of squared probabilities: 1 - 2 p + sum(p**2).
 """
 
 import jax
@@ -12,12 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms.masked import group_max, group_size, group_sum, zero_outside
 
+AdvantagesAndReturns = tuple[Float[Array, "B T"], Float[Array, "B T"]]
+
 
 def returns_to_go(rewards: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """Returns, for each response token, the rewards from it to the end; 0 outside the mask.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> print(returns_to_go(jnp.array([[1.0, 9.0, 2.0]]), jnp.array([[True, False, True]])))
       [[3. 0. 2.]]
     """
@@ -26,22 +27,31 @@ def returns_to_go(rewards: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Flo
     return to_go
 
 
-def _token_baseline(
-    returns: Float[Array, "B T"],
-    energy: Float[Array, "B T"],
+def _less_baseline(
+    rewards: Float[Array, "B T"],
     response_mask: Bool[Array, "B T"],
     group_ids: Int[Array, " B"],
-    slots: Int[Array, "B T"],
-) -> Float[Array, "B T"]:
-    """Returns the weighted mean return of the group's tokens that share a slot."""
+    old_log_probs: Float[Array, "B T"],
+    sum_squared_probs: Float[Array, "B T"],
+    weights: Float[Array, "B T"],
+    numbers: Int[Array, "B T"],
+) -> AdvantagesAndReturns:
+    """Returns the reward to go less its weighted mean over the group's tokens of equal number."""
+    old_log_probs, sum_squared_probs, weights = zero_outside(
+        response_mask, old_log_probs, sum_squared_probs, weights
+    )
+    norms = (1.0 - 2.0 * jnp.exp(old_log_probs) + sum_squared_probs) * jnp.square(weights)
+    (norms,) = zero_outside(response_mask, norms)
+    returns = returns_to_go(rewards, response_mask)
+    energy = jnp.cumsum(norms, axis=1)
     batch, length = returns.shape
-    bins = group_ids[:, None] * length + slots
+    bins = group_ids[:, None] * length + numbers
 
-    def slot_sum(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    def group_sums(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
         (inside,) = zero_outside(response_mask, x)
         return jax.ops.segment_sum(inside.ravel(), bins.ravel(), batch * length)[bins]
 
-    baseline = slot_sum(returns * energy) / (slot_sum(energy) + 1e-8)
+    baseline = group_sums(returns * energy) / (group_sums(energy) + 1e-8)
     # Beyond the second longest response the longest one is alone and would be its own
     # baseline, which would leave nothing to learn from.
     members = jnp.any(response_mask, axis=-1)
@@ -49,28 +59,9 @@ def _token_baseline(
     is_longest = members & (lengths == group_max(lengths, group_ids, members))
     alone = is_longest & (group_sum(is_longest.astype(returns.dtype), group_ids, members) == 1.0)
     second = group_max(lengths, group_ids, members & ~is_longest)
-    in_tail = alone[:, None] & (slots >= second[:, None])
+    in_tail = alone[:, None] & (numbers >= second[:, None])
     singleton = group_size(group_ids, members)[:, None] <= 1.0
-    return jnp.where(response_mask & ~in_tail & ~singleton, baseline, 0.0)
-
-
-def _from_slots(
-    rewards: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-    group_ids: Int[Array, " B"],
-    old_log_probs: Float[Array, "B T"],
-    sum_squared_probs: Float[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
-    slots: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    old_log_probs, sum_squared_probs, weights = zero_outside(
-        response_mask, old_log_probs, sum_squared_probs, correction_weights
-    )
-    norms = (1.0 - 2.0 * jnp.exp(old_log_probs) + sum_squared_probs) * jnp.square(weights)
-    (norms,) = zero_outside(response_mask, norms)
-    returns = returns_to_go(rewards, response_mask)
-    energy = jnp.cumsum(norms, axis=1)
-    baseline = _token_baseline(returns, energy, response_mask, group_ids, slots)
+    baseline = jnp.where(response_mask & ~in_tail & ~singleton, baseline, 0.0)
     (advantages,) = zero_outside(response_mask, returns - baseline)
     return advantages, returns
 
@@ -82,7 +73,7 @@ def optimal_token_baseline(
     old_log_probs: Float[Array, "B T"],
     sum_squared_probs: Float[Array, "B T"],
     correction_weights: Float[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> AdvantagesAndReturns:
     """Returns the reward to go minus the group's baseline of least variance at each position.
 
         norm_t     = (1 - 2 exp(old_log_probs_t) + sum_squared_probs_t) * weight_t**2
@@ -94,20 +85,7 @@ def optimal_token_baseline(
     counted. A longest response that is longest alone has baseline 0 from the token on
     whose number reaches the second longest one's count of tokens. A group of one has baseline 0.
 
-    Args:
-      rewards: Reward for emitting each token.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-      old_log_probs: Log-probs of the policy when the step began.
-      sum_squared_probs: Sum over the vocabulary of p**2, at each token.
-      correction_weights: Off-policy weights; 1 without a correction.
-
-    Returns:
-      advantages: Zero outside `response_mask`.
-      returns: Rewards from each token to the end.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> ones = jnp.ones((2, 1))
       >>> advantages, returns = optimal_token_baseline(
       ...     rewards=jnp.array([[1.0], [0.0]]), response_mask=ones > 0,
@@ -116,20 +94,12 @@ def optimal_token_baseline(
       >>> print(advantages.ravel())
       [ 0.5 -0.5]
 
-    Reference:
-      Weaver and Tao, arXiv:1301.2315, applied to each position as in verl.
+    Reference: Weaver and Tao, arXiv:1301.2315, applied to each position as in verl.
     """
     first = jnp.argmax(response_mask, axis=1, keepdims=True)
-    slots = jnp.clip(jnp.arange(response_mask.shape[1]) - first, 0)
-    return _from_slots(
-        rewards,
-        response_mask,
-        group_ids,
-        old_log_probs,
-        sum_squared_probs,
-        correction_weights,
-        slots,
-    )
+    numbers = jnp.clip(jnp.arange(response_mask.shape[1]) - first, 0)
+    policy = old_log_probs, sum_squared_probs, correction_weights
+    return _less_baseline(rewards, response_mask, group_ids, *policy, numbers)
 
 
 def tir_optimal_token_baseline(
@@ -139,26 +109,13 @@ def tir_optimal_token_baseline(
     old_log_probs: Float[Array, "B T"],
     sum_squared_probs: Float[Array, "B T"],
     correction_weights: Float[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> AdvantagesAndReturns:
     """Returns `optimal_token_baseline` with tool tokens left out of the count of positions.
 
     The k-th token that the policy chose is compared with the k-th of the other rows, so
     that the length of a tool's answer does not shift what is compared.
 
-    Args:
-      rewards: Reward for emitting each token.
-      response_mask: True where the policy chose the token.
-      group_ids: Prompt of each row, in [0, B).
-      old_log_probs: Log-probs of the policy when the step began.
-      sum_squared_probs: Sum over the vocabulary of p**2, at each token.
-      correction_weights: Off-policy weights; 1 without a correction.
-
-    Returns:
-      advantages: Zero outside `response_mask`.
-      returns: Rewards from each token to the end.
-
     Example:
-      >>> import jax.numpy as jnp
       >>> ones = jnp.ones((2, 3))
       >>> mask = jnp.array([[True, False, True], [True, True, False]])
       >>> advantages, returns = tir_optimal_token_baseline(
@@ -169,13 +126,6 @@ def tir_optimal_token_baseline(
       [[ 0.5  0.   0.5]
        [-0.5 -0.5  0. ]]
     """
-    slots = jnp.clip(jnp.cumsum(response_mask, axis=1) - 1, 0)
-    return _from_slots(
-        rewards,
-        response_mask,
-        group_ids,
-        old_log_probs,
-        sum_squared_probs,
-        correction_weights,
-        slots,
-    )
+    numbers = jnp.clip(jnp.cumsum(response_mask, axis=1) - 1, 0)
+    policy = old_log_probs, sum_squared_probs, correction_weights
+    return _less_baseline(rewards, response_mask, group_ids, *policy, numbers)

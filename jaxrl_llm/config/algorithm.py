@@ -1,7 +1,7 @@
 """What is learned from the samples: advantage, policy loss, KL control, corrections."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.ranges import (
@@ -36,6 +36,10 @@ GROUP_ADVANTAGES = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
+
+
+# What built-in advantages read beside rewards; `algorithms/custom.py` looks at a user's own.
+_MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
 
 
 def is_import_path(name: str) -> bool:
@@ -130,6 +134,8 @@ class AlgorithmConfig(Group):
             if getattr(self, field) not in names:
                 found = getattr(self, field)
                 yield field, f"unknown {what} {found!r}; known: {', '.join(names)}"
+        if not is_import_path(self.advantage):
+            yield from self.advantage_rules(_MODELS_READ.get(self.advantage, ()))
         if self.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
             yield (
                 "samples_per_prompt",
@@ -151,6 +157,14 @@ class AlgorithmConfig(Group):
                 f" {self.correction_high}",
             )
         yield from self._rejection_rules()
+
+    def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
+        """Yields what does not go together with what the advantage reads."""
+        if self.safe and "values" not in reads:
+            yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
+        if self.dynamic_sampling and "baselines" in reads:
+            message = f"not defined with advantage={self.advantage!r}: its groups are of one sample"
+            yield "dynamic_sampling", message
 
     def _rejection_rules(self) -> Iterator[Problem]:
         for name in self.rejections:

@@ -6,7 +6,7 @@ import jax
 from absl import logging
 
 from jaxrl_llm.algorithms import custom, needs
-from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import automatic, planned, predict, sampler
 from jaxrl_llm.learner import models as models_lib
@@ -47,10 +47,6 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     weights_lib.check_folders(config, models)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
-    if found := [
-        f"config.algorithm.{path}: {said}" for path, said in needs.problems(config.algorithm)
-    ]:
-        raise ConfigError(found)
     training_set = datasets.load_dataset(config.data, models.tokenizer, "train", config.seed)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:

@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.aggregation import policy_loss
-from jaxrl_llm.algorithms.losses import (
+from jaxrl_llm.algorithms.aggregation import (
     AGGREGATIONS,
-    POLICY_LOSSES,
     Denominators,
     minibatch_denominators,
-    policy_objective,
-    value_loss,
+    policy_loss,
 )
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES, policy_objective, value_loss
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import estimate
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.algorithms.corrections import correct
-from jaxrl_llm.algorithms.losses import minibatch_denominators, policy_objective, value_loss
+from jaxrl_llm.algorithms.losses import policy_objective, value_loss
 from jaxrl_llm.algorithms.safe_rlhf import safe_advantages, shaped_costs
 from jaxrl_llm.algorithms.shaping import kl_shaped
 from jaxrl_llm.config import AlgorithmConfig

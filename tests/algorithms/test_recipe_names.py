@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from jaxrl_llm.algorithms.advantages import ESTIMATORS
+from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
-from jaxrl_llm.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
+from jaxrl_llm.algorithms.losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, recipes
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import estimate
-from jaxrl_llm.algorithms.losses import minibatch_denominators, policy_objective
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.losses import policy_objective
 from jaxrl_llm.algorithms.selection import select
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch

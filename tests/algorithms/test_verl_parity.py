@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import estimate
+from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, minibatch_denominators
 from jaxrl_llm.algorithms.corrections import correct
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, next_kl_coef
-from jaxrl_llm.algorithms.losses import (
-    AGGREGATIONS,
-    minibatch_denominators,
-    policy_objective,
-    value_loss,
-)
+from jaxrl_llm.algorithms.losses import policy_objective, value_loss
 from jaxrl_llm.algorithms.selection import select
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
