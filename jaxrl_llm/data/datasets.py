@@ -1,12 +1,9 @@
-"""Prompts in tokens, and the endless seeded stream that a run draws them from.
+"""Prompts in tokens, and the endless seeded stream that a run draws them from."""
 
-A stream hands out single rows in an order that depends on the seed alone, so it does not matter
-how many are taken at a time; its position is a small dict for the checkpoint.
-"""
-
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import grain
 from transformers import PreTrainedTokenizerBase
@@ -27,25 +24,18 @@ _PIECE_CHARACTERS = 1 << 18  # tokenized in one call, between two signs of progr
 logger = logging.getLogger(__name__)
 
 
-class Dataset(Sequence[Prompt]):
+@dataclasses.dataclass(frozen=True)
+class Dataset:
     """The prompts of one split, in the order of their source.
 
     `prompt.index` is the row of the source: it has gaps where long prompts were dropped.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], num_dropped: int = 0):
-        self.prompts = tuple(prompts)
-        self.num_dropped = num_dropped
+    prompts: tuple[Prompt, ...]
+    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index):
-        return self.prompts[index]
 
     def batches(self, num_prompts: int) -> Iterator[PromptBatch]:
         """Yields the whole split once, in order; the last batch may be smaller."""
@@ -58,15 +48,14 @@ def load_dataset(
 ) -> Dataset:
     """Returns the prompts of a split, tokenized and filtered by length.
 
-    Args:
-      seed: draws the prompts of the arithmetic task; use the same one for both splits.
+    `seed` draws the prompts of the arithmetic task; use the same one for both splits.
 
     Raises:
       DataError: a file, a row or the chat template cannot be used; a prompt is longer than
         `max_prompt_tokens` and `filter_long_prompts` is off; no prompt is left.
     """
     rows = task_rows(config, split, seed)
-    prompts = [
+    prompts = tuple(
         Prompt(
             tokens=tokens,
             text=text,
@@ -76,16 +65,11 @@ def load_dataset(
             index=index,
         )
         for index, row, tokens, text in fitting(config, tokenizer, split, rows)
-    ]
+    )
     num_dropped = len(rows) - len(prompts)
     if num_dropped:
-        logger.warning(
-            "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d",
-            split,
-            num_dropped,
-            len(rows),
-            config.max_prompt_tokens,
-        )
+        message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
+        logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
     return Dataset(prompts, num_dropped)
 
 
@@ -141,11 +125,7 @@ def _pieces(indices: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]
 def _fits(
     config: DataConfig, split: Split, index: int, num_tokens: int, at_least: str = ""
 ) -> bool:
-    """Returns whether a prompt of so many tokens may be kept.
-
-    Raises:
-      DataError: it is too long while `filter_long_prompts` is off.
-    """
+    """Returns whether a prompt of so many tokens may be kept; raises if it may not be dropped."""
     if num_tokens <= config.max_prompt_tokens:
         return True
     if config.filter_long_prompts:
@@ -158,21 +138,16 @@ def _fits(
 
 
 class Stream(Generic[T]):
-    """Endless passes over rows, each in an order of its own, with a position to save and restore.
+    """Endless passes over rows, with a position to save and restore.
+
+    The seed, in [0, 2**32), alone decides the order of each pass, however many rows are taken at a
+    time and whatever `num_workers`, the threads that read ahead.
 
     Raises:
       DataError: there are no rows.
     """
 
     def __init__(self, rows: Sequence[T], seed: int, shuffle: bool = True, num_workers: int = 0):
-        """Starts before the first row.
-
-        Args:
-          rows: anything with a length and an index.
-          seed: decides the order of every pass, in [0, 2**32).
-          shuffle: False walks the rows in their own order.
-          num_workers: threads that read ahead; 0 reads when asked. Without effect on the order.
-        """
         if not len(rows):
             raise DataError("a stream needs at least one row")
         self._identity = {"num_rows": len(rows), "seed": seed, "shuffle": shuffle}
@@ -208,20 +183,12 @@ class Stream(Generic[T]):
         self._rows.set_state(dict(state["position"]))
 
 
-class PromptIterator:
+class PromptIterator(Stream[Prompt]):
     """The training prompts: an endless stream in batches of any size."""
 
     def __init__(self, dataset: Dataset, config: DataConfig, seed: int):
-        self._stream = Stream(dataset, seed, config.shuffle, config.num_workers)
+        super().__init__(dataset.prompts, seed, config.shuffle, config.num_workers)
 
-    def take(self, num_prompts: int) -> PromptBatch:
+    def batch(self, num_prompts: int) -> PromptBatch:
         """Returns the next prompts, as many as asked for; a batch may span two passes."""
-        return PromptBatch(self._stream.take(num_prompts))
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position as a dict that JSON can hold."""
-        return self._stream.get_state()
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` returned; see `Stream.set_state`."""
-        self._stream.set_state(state)
+        return PromptBatch(self.take(num_prompts))

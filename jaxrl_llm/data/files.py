@@ -1,8 +1,4 @@
-"""Rows from files: parquet and JSON lines, checked when they are read.
-
-A row has verl's schema: `data_source`, `prompt` (messages, or one plain text), `reward_model`
-with `ground_truth`, `extra_info`. This module only reads and checks; tokens come later.
-"""
+"""Rows in verl's schema from parquet and JSON lines files, checked when they are read."""
 
 import collections
 import pathlib
@@ -41,10 +37,8 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
             for number, row in READERS[suffix](path):
                 empty = False
                 if not isinstance(row, Mapping):
-                    kind = type(row).__name__
-                    raise DataError(
-                        f"{path}, row {number}: must be a mapping of columns, got {kind}"
-                    )
+                    rule = f"must be a mapping of columns, got {type(row).__name__}"
+                    raise DataError(f"{path}, row {number}: {rule}")
                 yield f"{path}, row {number}", dict(row)
         if empty:
             raise DataError(f"{path}: no rows in this file")
@@ -59,12 +53,8 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
     `reward_model` holds beside the ground truth are kept in `extra_info` under their names, or as
     `row/NAME` where it has that key. Reward functions see them.
 
-    Args:
-      where: names the row in errors.
-      prompt_column: column that holds the prompt.
-
     Raises:
-      DataError: what the row lacks.
+      DataError: what the row lacks; `where` names it.
     """
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
@@ -141,7 +131,10 @@ def _parquet(path: str) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            _check_schema(path, file.schema_arrow)
+            for name, count in collections.Counter(file.schema_arrow.names).items():
+                if count > 1:
+                    message = f"{count} columns are named {name!r}; rename or drop them"
+                    raise DataError(f"{path}: {message}")
             for batch in file.iter_batches():
                 for row in _rows(batch, f"{path}, after row {number}"):
                     number += 1
@@ -150,12 +143,6 @@ def _parquet(path: str) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"{path}: cannot be read as parquet after row {number}: {error}; is it complete?"
         ) from error
-
-
-def _check_schema(path: str, schema: pyarrow.Schema) -> None:
-    for name, count in collections.Counter(schema.names).items():
-        if count > 1:
-            raise DataError(f"{path}: {count} columns are named {name!r}; rename or drop them")
 
 
 def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:

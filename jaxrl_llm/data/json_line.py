@@ -1,7 +1,4 @@
-"""One line of a JSON lines file: its value, or the column of what is wrong with it.
-
-Stricter than `json.loads`, which takes a key twice, numbers that no float holds, and NaN.
-"""
+"""One line of a JSON lines file: its value, or the column of what is wrong with it."""
 
 import json
 import math
@@ -25,8 +22,8 @@ def parse(line: bytes) -> Any:
     """Returns the value of one line in UTF-8; a byte order mark before it is skipped.
 
     Raises:
-      JsonError: It is not UTF-8 or no JSON, a key stands twice in one object, a number cannot be
-        held, or brackets stand deeper than `MAX_DEPTH`.
+      JsonError: not UTF-8, no JSON, a key twice in one object, a number that no float holds, or
+        brackets deeper than `MAX_DEPTH`.
     """
     try:
         text = line.decode("utf-8-sig").rstrip("\r\n")

@@ -1,7 +1,4 @@
-"""Sequences into rows and shares: how a step is laid out before it goes to the devices.
-
-Host code over lengths; it moves no tokens.
-"""
+"""Which sequences share a packed row, and which rows a device gets: host code over lengths."""
 
 import dataclasses
 import heapq
@@ -11,42 +8,31 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Length at which attention costs as much as the matrix products of a token's own.
+# Length at which attention costs as much as the other matmuls of a token.
 ATTENTION_PARITY_TOKENS = 24_576
 
 _Part = tuple[float, list[int]]  # sum of costs, items
 
 
 def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
-    """Returns the relative cost of training on sequences: L + L^2 / 24576.
-
-    The first term stands for the work of every token, the second for attention.
-    """
+    """Returns the relative cost of training on sequences: length + length**2 / 24576."""
     lengths = np.asarray(lengths, np.float64)
     return lengths + lengths**2 / ATTENTION_PARITY_TOKENS
 
 
 def balanced_partition(
-    costs: Sequence[float] | Float[np.ndarray, " N"], num_parts: int, equal_size: bool = False
+    costs: Sequence[float] | Float[np.ndarray, " items"], num_parts: int, equal_size: bool = False
 ) -> list[list[int]]:
     """Returns the items of each part, with sums of cost close to each other.
 
     Karmarkar and Karp's largest differencing method: begin with one division into parts for each
     item, and merge the two divisions with the largest differences, heaviest part on lightest,
-    until one is left. Every part gets an item when there are that many.
-
-    Args:
-      costs: of each item, finite, not negative.
-      num_parts: at least 1.
-      equal_size: True gives every part the same number of items.
-
-    Returns:
-      Item indices of each part in ascending order; parts in the order of their first item, empty
-      ones last. The same input always gives the same answer.
+    until one is left. Every part gets an item when there are that many, with `equal_size` the
+    same number of them. Parts and their items ascend, empty parts come last; the same input always
+    gives the same answer.
 
     Raises:
-      ValueError: negative or infinite costs; `equal_size` with a number of items that
-        `num_parts` does not divide.
+      ValueError: negative or infinite costs; no parts; items that do not form equal parts.
     """
     costs = np.asarray(costs, np.float64)
     if num_parts < 1:
@@ -92,13 +78,8 @@ def pack(
     most 11/9 of the fewest possible rows, plus one.
 
     Args:
-      lengths: tokens of each sequence, at least 1.
-      row_tokens: a hard cap.
       scored: tokens of each sequence that count against `most_scored` as well; none: no limit.
       most_scored: a hard cap, not below any sequence's.
-
-    Returns:
-      Sequence indices of each row in ascending order. The same input always gives the same rows.
 
     Raises:
       ValueError: a sequence is empty or longer than a row.
@@ -151,14 +132,7 @@ def beginnings(
     own: Bool[np.ndarray, "B T"],
     groups: Int[np.ndarray, " B"],
 ) -> Beginnings:
-    """Returns what the sequences of each group have in common before their own tokens.
-
-    Args:
-      tokens: Right-padded rows.
-      lengths: Of the sequences.
-      own: Tokens that are asked about, one by one in each sequence; no beginning reaches them.
-      groups: Number of each sequence's group.
-    """
+    """Returns what the sequences of each group have in common before their `own` tokens."""
     limits = np.where(own.any(1), own.argmax(1), lengths - 1)
     common = np.zeros(len(lengths), np.int64)
     for group in np.unique(groups):
@@ -185,11 +159,7 @@ def pieces(
     scored: Sequence[int] | Int[np.ndarray, " B"] = (),
     most_scored: int = 0,
 ) -> list[Piece]:
-    """Returns the sequences as pieces that fit into rows, few of each group; limits as of `pack`.
-
-    Raises:
-      ValueError: a sequence is longer than a row.
-    """
+    """Returns the sequences as pieces that fit into rows, few of each group; see `pack`."""
     found = []
     counted = np.asarray(scored if len(scored) else np.zeros(len(lengths)), np.int64)
     for group in np.unique(common.groups):
@@ -211,10 +181,9 @@ def pieces(
 
 
 def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:
-    """Returns the first of smallest, 2 * smallest, 4 * smallest, ... that holds `size`.
+    """Returns the first of smallest, 2 * smallest, 4 * smallest, ..., `largest` that holds `size`.
 
-    Rounding sizes up to a few keeps compiled programs few. `largest` is the end of the
-    series whatever its factor; the caller sees to it that no size exceeds it.
+    Rounding sizes up to a few keeps compiled programs few. No size may exceed `largest`.
     """
     width = smallest
     while width < size:

@@ -21,9 +21,6 @@ def worked_examples(
     The arithmetic task can have a teacher that errs: with `config.arithmetic_errors` above 0
     every row comes four times, each time wrong in one step with that probability.
 
-    Args:
-      seed: as for `load_dataset`; with another one the splits of the arithmetic task would mix.
-
     Raises:
       DataError: the task has no worked answers, or its data cannot be used.
     """
@@ -48,20 +45,14 @@ def preference_pairs(
     on from there; that of the second pair adds rightly, but misreads a digit of the question. So
     both end in a wrong answer. All first pairs come before all second ones.
 
-    Args:
-      config: Of the task.
-      tokenizer: Of the model.
-      split: Of the task.
-      seed: Of the task, and of the mistakes.
-      name: Of the model that learns from the pairs; each name has mistakes of its own.
+    `name` is that of the model that learns from the pairs; each name has mistakes of its own.
 
     Raises:
       DataError: another task, or its data cannot be used.
     """
     if config.task != "arithmetic":
-        raise DataError(
-            f"config.data.task: {config.task!r} has no preference pairs; use 'arithmetic'"
-        )
+        message = f"{config.task!r} has no preference pairs; use 'arithmetic'"
+        raise DataError(f"config.data.task: {message}")
     rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
     chosen = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
     salt = f"{name} {seed}".strip()
@@ -72,9 +63,8 @@ def preference_pairs(
 
 def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) -> str:
     draw = random.Random(f"teacher {seed} {attempt} {row['extra_info']['question']}")
-    if draw.random() >= config.arithmetic_errors:
-        return row["extra_info"]["answer"]
-    return _wrong_answer(row, seed, attempt)
+    errs = draw.random() < config.arithmetic_errors
+    return _wrong_answer(row, seed, attempt) if errs else row["extra_info"]["answer"]
 
 
 def _wrong_answer(row: Row, seed: int | str, attempt: int = 0) -> str:

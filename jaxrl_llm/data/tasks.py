@@ -1,8 +1,4 @@
-"""Tasks: where rows in verl's schema come from.
-
-`arithmetic` needs no files: sums of digits from a seed, with worked answers. `gsm8k` reads the
-files of that dataset as they are published. `files` reads rows that are already in the schema.
-"""
+"""Tasks: where rows in verl's schema come from."""
 
 import random
 import re
@@ -20,10 +16,7 @@ GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def task_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
-    """Returns the rows of a split, in the order of the source.
-
-    Args:
-      seed: draws the prompts of the arithmetic task; files do not depend on it.
+    """Returns the rows of a split, in the order of the source; `seed` draws arithmetic prompts.
 
     Raises:
       DataError: a file or a row cannot be used.
@@ -31,15 +24,12 @@ def task_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return TASKS[config.task](config, split, seed)
 
 
-def arithmetic_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+def _arithmetic_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns different sums of `arithmetic_terms` digits such as `3+4+2=`.
 
     The worked answer in `extra_info` goes step by step and gives the result behind a `#`:
     `3+4=7,7+2=9#9`. Both splits are cut from one draw without replacement, so that they share no
     prompt.
-
-    Raises:
-      DataError: there are not enough sums of that many digits for both splits.
     """
     for field, problem in config.problems():
         raise DataError(f"config.data.{field}: {problem}")
@@ -52,29 +42,26 @@ def arithmetic_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     for index, number in enumerate(numbers):
         digits = [int(digit) for digit in f"{number:0{config.arithmetic_terms}d}"]
         question = "+".join(map(str, digits)) + "="
-        rows.append(
-            {
-                "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": question}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": str(sum(digits))},
-                "extra_info": {
-                    "split": split,
-                    "index": index,
-                    "question": question,
-                    "answer": worked_sum(digits),
-                },
-            }
-        )
+        answer = worked_sum(digits)
+        extra_info = {"split": split, "index": index, "question": question, "answer": answer}
+        rows.append(_row("arithmetic", question, str(sum(digits)), extra_info))
     return rows
+
+
+def _row(data_source: str, prompt: str, ground_truth: str, extra_info: dict[str, Any]) -> Row:
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
 
 
 def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
     """Returns the sum of the digits step by step, the result behind a `#`.
 
-    Args:
-      wrong_step: step, from 0, whose result is off; later steps go on from there. -1: none.
-      error: by how much it is off.
+    The result of `wrong_step` (from 0; -1: none) is off by `error`; later steps go on from there.
     """
     total = digits[0]
     steps = []
@@ -85,16 +72,12 @@ def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
     return f"{','.join(steps)}#{total}"
 
 
-def gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns the rows of GSM8K's own files: JSON lines with `question` and `answer`.
 
     The prompt is the question with the instruction to end in `#### number`; the ground truth is
     that number of the answer without its commas.
-
-    Raises:
-      DataError: a file or a row cannot be used.
     """
-    del seed
     rows = []
     for index, (where, source) in enumerate(read_rows(_files(config, split))):
         question = _text(source, "question", where)
@@ -102,34 +85,15 @@ def gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
         numbers = GSM8K_ANSWER.findall(answer)
         if not numbers:
             raise DataError(f"{where}: answer must end in '#### number', got ...{answer[-60:]!r}")
-        rows.append(
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": numbers[-1].replace(",", "")},
-                "extra_info": {
-                    "split": split,
-                    "index": index,
-                    "question": question,
-                    "answer": answer,
-                },
-            }
-        )
+        extra_info = {"split": split, "index": index, "question": question, "answer": answer}
+        prompt = f"{question} {GSM8K_INSTRUCTION}"
+        rows.append(_row("openai/gsm8k", prompt, numbers[-1].replace(",", ""), extra_info))
     return rows
 
 
-def file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
-    """Returns the rows of parquet and JSON lines files in verl's schema.
-
-    Raises:
-      DataError: a file or a row cannot be used.
-    """
-    del seed
-    return [
-        checked_row(row, where, config.prompt_column)
-        for where, row in read_rows(_files(config, split))
-    ]
+def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    rows = read_rows(_files(config, split))
+    return [checked_row(row, where, config.prompt_column) for where, row in rows]
 
 
 def _files(config: DataConfig, split: Split) -> tuple[str, ...]:
@@ -148,4 +112,4 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
-TASKS = {"arithmetic": arithmetic_rows, "gsm8k": gsm8k_rows, "files": file_rows}
+TASKS = {"arithmetic": _arithmetic_rows, "gsm8k": _gsm8k_rows, "files": _file_rows}

@@ -1,11 +1,11 @@
-"""The fewest tokens that a text can have, without tokenizing it.
+"""A lower bound of the tokens that a text has, without the seconds that tokenizing takes.
 
-A tokenizer takes seconds for a megabyte, and a prompt that cannot fit is dropped anyway. The bound
-is exact in this sense: no text has fewer tokens than it says. Where nothing can be proved of a
-tokenizer (it drops characters, or one token may stand for any number of them) it says 0.
+Where nothing can be proved of a tokenizer (it drops characters, or one token may stand for any
+number of them) the bound is 0.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,9 +20,8 @@ _KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"
 def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
     """Returns the function from a text to a number of tokens that it has at least.
 
-    Every token stands for at most as many characters as the longest text in the vocabulary has,
-    if nothing between text and vocabulary drops or joins characters. White space is not
-    counted: added tokens may take any amount of it with them.
+    Each token has at most as many characters as the longest in the vocabulary, if nothing drops or
+    joins characters before. White space is not counted: added tokens may take any amount of it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -52,10 +51,7 @@ def _normalizer_shrinks(normalizer: Mapping[str, Any] | None) -> int:
         return 1
     kind = normalizer["type"]
     if kind == "Sequence":
-        factor = 1
-        for each in normalizer["normalizers"]:
-            factor *= _normalizer_shrinks(each)
-        return factor
+        return math.prod(map(_normalizer_shrinks, normalizer["normalizers"]))
     if kind in ("NFC", "NFKC"):
         return _LARGEST_COMPOSITION
     if kind == "Replace":

@@ -1,7 +1,6 @@
 """Tokenizers: a Hugging Face folder, or the project's own one of single characters.
 
-Nothing is downloaded and no code from a folder is run. Every prompt of the project is turned into
-tokens by `render_prompts`, so that training, evaluation and serving agree on them.
+Nothing is downloaded and no code from a folder is run.
 """
 
 import pathlib
@@ -56,9 +55,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a local Hugging Face folder.
 
-    Args:
-      path: folder with `tokenizer.json`, or with the files of an older tokenizer.
-      chat_template: file with a Jinja template that replaces the folder's own; "" keeps that.
+    `chat_template` is a file with a Jinja template that replaces the folder's own; "" keeps that.
 
     Raises:
       DataError: the folder or a file is missing or broken, or there is no end-of-sequence token.
@@ -79,9 +76,8 @@ def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBas
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the library raises many kinds, bare Exception among them
-        raise DataError(
-            f"tokenizer {path!r}: cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        message = f"cannot be read: {type(error).__name__}: {error}"
+        raise DataError(f"tokenizer {path!r}: {message}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"tokenizer {path!r}: no end-of-sequence token, so no response could end;"
@@ -102,11 +98,9 @@ def render_prompts(
 ) -> tuple[list[tuple[int, ...]], list[str]]:
     """Returns the tokens and the text of each prompt, ready for the model to continue.
 
-    Args:
-      prompts: for each of them, its messages.
-      chat_template: True wraps the messages in the tokenizer's template and opens the assistant's
-        turn; False joins their contents by newlines, with the special tokens that the tokenizer
-        itself puts around plain text.
+    With `chat_template` the messages are wrapped in the tokenizer's template, which opens the
+    assistant's turn; else their contents are joined by newlines, with the special tokens that the
+    tokenizer itself puts around plain text.
 
     Raises:
       DataError: the tokenizer has no template, or its template refuses a prompt.

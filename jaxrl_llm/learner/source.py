@@ -99,7 +99,7 @@ class SampledNow:
         waves: list[Samples] = []
         found = seen = 0
         for wave in range(algorithm.max_sampling_waves if algorithm.dynamic_sampling else 1):
-            prompts = self._prompts.take(wanted - found)
+            prompts = self._prompts.batch(wanted - found)
             samples = self._wave(weights, prompts, jax.random.fold_in(key, wave), clock)
             waves.append(samples)
             seen += len(prompts.prompts)

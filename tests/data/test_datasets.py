@@ -36,8 +36,8 @@ def indices(batch):
 
 def test_prompts_carry_their_row(dataset, tokenizer):
     assert len(dataset) == 10
-    assert [prompt.index for prompt in dataset] == list(range(10))
-    prompt = dataset[3]
+    assert [prompt.index for prompt in dataset.prompts] == list(range(10))
+    prompt = dataset.prompts[3]
     assert prompt.text.startswith("<bos><user>") and prompt.text.endswith("=<eos><assistant>")
     assert list(prompt.tokens) == tokenizer.encode(prompt.text)
     assert prompt.data_source == "arithmetic"
@@ -53,7 +53,7 @@ def test_batches_walk_the_split_once(dataset):
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
     config = file_config(tmp_path, ["12345", "123456", "1", "1234567"], max_prompt_tokens=5)
     dataset = load_dataset(config, tokenizer, "train", 0)
-    assert [prompt.index for prompt in dataset] == [0, 2]  # the limit is inclusive
+    assert [prompt.index for prompt in dataset.prompts] == [0, 2]  # the limit is inclusive
     assert dataset.num_dropped == 2
     assert "train split: dropped 2 of 4 prompts" in caplog.text
 
@@ -74,20 +74,20 @@ def test_nothing_left_is_an_error(tmp_path, tokenizer):
 
 def test_every_pass_has_every_row_in_another_order(dataset):
     prompts = PromptIterator(dataset, SMALL, seed=0)
-    passes = [indices(prompts.take(10)) for _ in range(3)]
+    passes = [indices(prompts.batch(10)) for _ in range(3)]
     assert all(sorted(order) == list(range(10)) for order in passes)
     assert len({tuple(order) for order in passes}) == 3
 
 
 def test_the_order_is_the_seeds_alone(dataset):
-    orders = [indices(PromptIterator(dataset, SMALL, seed).take(10)) for seed in (5, 5, 2**32 - 1)]
+    orders = [indices(PromptIterator(dataset, SMALL, seed).batch(10)) for seed in (5, 5, 2**32 - 1)]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_rows_do_not_depend_on_how_many_are_taken(dataset):
-    whole = indices(PromptIterator(dataset, SMALL, seed=0).take(24))
+    whole = indices(PromptIterator(dataset, SMALL, seed=0).batch(24))
     pieces = PromptIterator(dataset, SMALL, seed=0)
-    assert [row for n in (1, 7, 0, 3, 13) for row in indices(pieces.take(n))] == whole
+    assert [row for n in (1, 7, 0, 3, 13) for row in indices(pieces.batch(n))] == whole
 
 
 def test_without_shuffle_rows_come_in_order():
@@ -100,17 +100,17 @@ def test_without_shuffle_rows_come_in_order():
 @pytest.mark.parametrize("taken", [0, 4, 10, 13, 27])  # start, inside a pass, its end, later ones
 def test_resume_is_exact(dataset, taken, num_workers):
     config = DataConfig(num_workers=num_workers)
-    whole = indices(PromptIterator(dataset, SMALL, seed=3).take(40))
+    whole = indices(PromptIterator(dataset, SMALL, seed=3).batch(40))
     prompts = PromptIterator(dataset, config, seed=3)
-    assert indices(prompts.take(taken)) == whole[:taken]
+    assert indices(prompts.batch(taken)) == whole[:taken]
     state = json.loads(json.dumps(prompts.get_state()))
-    prompts.take(5)  # after the checkpoint; lost with the process
+    prompts.batch(5)  # after the checkpoint; lost with the process
     resumed = PromptIterator(dataset, config, seed=3)
     resumed.set_state(state)
     assert resumed.get_state() == state
-    assert indices(resumed.take(40 - taken)) == whole[taken:]
+    assert indices(resumed.batch(40 - taken)) == whole[taken:]
     prompts.set_state(state)  # and in the same process
-    assert indices(prompts.take(40 - taken)) == whole[taken:]
+    assert indices(prompts.batch(40 - taken)) == whole[taken:]
 
 
 @pytest.mark.parametrize(

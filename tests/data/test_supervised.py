@@ -22,11 +22,11 @@ def tokenizer():
 def test_worked_examples_are_the_prompts_with_their_answers(tokenizer):
     dataset = load_dataset(CONFIG, tokenizer, "train", 7)
     examples = worked_examples(CONFIG, tokenizer, "train", 7)
-    assert [prompt for prompt, _ in examples] == [prompt.tokens for prompt in dataset]
-    for (_, response), prompt in zip(examples, dataset, strict=True):
+    assert [prompt for prompt, _ in examples] == [prompt.tokens for prompt in dataset.prompts]
+    for (_, response), prompt in zip(examples, dataset.prompts, strict=True):
         assert response[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(response[:-1]) == prompt.extra_info["answer"]
-    held_out = {prompt.tokens for prompt in load_dataset(CONFIG, tokenizer, "eval", 7)}
+    held_out = {prompt.tokens for prompt in load_dataset(CONFIG, tokenizer, "eval", 7).prompts}
     assert not held_out & {prompt for prompt, _ in examples}
 
 
@@ -49,7 +49,7 @@ def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
     assert len(pairs) == 400
     wrong_steps, misread_places = set(), set()
     for i, (prompt, chosen, rejected) in enumerate(pairs):
-        row = dataset[i % 200]
+        row = dataset.prompts[i % 200]
         good, bad = tokenizer.decode(chosen[:-1]), tokenizer.decode(rejected[:-1])
         assert prompt == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
         assert arithmetic("", good, row.ground_truth, {})["score"] == 1.0

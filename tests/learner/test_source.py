@@ -155,7 +155,7 @@ class FakeRun:
         self.taken, self.keys, self.samples = [], [], []
         monkeypatch.setattr(source.episodes, "rollout", self.rollout)
 
-    def take(self, count):
+    def batch(self, count):
         first, self.next = self.next, self.next + count
         self.taken.append(count)
         return PromptBatch(tuple(prompt(i) for i in range(first, self.next)))
