@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding.mesh import constrain
 
+AXES = ("batch", "kv_heads", None, None)  # of keys and of values
 NOWHERE = np.iinfo(np.int32).max  # the position of no token: past every query
 
 
@@ -69,12 +70,12 @@ def no_recent(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Recent:
 
 def _keys(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K H N"]:
     zeros = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
-    return constrain(zeros, "batch", "kv_heads", None, None)
+    return constrain(zeros, *AXES)
 
 
 def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K N H"]:
     zeros = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
-    return constrain(zeros, "batch", "kv_heads", None, None)
+    return constrain(zeros, *AXES)
 
 
 def _with_positions(blocks: Sequence[Array], axis: int) -> Iterator[tuple[Array, int]]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout import cache
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 # Of what is free on a device when the engine is made: weights, optimizer state and the update's
@@ -50,7 +51,7 @@ def cache_bytes(network: Network, mesh: Mesh, slots: int, max_tokens: int) -> in
     """Returns the bytes of keys and values on one device."""
     shape = network.shape
     array = (slots, shape.num_kv_heads, max_tokens, shape.head_size)
-    split = mesh_lib.sharding_of(array, ("batch", "kv_heads", None, None), mesh)
+    split = mesh_lib.sharding_of(array, cache.AXES, mesh)
     entries = math.prod(split.shard_shape(array))
     return 2 * shape.num_layers * entries * jnp.dtype(network.compute_dtype).itemsize
 

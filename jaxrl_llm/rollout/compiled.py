@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import prefill, prefixes, programs
+from jaxrl_llm.rollout import cache, prefill, prefixes, programs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -169,4 +169,4 @@ def windows(max_tokens: int) -> tuple[int, ...]:
 
 def _cache_axes(ndim: int) -> tuple[str | None, ...]:
     """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
-    return ("batch", "kv_heads", None, None) if ndim == 4 else ("batch", *[None] * (ndim - 1))
+    return cache.AXES if ndim == 4 else ("batch", *[None] * (ndim - 1))
