@@ -117,7 +117,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl_llm.rollout import prefill, prefixes, programs
+    from jaxrl_llm.rollout import prefill, programs, scheduler
     from jaxrl_llm.rollout.sampling import SamplerState
 
     slots, new, network = 32, 128, ours.network
@@ -150,7 +150,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
         )
         return first.tokens, rest.tokens
 
-    prompts = prefixes.lay_out(ours.prompts[:8], 64)
+    prompts = scheduler.prompt_rows(ours.prompts[:8], 64)
 
     def sample(seed: int) -> None:
         keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))

@@ -11,8 +11,7 @@ from absl import flags, logging
 
 from jaxrl_llm import program
 from jaxrl_llm.learner import saved
-from jaxrl_llm.rollout.checks import number_problem
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.requests import SamplingParams, number_problem
 from jaxrl_llm.serving import loading
 
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")

@@ -3,9 +3,8 @@
 import dataclasses
 import threading
 
-from jaxrl_llm.rollout.checks import RequestError
-from jaxrl_llm.rollout.requests import Progress
-from jaxrl_llm.rollout.tally import Tally
+from jaxrl_llm.rollout.engine import Statistics
+from jaxrl_llm.rollout.requests import Progress, RequestError
 
 
 @dataclasses.dataclass
@@ -36,7 +35,7 @@ class CountingEngine:
 
     @property
     def statistics(self):
-        return Tally(self.num_slots, 0).statistics(0, 0)
+        return Statistics()
 
     def num_compilations(self):
         return 0

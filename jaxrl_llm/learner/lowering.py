@@ -117,10 +117,10 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
 
     ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
-        "prefill": lambda: engine.compiled.lower_prefill(
+        "prefill": lambda: engine.jitted.lower_prefill(
             rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
         ),
-        "decode": lambda: engine.compiled.lower_generate(rollout_params),
+        "decode": lambda: engine.jitted.lower_generate(rollout_params),
         "score": lambda: score(of_policy, policy, entropy="value"),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,

@@ -16,7 +16,7 @@ from jaxrl_llm.learner import replicas
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.rollout.engine import Statistics
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts, Weights
 
 Score = Callable[[Rollouts], Rewards]

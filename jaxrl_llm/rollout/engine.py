@@ -6,6 +6,7 @@ its decisions follow from replicated device outputs and from the requests alone.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +18,67 @@ from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.rollout import NO_SPECULATION
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import admission, prefixes, programs, warm_up
-from jaxrl_llm.rollout.checks import Limits
-from jaxrl_llm.rollout.compiled import Compiled
+from jaxrl_llm.rollout import programs
+from jaxrl_llm.rollout import scheduler as scheduler_lib
+from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import (
     MAX_TOP_LOG_PROBS,
     Completion,
+    Limits,
     Progress,
     Request,
     SamplingParams,
 )
-from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
+from jaxrl_llm.rollout.scheduler import Placement, Reader, Sampled, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
-from jaxrl_llm.rollout.tally import Statistics, Tally
-from jaxrl_llm.rollout.warm_up import MOVES, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What the engine did since its last reset; sums, so that two of them can be added."""
+
+    prefill_tokens: int = 0  # of prompts, each counted once
+    prefill_positions: int = 0  # computed for them, padding included
+    prefill_s: float = 0.0
+    decode_tokens: int = 0  # sampled
+    decode_steps: int = 0
+    slot_steps: int = 0  # decode steps of each slot that was active in them
+    guesses: int = 0  # that decode steps checked; none without speculation
+    busy_room: int = 0  # slots times decode steps, while samples were waiting
+    busy_slot_steps: int = 0  # those of them in which the slot was active
+    decode_s: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots' steps that sampled a token, until the queue was empty."""
+        return self.busy_slot_steps / self.busy_room if self.busy_room else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of a slot in one decode step; 1 without speculation."""
+        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guesses that were right; 0 without speculation."""
+        right = self.decode_tokens - self.slot_steps
+        return right / self.guesses if self.guesses else 0.0
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Statistics(*(a + b for a, b in pairs))
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of a step under their names in `metrics.jsonl`."""
+        read, decoded = self.prefill_tokens, self.decode_tokens
+        return {
+            "rollout/prefill_tokens_per_s": read / self.prefill_s if self.prefill_s else 0.0,
+            "rollout/decode_tokens_per_s": decoded / self.decode_s if self.decode_s else 0.0,
+            "rollout/slot_occupancy": self.occupancy,
+            "rollout/tokens_per_forward": self.tokens_per_forward,
+            "rollout/draft_acceptance": self.acceptance,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +117,20 @@ class Engine:
         """
         Args:
           network: The policy; its `compute_dtype` is the cache's.
-          mesh: Where weights, slots and heads are split.
           num_slots: Sequences decoded at one time.
           max_tokens: Longest prompt plus response; the cache's length.
-          chunk_steps: Most decode steps between two looks of the host.
+          chunk_steps: Most decode steps before the host reads their tokens.
           layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
             split over, where they divide.
           speculation: Guesses that are checked together; they change speed, not samples.
           decode: Tokens to text, for stop strings; without it requests that have some are refused.
         """
-        self.network = network
-        self.mesh = mesh
-        self.num_slots = num_slots
-        self.max_tokens = max_tokens
-        self.chunk_steps = chunk_steps
-        self.layout = layout
-        # Two sizes, so two programs: of a refill, and of the first fill.
-        self._insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
-        self._places = 1 + speculation.draft_tokens  # tokens that a step may give a slot
+        self.network, self.mesh, self.layout = network, mesh, layout
+        self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
+        self._step_tokens = 1 + speculation.draft_tokens  # that a step may give a slot
         self._decode = decode
         self.limits = Limits(max_tokens, network.shape.vocab_size, decode is not _no_decoder)
-        self.compiled = Compiled(
+        self.jitted = Jitted(
             network,
             mesh,
             num_slots=num_slots,
@@ -104,10 +144,9 @@ class Engine:
     def reset(self) -> None:
         """Forgets every request and gives the cache's memory back; keeps compiled programs."""
         self._scheduler = Scheduler(self.num_slots, self._decode)
-        self._prefixes = prefixes.Prefixes(
-            lambda *args: self.compiled.prefill(*args), self.max_tokens
-        )
-        self._tally = Tally(self.num_slots, self._places - 1)
+        self._reader = Reader(lambda *args: self.jitted.prefill(*args), self.max_tokens)
+        self._sums = Statistics()
+        self._prefill_s = self._decode_s = 0.0
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -124,35 +163,33 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         """What was done since the last reset; `generate` resets when it begins."""
-        return self._tally.statistics(self._prefixes.num_tokens, self._prefixes.num_positions)
+        return dataclasses.replace(
+            self._sums,
+            prefill_tokens=self._reader.num_tokens,
+            prefill_positions=self._reader.num_positions,
+            prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
+        )
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        return self.compiled.count()
+        return self.jitted.count()
 
     def programs(
         self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
     ) -> list[Program]:
-        """Returns what to `compile` for requests of these kinds (see `warm_up.programs`).
+        """Returns what to `compile` for requests of these kinds (see `Jitted.warm_up`).
 
         Afterwards nothing compiles while up to `num_prompts` are read together (4096 tokens,
         padding included), each of up to `prompt_tokens`. Otherwise programs compile when they
         are first needed.
         """
-        return warm_up.programs(
-            self.compiled,
-            max_tokens=self.max_tokens,
-            num_slots=self.num_slots,
-            insert_sizes=self._insert_sizes,
-            num_prompts=num_prompts,
-            prompt_tokens=prompt_tokens,
-            filters=filters,
-        )
+        return self.jitted.warm_up(num_prompts, prompt_tokens, filters)
 
     def compile(self, params: Params, program: Program) -> None:
         """Compiles a program of `programs`; may be called between any two turns of `step`."""
         with jax.set_mesh(self.mesh):
-            state = self.compiled.empty() if self._state is None else self._state
+            state = self.jitted.empty() if self._state is None else self._state
             self._state = program.call(params, state)
 
     def submit(self, request: Request) -> int:
@@ -193,20 +230,22 @@ class Engine:
         scheduler = self._scheduler
         done, self._chunk = self._chunk, None
         with jax.set_mesh(self.mesh):
+            began = time.perf_counter()
             if done is None:
-                with self._tally.prefill():
-                    # Again until no slot is free: a sample may end with its first token.
-                    while placements := scheduler.admit():
-                        for batch in self._prefixes.split(params, placements, scheduler):
-                            self._admit(*batch, version)
+                # Again until no slot is free: a sample may end with its first token.
+                while placements := scheduler.admit():
+                    for batch in self._reader.split(params, placements, scheduler):
+                        self._admit(*batch, version)
+            filled = time.perf_counter()
+            self._prefill_s += filled - began
             if scheduler.num_active:
-                with self._tally.decode():
-                    if done is None:
-                        num_slots = self._settle()
-                        done = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
-                    if ahead:
-                        self._chunk = self._dispatch_ahead(params, version, done)
-                    self._take(done)
+                if done is None:
+                    num_slots = self._settle()
+                    done = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
+                if ahead:
+                    self._chunk = self._dispatch_ahead(params, version, done)
+                self._take(done)
+                self._decode_s += time.perf_counter() - filled
         return scheduler.progress()
 
     def generate(
@@ -216,13 +255,11 @@ class Engine:
 
         Args:
           params: Rollout parameters, `layers` a tuple.
-          requests: Prompts with what to draw of each.
-          version: Of the weights.
 
         Raises:
           RequestError: If a request does not fit (see `submit`).
           ValueError: If submitted ones are not finished.
-          Exception: What was raised on behalf of a sample, such as by `decode`.
+          Exception: What the host's work for a sample raised, such as `decode`.
         """
         if self.num_waiting or self.num_active:
             raise ValueError(
@@ -255,21 +292,25 @@ class Engine:
             self._state = self._chunk = None
 
     def _admit(
-        self, prefix: Prefix, places: list[int], placements: list[Placement], version: int
+        self, prefix: Prefix, prompts: list[int], placements: list[Placement], version: int
     ) -> None:
-        size = next(size for size in self._insert_sizes if size >= len(placements))
-        scheduler = self._scheduler
+        """Puts samples into slots; `prompts` are the indices of their prompts in the prefix."""
+        size = next(size for size in self.jitted.insert_sizes if size >= len(placements))
+        requests = [self._scheduler.requests[p.request] for p in placements]
         drawn = [
-            (scheduler.request(p.request).keys[p.sample], scheduler.params(p)) for p in placements
+            (request.keys[p.sample], request.params[p.sample])
+            for request, p in zip(requests, placements, strict=True)
         ]
-        state = self.compiled.empty() if self._state is None else self._state
-        self._state, outputs = self.compiled.insert(
+        state = self.jitted.empty() if self._state is None else self._state
+        self._state, outputs = self.jitted.insert(
             state,
             prefix,
-            admission.lay_out(drawn, [p.slot for p in placements], places, size, self.num_slots),
+            scheduler_lib.admission(
+                drawn, [p.slot for p in placements], prompts, size, self.num_slots
+            ),
             **self._switches([params for _, params in drawn]),
         )
-        scheduler.take_first(placements, _read(outputs, version))
+        self._scheduler.take_first(placements, _read(outputs, version))
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode.
@@ -282,42 +323,38 @@ class Engine:
         for i in range(0, len(moves), MOVES):
             pairs = np.full((MOVES, 2), self.num_slots, np.int32)
             pairs[: len(moves[i : i + MOVES])] = moves[i : i + MOVES]
-            self._state = self.compiled.move(self._state, pairs[:, 0], pairs[:, 1])
+            self._state = self.jitted.move(self._state, pairs[:, 0], pairs[:, 1])
         if stale := [slot for slot in scheduler.stale_slots() if slot < self.num_slots]:
             mask = np.zeros(self.num_slots, bool)
             mask[stale] = True
-            self._state = self.compiled.release(self._state, mask)
+            self._state = self.jitted.release(self._state, mask)
         return num_slots
 
     def _num_slots_for(self, num_samples: int) -> int:
         """Returns how many slots the smallest program with room for so many samples decodes."""
-        return next(n for n in self.compiled.slot_counts if n >= num_samples)
+        return next(n for n in self.jitted.slot_counts if n >= num_samples)
 
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
-        """Gives the device a chunk of decode steps.
-
-        Args:
-          longest: At least the tokens of the longest active sequence.
-        """
+        """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self._scheduler.num_waiting > 0
-        self._state, outputs = self.compiled.generate(
+        self._state, outputs = self.jitted.generate(
             params,
             self._state,
             # While samples wait all slots are taken, and a sixteenth of them is worth a refill;
             # afterwards the device runs on until its chunk or its work is done.
             np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
             num_slots=num_slots,
-            window=next((w for w in self.compiled.windows if w >= longest), self.max_tokens),
+            window=next((w for w in self.jitted.windows if w >= longest), self.max_tokens),
             **self._switches(self._scheduler.active_params),
         )
         return _Chunk(outputs, version, num_slots, queue_waits)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
-        """Gives the device what follows a chunk that is not read, if the host has no say in it.
+        """Gives the device what follows a chunk that is not read, if the host decides nothing.
 
-        It has while samples wait for a slot, where few enough will be left for a smaller program,
-        or none, and where texts are searched for stop strings. Samples that end before their
-        budgets do are found out a chunk late.
+        It decides while samples wait for a slot, where few enough will be left for a smaller
+        program, or none, and where texts are searched for stop strings. That a sample ended before
+        its limit is seen one chunk late.
         """
         scheduler = self._scheduler
         left = scheduler.lengths(self.chunk_steps)
@@ -325,20 +362,23 @@ class Engine:
             return None
         if self._num_slots_for(len(left)) < chunk.num_slots:
             return None
-        longest = max(left) + self.chunk_steps * self._places
+        longest = max(left) + self.chunk_steps * self._step_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
 
     def _take(self, chunk: _Chunk) -> None:
         """Reads what a chunk sampled."""
         sampled = _read(chunk.outputs, chunk.version)
         # [N, S]: an active slot gets a token in every step, whatever was guessed.
-        given = np.reshape(sampled.tokens >= 0, (-1, self._places, chunk.num_slots))
+        given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
         active = np.any(given, axis=1)
-        self._tally.add_chunk(
-            steps=int(np.any(active, axis=1).sum()),
-            slot_steps=int(active.sum()),
-            tokens=self._scheduler.take(sampled),
-            queue_waits=chunk.queue_waits,
+        steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
+        self._sums += Statistics(
+            decode_tokens=self._scheduler.take(sampled),
+            decode_steps=steps,
+            slot_steps=slot_steps,
+            guesses=slot_steps * (self._step_tokens - 1),
+            busy_room=steps * self.num_slots if chunk.queue_waits else 0,
+            busy_slot_steps=slot_steps if chunk.queue_waits else 0,
         )
 
     def _switches(self, params: list[SamplingParams]) -> dict[str, Any]:

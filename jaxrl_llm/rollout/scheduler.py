@@ -1,14 +1,35 @@
-"""Which sample stands in which slot. Pure Python, no device: the same on every host."""
+"""What the host decides: which sample stands in which slot, and which prompts are read together.
 
+Decisions follow from requests and replicated outputs alone, so they are the same on every host.
+"""
+
+import bisect
 import collections
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
-from jaxrl_llm.rollout import stopping
-from jaxrl_llm.rollout.requests import Completion, Progress, Request, SamplingParams
+from jaxrl_llm.data.packing import bucket, pack
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import prefill, stopping
+from jaxrl_llm.rollout.prefill import Prefix, Prompts
+from jaxrl_llm.rollout.programs import Admission
+from jaxrl_llm.rollout.requests import (
+    NUM_STOP_TOKENS,
+    Completion,
+    Progress,
+    Request,
+    SamplingParams,
+)
+from jaxrl_llm.rollout.sampling import SamplerState
 from jaxrl_llm.rollout.stopping import Decode
+
+MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
+SMALLEST_WIDTH = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +79,6 @@ class _Sample:
             c.top_log_probs.extend(tuple(zip(*top, strict=True)) for top in tops)
         return int(given.sum())
 
-    def cut(self, length: int) -> None:
-        c = self.completion
-        del c.tokens[length:], c.log_probs[length:], c.versions[length:], c.top_log_probs[length:]
-
     def progress(self) -> Progress:
         """Returns what was not reported before."""
         first, c = self.num_reported, self.completion
@@ -82,14 +99,10 @@ class Scheduler:
     """Keeps slots full: hands out free slots in order of arrival, lowest slot first."""
 
     def __init__(self, num_slots: int, decode: Decode):
-        """
-        Args:
-          num_slots: Sequences decoded at one time.
-          decode: Tokens to text; asked only where a sample has stop strings.
-        """
+        """`decode` turns tokens into text; asked only where a sample has stop strings."""
         self._decode = decode
         self._num_requests = 0
-        self._requests: dict[int, Request] = {}  # unfinished, in order of arrival
+        self.requests: dict[int, Request] = {}  # unfinished, in order of arrival
         self._samples: dict[int, list[_Sample]] = {}
         self._waiting: collections.deque[_Sample] = collections.deque()
         self._owners: list[_Sample | None] = [None] * num_slots
@@ -111,33 +124,20 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
-        number = self._num_requests
-        self._num_requests += 1
-        samples = [
-            _Sample(number, i, len(request.tokens), params)
-            for i, params in enumerate(request.params)
-        ]
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        length = len(request.tokens)
+        samples = [_Sample(number, i, length, params) for i, params in enumerate(request.params)]
         if samples:
-            self._requests[number], self._samples[number] = request, samples
+            self.requests[number], self._samples[number] = request, samples
             self._waiting.extend(samples)
         return number
 
-    def request(self, number: int) -> Request:
-        return self._requests[number]
-
-    def params(self, placement: Placement) -> SamplingParams:
-        """Returns how a placed sample is drawn."""
-        return self._requests[placement.request].params[placement.sample]
-
-    def requests_from(self, number: int) -> list[int]:
-        """Returns unfinished requests that arrived with this one or later, in order."""
-        return [other for other in self._requests if other >= number]
-
     def remove(self, number: int) -> list[Completion]:
         """Takes an unfinished request out; returns its completions as far as they came."""
-        if number not in self._requests:
+        if number not in self.requests:
             return []
-        samples = self._samples[number]
+        del self.requests[number]
+        samples = self._samples.pop(number)
         self._waiting = collections.deque(s for s in self._waiting if s.request != number)
         for slot, owner in enumerate(self._owners):
             if owner is not None and owner.request == number:
@@ -147,7 +147,6 @@ class Scheduler:
             self._touched.pop(sample, None)
             if not sample.completion.finish_reason:
                 sample.completion.finish_reason = "abort"
-        del self._requests[number], self._samples[number]
         return [sample.completion for sample in samples]
 
     def lengths(self, beyond: int = 0) -> list[int]:
@@ -160,12 +159,11 @@ class Scheduler:
 
     def admit(self) -> list[Placement]:
         """Returns the samples that enter a slot now: as many as are waiting and slots free."""
-        free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-        entering = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
         placements = []
-        for slot, sample in zip(free, entering, strict=False):
-            self._owners[slot] = sample
-            placements.append(Placement(sample.request, sample.index, slot))
+        for slot, owner in enumerate(self._owners):
+            if owner is None and self._waiting:
+                sample = self._owners[slot] = self._waiting.popleft()
+                placements.append(Placement(sample.request, sample.index, slot))
         return placements
 
     def take_first(self, placements: Sequence[Placement], sampled: Sampled) -> None:
@@ -206,7 +204,8 @@ class Scheduler:
             except Exception as error:  # of the user's decoder: it ends this sample alone
                 sample.error, c.finish_reason = error, "error"
             if length:
-                sample.cut(length)
+                for kept in (c.tokens, c.log_probs, c.versions, c.top_log_probs):
+                    del kept[length:]
                 c.finish_reason = "stop"
             if c.finish_reason and not ended:
                 self._stale.add(slot)
@@ -226,5 +225,156 @@ class Scheduler:
         touched, self._touched = list(self._touched), {}
         for number in {sample.request for sample in touched}:
             if all(sample.completion.finish_reason for sample in self._samples[number]):
-                del self._requests[number], self._samples[number]
+                del self.requests[number], self._samples[number]
         return [sample.progress() for sample in touched]
+
+
+class Reader:
+    """Reads the prompts of placed samples, and ahead in the queue as far as a batch reaches.
+
+    Each prompt is read once; what was read is kept until its samples are placed.
+    """
+
+    def __init__(self, read: Callable[[Params, Prompts], Prefix], max_tokens: int):
+        """`max_tokens` are those of the longest prompt."""
+        self._read, self._max_tokens = read, max_tokens
+        self.num_tokens = 0  # of all prompts read so far
+        self.num_positions = 0  # that were computed for them, padding included
+        self._indices: dict[int, int] = {}  # request -> its prompt's index in the batch
+        self._batch: Prefix | None = None
+        self._read_with: Callable[[], object] = lambda: None
+
+    def split(
+        self, params: Params, placements: list[Placement], scheduler: Scheduler
+    ) -> Iterator[tuple[Prefix, list[int], list[Placement]]]:
+        """Yields (prefix, indices of prompts, placements) of the batches with these placements."""
+        weights = jax.tree.leaves(params)[0]
+        if self._read_with() is not weights:
+            # Read with other weights, or never. Weakly held: this must not keep them in memory.
+            self._indices = {}
+            self._read_with = weakref.ref(weights)
+        while placements:
+            if placements[0].request not in self._indices:
+                self._fill(params, placements[0].request, scheduler)
+            assert self._batch is not None
+            inside = [p for p in placements if p.request in self._indices]
+            yield self._batch, [self._indices[p.request] for p in inside], inside
+            placements = placements[len(inside) :]
+
+    def _fill(self, params: Params, first: int, scheduler: Scheduler) -> None:
+        waiting = [number for number in scheduler.requests if number >= first]
+        waiting = waiting[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
+        prompts = [scheduler.requests[number].tokens for number in waiting]
+        count = num_fitting([len(prompt) for prompt in prompts], self._max_tokens)
+        batch = prompt_rows(prompts[:count], self._max_tokens)
+        self._indices = {number: i for i, number in enumerate(waiting[:count])}
+        self._batch = self._read(params, batch)
+        self.num_tokens += sum(map(len, prompts[:count]))
+        self.num_positions += batch.tokens.size
+
+
+def num_fitting(lengths: Sequence[int], max_tokens: int) -> int:
+    """Returns how many prompts of these lengths, from the first on, are read together."""
+
+    def too_many(count: int) -> bool:
+        width = _width(max(lengths[:count]), max_tokens)
+        most = _num_rows(count, width)
+        return count > most * _share(width) or len(_shared(lengths[:count], width)) > most
+
+    return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
+
+
+def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int) -> Prompts:
+    """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
+
+    There are few sizes of rows and widths, which alone decide every shape; `max_tokens` is the
+    widest.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    width = _width(max(lengths), max_tokens)
+    rows = _shared(lengths, width)
+    batch = empty_rows(_num_rows(max(len(rows), -(-len(prompts) // _share(width))), width), width)
+    for row, members in enumerate(rows):
+        at = 0
+        for segment, i in enumerate(members, 1):
+            inside = slice(at, at + lengths[i])
+            batch.tokens[row, inside] = prompts[i]
+            batch.positions[row, inside] = np.arange(lengths[i])
+            batch.segment_ids[row, inside] = segment
+            batch.starts[i], batch.lengths[i] = row * width + at, lengths[i]
+            at = inside.stop
+    return batch
+
+
+def row_shapes(num_prompts: int, prompt_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Returns every (rows, width) in which so many prompts of any length are read, rising."""
+    shapes = set()
+    for width in {_width(n, max_tokens) for n in range(1, prompt_tokens + 1)}:
+        fewest = -(-num_prompts // _share(width))
+        shapes |= {(_num_rows(n, width), width) for n in range(fewest, num_prompts + 1)}
+    return sorted(shapes, key=lambda shape: shape[::-1])
+
+
+def empty_rows(rows: int, width: int) -> Prompts:
+    """Returns rows without a prompt."""
+    zeros: Any = np.zeros  # the device takes them as they are
+    tokens, positions, segment_ids = zeros((3, rows, width), np.int32)
+    starts = zeros(rows * _share(width), np.int32)
+    return Prompts(tokens, positions, segment_ids, starts, lengths=starts + 1)
+
+
+def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Returns which prompts share each row."""
+    return pack(lengths, width) if _share(width) > 1 else [[i] for i in range(len(lengths))]
+
+
+def _share(width: int) -> int:
+    """Returns how many prompts a row has room for, in the mean over a batch."""
+    return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
+
+
+def _width(length: int, max_tokens: int) -> int:
+    return bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
+
+
+def _num_rows(count: int, width: int) -> int:
+    return min(bucket(count), max(1, MOST_PROMPT_TOKENS // width))
+
+
+def admission(
+    drawn: Sequence[tuple[np.ndarray, SamplingParams]],
+    slots: Sequence[int],
+    prompts: Sequence[int],
+    size: int,
+    num_slots: int,
+) -> Admission:
+    """Returns the arrays of an insert of `size` samples; unused entries go to no slot.
+
+    Args:
+      drawn: Key and parameters of each sample.
+      slots: Of each; `num_slots` is none.
+      prompts: Index in the prefix of the prompt that each begins with.
+    """
+    num_unused = size - len(drawn)
+    unused = [(np.zeros(2, np.uint32), SamplingParams(max_tokens=1))] * num_unused
+    keys, params = zip(*drawn, *unused, strict=True)
+
+    def array(values: Any, dtype: Any = np.int32) -> Any:
+        return np.array(values, dtype)
+
+    stops = array(np.full((size, NUM_STOP_TOKENS), -1))
+    for i, p in enumerate(params):
+        stops[i, : len(p.stop_tokens)] = p.stop_tokens
+    return Admission(
+        prompts=array([*prompts, *[0] * num_unused]),
+        slots=array([*slots, *[num_slots] * num_unused]),
+        limits=array([p.max_tokens for p in params]),
+        stops=stops,
+        sampler=SamplerState(
+            keys=array(keys, np.uint32),
+            temperature=array([p.temperature for p in params], np.float32),
+            top_k=array([p.top_k for p in params]),
+            top_p=array([p.top_p for p in params], np.float32),
+            min_p=array([p.min_p for p in params], np.float32),
+        ),
+    )

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from absl import logging
 
-from jaxrl_llm.rollout.checks import RequestError
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Progress, Request
-from jaxrl_llm.rollout.warm_up import Program
+from jaxrl_llm.rollout.jitted import Program
+from jaxrl_llm.rollout.requests import Progress, Request, RequestError
 
 Params = Any
 

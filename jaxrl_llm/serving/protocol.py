@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from jaxrl_llm.rollout.checks import is_text, number_problem
+from jaxrl_llm.rollout.requests import is_text, number_problem
 
 MAX_SAMPLES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request

@@ -12,7 +12,7 @@ from absl import logging
 from starlette.types import ASGIApp
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.warm_up import Program
+from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.serving.driver import Driver, Params
 
 _FLUSH_S = 10  # for finished replies to reach their clients, before the process ends

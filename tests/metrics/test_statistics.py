@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm import types
 from jaxrl_llm.config import AlgorithmConfig, DataConfig, RLConfig, RolloutConfig
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.rollout.engine import Statistics
 
 
 def prompt(tokens, source, index):

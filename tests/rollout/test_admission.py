@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl_llm.rollout import admission
+from jaxrl_llm.rollout import scheduler
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, SamplingParams
 
 
@@ -11,7 +11,7 @@ def test_two_samples_in_room_for_three():
         (np.array([1, 2], np.uint32), SamplingParams(7, 0.5, top_k=3, stop_tokens=(9, 4))),
         (np.array([3, 4], np.uint32), SamplingParams(5, top_p=0.9, min_p=0.1)),
     ]
-    found = admission.lay_out(drawn, slots=[6, 0], places=[1, 1], size=3, num_slots=8)
+    found = scheduler.admission(drawn, slots=[6, 0], prompts=[1, 1], size=3, num_slots=8)
     # The third goes past the last slot: nowhere.
     assert found.slots.tolist() == [6, 0, 8]
     assert found.prompts.tolist() == [1, 1, 0]
@@ -27,5 +27,5 @@ def test_two_samples_in_room_for_three():
 
 
 def test_nobody_enters():
-    found = admission.lay_out([], [], [], 2, 4)
+    found = scheduler.admission([], [], [], 2, 4)
     assert found.slots.tolist() == [4, 4]

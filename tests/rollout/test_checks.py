@@ -8,8 +8,7 @@ from engine_work import engine_of, rollout_params, workload
 
 from jaxrl_llm.config.rollout import MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.checks import Limits, RequestError
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Limits, Request, RequestError, SamplingParams
 
 LIMITS = Limits(max_tokens=64, vocab_size=96, takes_stop_strings=True)
 KEY = np.zeros((1, 2), np.uint32)

@@ -22,7 +22,7 @@ from engine_work import (
 
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.on_cpu import kernels, products
-from jaxrl_llm.rollout import capacity, prefill, prefixes
+from jaxrl_llm.rollout import capacity, prefill, scheduler
 from jaxrl_llm.rollout import engine as engine_lib
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
@@ -32,12 +32,12 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 @pytest.fixture
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.prefixes.SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.SMALLEST_WIDTH", LIMIT)
 
 
 def count_prompts_read(engine, monkeypatch):
     """Makes the engine note every prompt that it prefills, empty places left out."""
-    read, prefill = [], engine.compiled.prefill
+    read, prefill = [], engine.jitted.prefill
 
     def counted(params, prompts):
         tokens = prompts.tokens.reshape(-1)
@@ -47,7 +47,7 @@ def count_prompts_read(engine, monkeypatch):
         read.extend(tuple(tokens[at : at + length].tolist()) for at, length in spans.items())
         return prefill(params, prompts)
 
-    monkeypatch.setattr(engine.compiled, "prefill", counted)
+    monkeypatch.setattr(engine.jitted, "prefill", counted)
     return read
 
 
@@ -157,7 +157,7 @@ def test_order_and_neighbours_do_not_matter(one_window):
 
 
 def test_prompts_are_read_in_several_batches(one_window, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.prefixes._TOKENS", 80)
+    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.MOST_PROMPT_TOKENS", 80)
     engine = engine_of(num_slots=4)
     read = count_prompts_read(engine, monkeypatch)
     assert_same(engine.generate(rollout_params(), workload()), expected())
@@ -327,7 +327,7 @@ def test_what_the_text_of_one_sample_raises_ends_it_alone(one_window):
 
 def order_of_chunks(engine, budgets, monkeypatch, **params):
     """Runs samples; returns what was done, d: a chunk dispatched, r: a chunk (or insert) read."""
-    events, generate, read = [], engine.compiled.generate, engine_lib._read
+    events, generate, read = [], engine.jitted.generate, engine_lib._read
 
     def dispatch(*args, **kwargs):
         events.append("d")
@@ -340,7 +340,7 @@ def order_of_chunks(engine, budgets, monkeypatch, **params):
     random = np.random.default_rng(1)
     asked = [request(random, 8, [SamplingParams(n, **params)], i) for i, n in enumerate(budgets)]
     with monkeypatch.context() as patched:
-        patched.setattr(engine.compiled, "generate", dispatch)
+        patched.setattr(engine.jitted, "generate", dispatch)
         patched.setattr(engine_lib, "_read", read_chunk)
         found = engine.generate(rollout_params(), asked)
     assert [len(row[0].tokens) for row in found] == list(budgets)
@@ -424,7 +424,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     states = []
 
     def watch(name):
-        program = getattr(engine.compiled, name)
+        program = getattr(engine.jitted, name)
 
         def watched(*args, **kwargs):
             out = program(*args, **kwargs)
@@ -432,7 +432,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
             return out
 
         watched._cache_size = program._cache_size
-        monkeypatch.setattr(engine.compiled, name, watched)
+        monkeypatch.setattr(engine.jitted, name, watched)
 
     watch("insert")
     watch("generate")
@@ -452,7 +452,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
         counts.append(engine.num_compilations())
     assert counts == counts[:1] * 3
     # What goes out is split as what came in: slots over 2, 2 heads over 2.
-    split = engine.compiled.state_shardings
+    split = engine.jitted.state_shardings
     assert split.cache.keys[0][0].spec[:2] == ("fsdp", "tensor")
     assert all(state == split for state in states)
 
@@ -494,14 +494,14 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
     count = engine.num_compilations()
     random, finished, best = np.random.default_rng(4), 0, 0.0
     used = set()
-    generate = engine.compiled.generate
+    generate = engine.jitted.generate
 
     def watched(*args, num_slots, window, **kwargs):
         used.add((num_slots, window))
         return generate(*args, num_slots=num_slots, window=window, **kwargs)
 
     watched._cache_size = generate._cache_size
-    engine.compiled.generate = watched
+    engine.jitted.generate = watched
     for step in range(20):
         with jax.set_mesh(ONE):
             rollout = mover.reshard(rollout, tiny.sharded(tiny.params(seed=step), ONE))
@@ -532,7 +532,7 @@ def test_long_prompts_are_read_in_pieces(piece, one_window, monkeypatch):
 def test_reading_in_pieces_needs_less_memory():
     def temporary(piece):
         read = functools.partial(prefill.prefill, tiny.NETWORK, piece_tokens=piece)
-        lowered = jax.jit(read).lower(rollout_params(), prefixes.widest(1, 4096, 4096))
+        lowered = jax.jit(read).lower(rollout_params(), scheduler.empty_rows(1, 4096))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # Nearly all of it is scores of 4 heads, twice: [512, 4096] in one piece, as attention takes
@@ -561,7 +561,7 @@ def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, monkeypatch):
     guesses = SpeculationConfig(draft_tokens=draft_tokens)
     engine = Engine(network, mesh, num_slots=64, max_tokens=2048, speculation=guesses)
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
-    compiled = engine.compiled.lower_generate(mover.abstract(), window=window).compile()
+    compiled = engine.jitted.lower_generate(mover.abstract(), window=window).compile()
     memory = compiled.memory_analysis()
     cache = capacity.cache_bytes(network, mesh, 64, 2048)
     assert memory.temp_size_in_bytes < 0.05 * cache
@@ -604,7 +604,7 @@ def test_slots_stay_full_while_samples_wait(one_window):
 
 def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
     engine, params = engine_of(num_slots=4), rollout_params()
-    generate, calls = engine.compiled.generate, []
+    generate, calls = engine.jitted.generate, []
 
     def fails_once(*args, **kwargs):
         calls.append(None)
@@ -612,7 +612,7 @@ def test_a_failed_call_leaves_the_engine_as_it_was(one_window, monkeypatch):
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(engine.compiled, "generate", fails_once)
+    monkeypatch.setattr(engine.jitted, "generate", fails_once)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(params, workload())
     assert_same(engine.generate(params, workload()), expected())

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.data.packing import bucket
-from jaxrl_llm.rollout import prefill, prefixes
+from jaxrl_llm.rollout import prefill
+from jaxrl_llm.rollout import scheduler as scheduler_lib
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Placement, Scheduler
+from jaxrl_llm.rollout.scheduler import Placement, Reader, Scheduler
 
 MOST = 600
 
@@ -25,8 +26,8 @@ def prompts_of(lengths):
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40))
 def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     prompts = prompts_of(lengths)
-    count = prefixes._num_fitting(lengths, MOST)
-    batch = prefixes.lay_out(prompts[:count], MOST)
+    count = scheduler_lib.num_fitting(lengths, MOST)
+    batch = scheduler_lib.prompt_rows(prompts[:count], MOST)
     rows, width = batch.tokens.shape
     assert batch.tokens.size <= max(4096, width)
     assert width < 2 * max(32, *lengths[:count]) and rows in (bucket(rows), 4096 // width)
@@ -44,7 +45,7 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     assert len(segments) == count
     assert (batch.starts[count:] == 0).all() and (batch.lengths[count:] == 1).all()
     # What is warmed up for so many prompts is all that they can need.
-    shapes = {b.tokens.shape for b in prefixes.batches(count, max(lengths), MOST)}
+    shapes = set(scheduler_lib.row_shapes(count, max(lengths), MOST))
     assert batch.tokens.shape in shapes
     assert len(shapes) <= 20
 
@@ -65,10 +66,10 @@ def read_all(lengths):
     scheduler = Scheduler(len(lengths), "".join)
     for prompt in prompts_of(lengths):
         scheduler.add(Request(prompt, np.zeros((1, 2), np.uint32), (SamplingParams(1),)))
-    reader, params = prefixes.Prefixes(read, MOST), {"weight": np.zeros(1)}
+    reader, params = Reader(read, MOST), {"weight": np.zeros(1)}
     placements = [Placement(i, 0, i) for i in range(len(lengths))]
-    for _, places, placed in reader.split(params, placements, scheduler):
-        assert places == list(range(len(placed)))
+    for _, indices, placed in reader.split(params, placements, scheduler):
+        assert indices == list(range(len(placed)))
     assert reader.num_tokens == sum(lengths)
     return reader.num_positions, shapes
 
@@ -108,11 +109,11 @@ def test_sharing_a_row_changes_nothing():
     lengths = [40, 3, 1, 20, 33, 9, 64, 24]
     prompts = [tuple(random.integers(4, 96, n).tolist()) for n in lengths]
     read = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))
-    together = read(rollout_params(), prefixes.lay_out(prompts, LIMIT))
+    together = read(rollout_params(), scheduler_lib.prompt_rows(prompts, LIMIT))
     assert together.keys[0].shape[1] == (4 + 1) * 64, "8 prompts in 4 rows, and one of nothing"
     for i, prompt in enumerate(prompts):
         filled = [prompt, *[(5,) * 64] * 7]  # the same program, nobody beside it
-        alone = read(rollout_params(), prefixes.lay_out(filled, LIMIT))
+        alone = read(rollout_params(), scheduler_lib.prompt_rows(filled, LIMIT))
         np.testing.assert_allclose(together.logits[i], alone.logits[0], atol=2e-5)
         for ours, theirs in zip(
             (*together.keys, *together.values), (*alone.keys, *alone.values), strict=True

@@ -71,7 +71,7 @@ def test_one_run_by_hand():
         (0, 1, (2,), "length"),
         (1, 0, (3, 5), "stop"),
     ]
-    assert scheduler.requests_from(0) == [0, 2]  # the second is finished and forgotten
+    assert list(scheduler.requests) == [0, 2]  # the second is finished and forgotten
     assert max(scheduler.lengths()) == 5
     assert scheduler.admit() == [Placement(2, 0, 1)]
     scheduler.take_first([Placement(2, 0, 1)], first([6], [1]))

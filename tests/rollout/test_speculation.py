@@ -22,7 +22,7 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout import prefill, prefixes, programs, speculation
+from jaxrl_llm.rollout import prefill, programs, scheduler, speculation
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
@@ -33,7 +33,7 @@ THREE = SpeculationConfig(draft_tokens=3)
 @pytest.fixture(autouse=True)
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.prefixes.SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.SMALLEST_WIDTH", LIMIT)
 
 
 guess = jax.jit(speculation.propose, static_argnames=("draft_tokens", "ngram_tokens"))
@@ -111,7 +111,7 @@ def after_a_prompt(slots=4000):
     prompt = tuple(np.random.default_rng(5).integers(4, 96, 9).tolist())
     params = rollout_params()
     prefix = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))(
-        params, prefixes.lay_out([prompt], 16)
+        params, scheduler.prompt_rows([prompt], 16)
     )
     column = functools.partial(np.full, slots)
     sampler = SamplerState(
@@ -275,7 +275,7 @@ def test_slots_chunks_and_guesses_do_not_matter(num_slots, chunk_steps, guesses)
 def test_mesh_does_not_matter(sizes):
     mesh = tiny.make_mesh(**sizes)
     engine = engine_of(mesh, speculation=THREE)
-    split = engine.compiled.state_shardings
+    split = engine.jitted.state_shardings
     assert split.history.spec[0], "slots are on one device: nothing was shown"
     assert_same(engine.generate(rollout_params(mesh), workload()), expected())
 
@@ -291,7 +291,7 @@ def test_other_weights_compile_nothing_and_give_their_own_samples():
 
 
 def test_without_speculation_no_history_is_kept():
-    state = engine_of().compiled.abstract_state()
+    state = engine_of().jitted.abstract_state()
     assert state.history.shape == (8, 0)
-    kept_by = engine_of(speculation=THREE).compiled.abstract_state()
+    kept_by = engine_of(speculation=THREE).jitted.abstract_state()
     assert kept_by.history.shape == (8, LIMIT)

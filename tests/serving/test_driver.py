@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from serving_engine import CountingEngine
 
+from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.rollout.warm_up import Program
 from jaxrl_llm.serving.driver import (
     Driver,
     EngineFailed,

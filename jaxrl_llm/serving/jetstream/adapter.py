@@ -18,12 +18,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout import admission, prefixes
-from jaxrl_llm.rollout.checks import RequestError
+from jaxrl_llm.rollout import scheduler
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.programs import DecodeState
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
 from jaxrl_llm.serving.jetstream.library import (
     config_lib,
     engine_api,
@@ -107,8 +106,8 @@ class JetStreamEngine(engine_api.Engine):
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         tokens = tokens[int(tokens[0] == _NO_TOKEN) :][: self._served.max_tokens]
         with jax.set_mesh(self.mesh):
-            prompts = prefixes.lay_out([tokens.tolist()], self._served.max_tokens)
-            return self._engine.compiled.prefill(params, prompts), len(tokens)
+            prompts = scheduler.prompt_rows([tokens.tolist()], self._served.max_tokens)
+            return self._engine.jitted.prefill(params, prompts), len(tokens)
 
     def insert(self, prefix: tuple[Prefix, int], decode_state: Slots, slot: int) -> Slots:
         """Puts a prompt into a slot and samples its first token, which `generate` will give."""
@@ -118,9 +117,9 @@ class JetStreamEngine(engine_api.Engine):
         # The engine ends a reply at the cache's end only.
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
-        entering = admission.lay_out([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
+        entering = scheduler.admission([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
         with jax.set_mesh(self.mesh):
-            state, outputs = self._engine.compiled.insert(
+            state, outputs = self._engine.jitted.insert(
                 decode_state.state, read, entering, **self._switches
             )
             return Slots(
@@ -134,7 +133,7 @@ class JetStreamEngine(engine_api.Engine):
         num_slots, due = self.max_concurrent_decodes, decode_state.due
         with jax.set_mesh(self.mesh):
             data = _given(due, decode_state.num_given)
-            state, outputs = self._engine.compiled.generate(
+            state, outputs = self._engine.jitted.generate(
                 params,
                 decode_state.state,
                 np.int32(num_slots),
@@ -158,7 +157,7 @@ class JetStreamEngine(engine_api.Engine):
         num_slots = self.max_concurrent_decodes
         with jax.set_mesh(self.mesh):
             none = jnp.full(num_slots, -1, jnp.int32)
-            return Slots(self._engine.compiled.empty(), none, jnp.zeros(num_slots, jnp.int32))
+            return Slots(self._engine.jitted.empty(), none, jnp.zeros(num_slots, jnp.int32))
 
     def get_prefix_destination_sharding(self) -> Any:
         return mesh_lib.replicated(self.mesh)

@@ -1,6 +1,8 @@
-"""The programs of an engine, jitted: which arguments are static, donated, and how all is split."""
+"""The programs of an engine, jitted: static and donated arguments, shardings, and the warm-up."""
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +13,24 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import cache, prefill, prefixes, programs
+from jaxrl_llm.rollout import cache, prefill, programs, scheduler
+from jaxrl_llm.rollout.programs import DecodeState
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
+MOVES = 4  # samples moved by one call
 _WINDOW_STEP = 64  # windows closer together save less time than their programs cost
 
 
-class Compiled:
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A call that compiles, and changes nothing in any slot, whatever is decoded there."""
+
+    name: str
+    call: Callable[[Params, DecodeState], DecodeState]
+
+
+class Jitted:
     """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
 
     def __init__(
@@ -33,10 +45,11 @@ class Compiled:
         speculation: SpeculationConfig,
     ):
         """See `engine.Engine`."""
-        self._mesh = mesh
-        self._max_tokens = max_tokens
+        self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
         replicated = mesh_lib.replicated(mesh)
         ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
+        # Two sizes, so two programs: of a refill, and of the first fill.
+        self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self.windows = windows(max_tokens)
         # On a CPU reading part of an array copies it: blocks end where windows do.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -57,7 +70,7 @@ class Compiled:
             self._state_shapes = jax.eval_shape(empty)
         # Left to the compiler, the state could come back split in another way than it went in,
         # and the next call would compile again.
-        sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _cache_axes(a.ndim), mesh))
+        sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _state_dims(a.ndim), mesh))
         self.state_shardings = jax.tree.map(sharding, self._state_shapes)
         self.empty = jax.jit(empty, out_shardings=self.state_shardings)
         read = functools.partial(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
@@ -91,17 +104,10 @@ class Compiled:
 
     def count(self) -> int:
         """Returns how many programs were compiled so far."""
-        jitted: tuple[Any, ...] = (
-            self.empty,
-            self.prefill,
-            self.insert,
-            self.generate,
-            self.release,
-            self.move,
-        )
-        return sum(function._cache_size() for function in jitted)
+        names = ("empty", "prefill", "insert", "generate", "release", "move")
+        return sum(getattr(self, name)._cache_size() for name in names)
 
-    def abstract_state(self) -> programs.DecodeState:
+    def abstract_state(self) -> DecodeState:
         """Returns shapes and shardings of the decode state."""
         return jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -117,8 +123,10 @@ class Compiled:
         Args:
           params: Shapes and shardings of rollout parameters.
         """
-        prompts = prefixes.widest(num_prompts, prompt_tokens, self._max_tokens)
-        abstract = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), prompts)
+        rows, width = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
+        abstract = jax.tree.map(
+            lambda a: self._abstract(a.shape, a.dtype), scheduler.empty_rows(rows, width)
+        )
         return self.prefill.lower(params, abstract)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
@@ -133,7 +141,7 @@ class Compiled:
                 params,
                 self.abstract_state(),
                 self._abstract((), jnp.int32),
-                num_slots=self._state_shapes.tokens.shape[0],
+                num_slots=self._num_slots,
                 window=window or self._max_tokens,
                 filtered=False,
                 num_top=0,
@@ -141,6 +149,67 @@ class Compiled:
 
     def _abstract(self, shape: tuple[int, ...], dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self._mesh))
+
+    def warm_up(
+        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool]
+    ) -> list[Program]:
+        """Returns what requests without likeliest tokens need, short and few ones first.
+
+        Args:
+          num_prompts: Most prompts that are read together.
+          prompt_tokens: Of the longest prompt.
+          filters: Whether samples are drawn with top_k, top_p or min_p; each case has programs of
+            its own, and without any case there is nothing to compile.
+        """
+        shapes = {
+            shape
+            for count in range(1, num_prompts + 1)
+            for shape in scheduler.row_shapes(count, prompt_tokens, self._max_tokens)
+        }
+        found: list[tuple[Any, Program]] = []
+        if filters:
+            found.append(((), Program("moving samples", self._move_nothing)))
+        for filtered in filters:
+            after = ", filtered" if filtered else ""
+            for rows, width in shapes:
+                name = f"prefill of {rows} x {width} tokens{after}"
+                call = functools.partial(self._insert_nothing, rows, width, filtered)
+                order = (filtered, self.slot_counts[0], width, 0, rows)
+                found.append((order, Program(name, call)))
+            for slots in self.slot_counts:
+                for window in self.windows:
+                    name = f"decoding of {slots} slots x {window} tokens{after}"
+                    call = functools.partial(self._generate_nothing, slots, window, filtered)
+                    found.append(((filtered, slots, window, 1, 0), Program(name, call)))
+        return [program for _, program in sorted(found, key=lambda entry: entry[0])]
+
+    def _move_nothing(self, params: Params, state: DecodeState) -> DecodeState:
+        nowhere = np.full(MOVES, self._num_slots, np.int32)
+        return self.release(self.move(state, nowhere, nowhere), np.zeros(self._num_slots, bool))
+
+    def _insert_nothing(
+        self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
+    ) -> DecodeState:
+        prefix = self.prefill(params, scheduler.empty_rows(rows, width))
+        for size in dict.fromkeys(self.insert_sizes):
+            nobody = scheduler.admission([], [], [], size, self._num_slots)
+            state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)
+        return state
+
+    def _generate_nothing(
+        self, num_slots: int, window: int, filtered: bool, params: Params, state: DecodeState
+    ) -> DecodeState:
+        free_target = np.int32(0)  # reached before the first step
+        state, _ = self.generate(
+            params,
+            state,
+            free_target,
+            num_slots=num_slots,
+            window=window,
+            filtered=filtered,
+            num_top=0,
+        )
+        return state
 
 
 def sizes(largest: int, smallest: int) -> tuple[int, ...]:
@@ -167,6 +236,6 @@ def windows(max_tokens: int) -> tuple[int, ...]:
     return (*(size for size in sorted([*octaves, *between]) if size < max_tokens), max_tokens)
 
 
-def _cache_axes(ndim: int) -> tuple[str | None, ...]:
+def _state_dims(ndim: int) -> tuple[str | None, ...]:
     """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
     return cache.AXES if ndim == 4 else ("batch", *[None] * (ndim - 1))
