@@ -57,7 +57,7 @@ def run(main: Callable[[], None]) -> None:
         _speak()
         try:
             address = cluster.Address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-            hosts.join(cluster.find(os.environ, _START.value, address))
+            hosts.join(cluster.find(_START.value, address))
             screen.SCREEN.silent = not hosts.is_first()
             main()
             hosts.leave()

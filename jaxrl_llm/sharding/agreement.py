@@ -1,8 +1,7 @@
-"""Do all processes hold the same? A digest of every item, compared; the first that differs stops.
+"""Checks that all processes hold the same values, by digests; the first difference stops the run.
 
-Every process runs the same loop on what it believes to be the same values. Should one of them
-hold another prompt, token or weight, nothing fails: the run goes on and is wrong. Arrays are
-compared where processes hold copies of the same part; what only one process holds cannot differ.
+A process with another prompt, token or weight fails nowhere: the run would go on and be wrong.
+Arrays are compared where processes hold copies of the same part.
 """
 
 import dataclasses
@@ -30,10 +29,8 @@ class DivergenceError(UserError, RuntimeError):
 def check(where: str, items: Mapping[str, Any]) -> None:
     """Compares `items` between all processes, which must all call this.
 
-    Args:
-      where: What the message begins with, as "step 3".
-      items: By name, in the order in which they came to be. A value is made of numbers, texts,
-        host arrays, sequences, mappings and dataclasses; `Copies` compares arrays on devices.
+    A value is made of numbers, texts, host arrays, sequences, mappings and dataclasses, or is
+    `Copies` of arrays on devices. The message begins with `where`, as "step 3".
 
     Raises:
       DivergenceError: If an item differs; names the first, and who holds what.
@@ -50,11 +47,7 @@ def check(where: str, items: Mapping[str, Any]) -> None:
 
 
 def compare(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
-    """Compares the digests of all processes; an item that only some hold is theirs alone.
-
-    Raises:
-      DivergenceError: As `check`.
-    """
+    """Compares the digests of processes; an item is compared between those that hold it."""
     names = dict.fromkeys(name for digests in everyone for name in digests)
     for name in names:
         holders: dict[str, list[int]] = {}
@@ -118,8 +111,8 @@ class Copies:
     def digests(self) -> Iterator[tuple[str, str]]:
         """Yields (path and part, digest) of every part that this process holds.
 
-        A digest is computed where its part lies; nothing but the digests leaves a device. Arrays
-        that rest in host memory are left out. Copies within this process are compared here.
+        Each device digests its own parts. Arrays in host memory are left out. Copies within this
+        process are compared here.
         """
         on_device = jax.local_devices()[0].default_memory().kind
         by_mesh: dict[Mesh, dict[str, Any]] = {}
@@ -154,7 +147,7 @@ def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
     """Returns a program that gives [devices, leaves], each device's digests of its own parts."""
     rows = PartitionSpec(mesh.axis_names)
 
-    def of_device(leaves: dict[str, Array]) -> UInt32[Array, "1 N"]:
+    def of_device(leaves: dict[str, Array]) -> UInt32[Array, "1 leaves"]:
         return jnp.stack([_array_digest(leaves[path]) for path, _ in specs])[None]
 
     return jax.jit(
@@ -166,9 +159,9 @@ def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
 
 
 def _array_digest(array: Array) -> UInt32[Array, ""]:
-    """Returns a sum of the bits, each element's times an odd number of its own place.
+    """Returns a sum of the bits, each element's times an odd number of its own position.
 
-    A changed element changes it for certain, as odd numbers have inverses modulo 2**32.
+    Changing one element always changes it: odd numbers have inverses modulo 2**32.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -176,5 +169,5 @@ def _array_digest(array: Array) -> UInt32[Array, ""]:
         array = array.astype(jnp.uint8)
     unsigned = jnp.dtype(f"uint{min(array.dtype.itemsize * 8, 32)}")
     bits = jax.lax.bitcast_convert_type(array, unsigned).reshape(-1).astype(jnp.uint32)
-    place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435769) * 2 + 1
-    return (bits * place).sum(dtype=jnp.uint32)
+    odd = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435769) * 2 + 1
+    return (bits * odd).sum(dtype=jnp.uint32)

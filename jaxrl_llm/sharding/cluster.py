@@ -1,16 +1,19 @@
-"""How this process finds the others of its run: read from the environment, or as told.
+"""How this process finds the others of its run: from the launcher's variables, or as told.
 
-One process a host, or one a GPU; every launcher says in its own variables how many there are,
-which of them this one is, and where the first is. Nothing is started here, see `hosts.py`.
+One process a host, or one a GPU. Nothing is started here, see `hosts`.
 """
 
 import dataclasses
 import glob
 import importlib.util
+import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+
+# jax has no public names for these; they read the variables of a launcher.
+from jax._src.clusters import OmpiCluster, SlurmCluster
 
 from jaxrl_llm.errors import UserError
 
@@ -45,26 +48,26 @@ class Address:
     process_id: int = -1
 
 
-def find(environ: Mapping[str, str], how: str = "auto", told: Address = Address()) -> Start:
+def find(how: str = "auto", told: Address = Address()) -> Start:
     """Returns which process of how many this is.
 
-    Args:
-      environ: Environment variables. `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
-        `JAX_PROCESS_ID` say what `told` leaves open.
-      how: One of `STARTS`; "auto" takes the launcher whose variables are there, and one process
-        where there is none.
-      told: What the user says; wins over the launcher.
+    `told` wins over `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, these win
+    over the launcher. "auto" takes the launcher whose variables are set; without one, one process.
 
     Raises:
       ClusterError: If something is missing or contradicts itself; names it.
     """
-    told = _with_environment(told, environ)
+    told = Address(
+        told.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", ""),
+        _number("JAX_NUM_PROCESSES", "addresses", told.num_processes, told.num_processes < 0),
+        _number("JAX_PROCESS_ID", "addresses", told.process_id, told.process_id < 0),
+    )
     if how == "auto":
-        how = next((name for name, present in _PRESENT.items() if present(environ)), "")
+        how = next((name for name, present in _PRESENT.items() if present()), "")
         how = how or ("one" if told == Address() else "addresses")
     if how == "one":
         return Start("one")
-    found = _FINDERS[how](environ, told) if how in _FINDERS else Start(how, "", -1, -1)
+    found = _FINDERS[how](told) if how in _FINDERS else Start(how, "", -1, -1)
     start = dataclasses.replace(
         found,
         coordinator=told.coordinator or found.coordinator,
@@ -98,112 +101,73 @@ def find(environ: Mapping[str, str], how: str = "auto", told: Address = Address(
     return start
 
 
-def _with_environment(told: Address, environ: Mapping[str, str]) -> Address:
-    def number(given: int, variable: str) -> int:
-        return given if given >= 0 else _number(environ, variable, "addresses", -1)
-
-    return Address(
-        told.coordinator or environ.get("JAX_COORDINATOR_ADDRESS", ""),
-        number(told.num_processes, "JAX_NUM_PROCESSES"),
-        number(told.process_id, "JAX_PROCESS_ID"),
-    )
-
-
-def _need(environ: Mapping[str, str], how: str, remedy: str, *variables: str) -> None:
-    if missing := [name for name in variables if not environ.get(name)]:
+def _need(how: str, remedy: str, *variables: str) -> None:
+    if missing := [name for name in variables if not os.environ.get(name)]:
         raise ClusterError(
             f"--start={how}: {', '.join(missing)} not set; {remedy}, or give --coordinator,"
             " --num_processes and --process_id with --start=addresses"
         )
 
 
-def _number(environ: Mapping[str, str], name: str, how: str, default: int) -> int:
-    text = environ.get(name, "")
+def _number(name: str, how: str, default: int, wanted: bool = True) -> int:
+    """Returns the number in a variable, the default where it is not set or not wanted."""
+    text = os.environ.get(name, "") if wanted else ""
     if text and not text.isdecimal():
         raise ClusterError(f"--start={how}: {name}={text!r} is no number; correct or unset it")
     return int(text) if text else default
 
 
-# SLURM.
-
-
-def _slurm(environ: Mapping[str, str], told: Address) -> Start:
+def _slurm(told: Address) -> Start:
     remedy = "start the program with srun inside the batch file"
-    _need(environ, "slurm", remedy, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
-    tasks = _number(environ, "SLURM_NTASKS", "slurm", -1)
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "slurm", tasks)
-    # Jobs that share a node must not meet at one port.
-    port = 61440 + _number(environ, "SLURM_JOB_ID", "slurm", 0) % 4096
-    here = _tasks_on_this_node(environ)
+    _need("slurm", remedy, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
+    _number("SLURM_JOB_ID", "slurm", 0)
+    tasks = _number("SLURM_STEP_NUM_TASKS", "slurm", _number("SLURM_NTASKS", "slurm", -1))
+    # The most tasks on a node: `2(x3),1` is two on three nodes and one on another.
+    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    here = max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", per_node)), default=1)
     return Start(
         "slurm",
-        f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
+        SlurmCluster.get_coordinator_address(None, None),
         tasks,
-        _number(environ, "SLURM_PROCID", "slurm", -1),
-        _own_device(environ, here, _number(environ, "SLURM_LOCALID", "slurm", 0)),
+        _number("SLURM_PROCID", "slurm", -1),
+        _own_device(here, _number("SLURM_LOCALID", "slurm", 0)),
     )
 
 
-def first_host(nodelist: str) -> str:
-    """Returns the first host of SLURM's notation.
-
-    >>> first_host("gpu[007-015,020],login1"), first_host("tpu3,tpu5")
-    ('gpu007', 'tpu3')
-    """
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
-    return f"{match[1]}{match[2] or ''}" if match else ""
-
-
-def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """Returns the most tasks on a node: `2(x3),1` is two on three nodes and one on another."""
-    counts = re.findall(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    return max(map(int, counts), default=1)
-
-
-def _own_device(environ: Mapping[str, str], processes_here: int, local_id: int) -> int:
+def _own_device(processes_here: int, local_id: int) -> int:
     """Returns the device of a process that shares its host with others.
 
-    A launcher that shows each process one GPU has chosen already.
+    jax gives every process of these launchers one device, also where it has a host for itself. A
+    launcher that shows each process one GPU has chosen already.
     """
-    shown = environ.get("CUDA_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES", "all,of,them"))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", "all,"))
     return local_id if processes_here > 1 and "," in shown else ALL_DEVICES
 
 
-# Open MPI.
-
-
-def _openmpi(environ: Mapping[str, str], told: Address) -> Start:
+def _openmpi(told: Address) -> Start:
     remedy = "start the program with mpirun"
-    _need(environ, "openmpi", remedy, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    address = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
-    job = re.match(r"\d+", uri)
-    coordinator = ""
-    if address:
-        # The job's number is a multiple of 4096; jobs that share a host must not share the port.
-        port = 61440 + (int(job[0]) // 4096 if job else 0) % 4096
-        coordinator = f"{address[1] or address[2]}:{port}"
-    elif not told.coordinator:
+    _need("openmpi", remedy, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    coordinator = told.coordinator
+    if not coordinator and OmpiCluster.is_env_present():
+        coordinator = OmpiCluster.get_coordinator_address(None, None)
+    if not coordinator:
         raise ClusterError(
             "--start=openmpi: OMPI_MCA_orte_hnp_uri not set (Open MPI 5 does not say where its"
             " first host is); give --coordinator=HOST:PORT of rank 0's host"
         )
-    here = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "openmpi", 1)
+    here = _number("OMPI_COMM_WORLD_LOCAL_SIZE", "openmpi", 1)
     return Start(
         "openmpi",
         coordinator,
-        _number(environ, "OMPI_COMM_WORLD_SIZE", "openmpi", -1),
-        _number(environ, "OMPI_COMM_WORLD_RANK", "openmpi", -1),
-        _own_device(environ, here, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "openmpi", 0)),
+        _number("OMPI_COMM_WORLD_SIZE", "openmpi", -1),
+        _number("OMPI_COMM_WORLD_RANK", "openmpi", -1),
+        _own_device(here, _number("OMPI_COMM_WORLD_LOCAL_RANK", "openmpi", 0)),
     )
 
 
-# GKE.
-
-
-def _jobset(environ: Mapping[str, str], told: Address) -> Start:
+def _jobset(told: Address) -> Start:
+    """By the variables of launch/gke_jobset.yaml; jax asks Kubernetes, which needs permission."""
     _need(
-        environ,
         "jobset",
         "take them over from the pod's annotations as launch/gke_jobset.yaml does",
         "JOBSET_NAME",
@@ -212,38 +176,38 @@ def _jobset(environ: Mapping[str, str], told: Address) -> Start:
         "PODS_PER_JOB",
         "NUM_JOBS",
     )
-    name, per_job = environ["JOBSET_NAME"], _number(environ, "PODS_PER_JOB", "jobset", 1)
-    job = _number(environ, "JOB_INDEX", "jobset", 0)
+    name, per_job = os.environ["JOBSET_NAME"], _number("PODS_PER_JOB", "jobset", 1)
+    job = _number("JOB_INDEX", "jobset", 0)
     return Start(
         "jobset",
-        f"{name}-{environ['REPLICATED_JOB_NAME']}-0-0.{name}:{_PORT}",
-        per_job * _number(environ, "NUM_JOBS", "jobset", 1),
-        per_job * job + _number(environ, "JOB_COMPLETION_INDEX", "jobset", 0),
+        f"{name}-{os.environ['REPLICATED_JOB_NAME']}-0-0.{name}:{_PORT}",
+        per_job * _number("NUM_JOBS", "jobset", 1),
+        per_job * job + _number("JOB_COMPLETION_INDEX", "jobset", 0),
     )
 
 
-# TPU.
+def _tpu(told: Address) -> Start:
+    """One process a TPU host: by the variables that GKE sets, or by the machine's metadata.
 
-
-def _tpu(environ: Mapping[str, str], told: Address) -> Start:
-    """One process a TPU host: by the variables that GKE sets, or by the machine's metadata."""
-    if environ.get("TPU_WORKER_HOSTNAMES"):
-        _need(environ, "tpu", "GKE sets it on TPU node pools", "TPU_WORKER_ID")
-        hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
-        worker = _number(environ, "TPU_WORKER_ID", "tpu", -1)
+    jax's own way needs `requests`, and ends in an error of that package where no server answers.
+    """
+    if os.environ.get("TPU_WORKER_HOSTNAMES"):
+        _need("tpu", "GKE sets it on TPU node pools", "TPU_WORKER_ID")
+        hosts = os.environ["TPU_WORKER_HOSTNAMES"].split(",")
+        worker = _number("TPU_WORKER_ID", "tpu", -1)
     else:
-        endpoints = _metadata(environ, "worker-network-endpoints").split(",")
+        endpoints = _metadata("worker-network-endpoints").split(",")
         # An endpoint is a host, or, on older machines, NAME:ID:HOST.
         hosts = [endpoint.split(":")[-1] for endpoint in endpoints]
-        worker = int(_metadata(environ, "agent-worker-number"))
-    slices = _number(environ, "MEGASCALE_NUM_SLICES", "tpu", 1)
-    slice_id = _number(environ, "MEGASCALE_SLICE_ID", "tpu", 0)
-    first = environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").split(":")[0] or hosts[0]
+        worker = int(_metadata("agent-worker-number"))
+    slices = _number("MEGASCALE_NUM_SLICES", "tpu", 1)
+    slice_id = _number("MEGASCALE_SLICE_ID", "tpu", 0)
+    first = os.environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").split(":")[0] or hosts[0]
     return Start("tpu", f"{first}:{_PORT}", len(hosts) * slices, worker + slice_id * len(hosts))
 
 
-def _metadata(environ: Mapping[str, str], key: str) -> str:
-    server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+def _metadata(key: str) -> str:
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
@@ -256,26 +220,26 @@ def _metadata(environ: Mapping[str, str], key: str) -> str:
         ) from error
 
 
-def _on_tpu_machine(environ: Mapping[str, str]) -> bool:
-    if environ.get("JAX_PLATFORMS", "tpu").startswith("cpu"):
+def _on_tpu_machine() -> bool:
+    if os.environ.get("JAX_PLATFORMS", "tpu").startswith("cpu"):
         return False
-    if environ.get("TPU_WORKER_HOSTNAMES"):
+    if os.environ.get("TPU_WORKER_HOSTNAMES"):
         return True
     chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
-    alone = "TPU_SKIP_MDS_QUERY" in environ or importlib.util.find_spec("libtpu") is None
+    alone = "TPU_SKIP_MDS_QUERY" in os.environ or importlib.util.find_spec("libtpu") is None
     return bool(chips) and not alone
 
 
-_FINDERS: Mapping[str, Callable[[Mapping[str, str], Address], Start]] = {
+_FINDERS: dict[str, Callable[[Address], Start]] = {
     "tpu": _tpu,
     "jobset": _jobset,
     "slurm": _slurm,
     "openmpi": _openmpi,
 }
-# By what a launcher is known, most particular first: Open MPI may run inside of SLURM.
-_PRESENT: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
+# Whether a launcher's variables are set, most particular first: Open MPI may run inside of SLURM.
+_PRESENT: dict[str, Callable[[], bool]] = {
     "tpu": _on_tpu_machine,
-    "jobset": lambda environ: "JOBSET_NAME" in environ,
-    "openmpi": lambda environ: "OMPI_COMM_WORLD_SIZE" in environ,
-    "slurm": lambda environ: "SLURM_STEP_NODELIST" in environ,
+    "jobset": lambda: "JOBSET_NAME" in os.environ,
+    "openmpi": lambda: "OMPI_COMM_WORLD_SIZE" in os.environ,
+    "slurm": lambda: "SLURM_STEP_NODELIST" in os.environ,
 }

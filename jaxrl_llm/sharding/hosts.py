@@ -1,8 +1,7 @@
-"""The processes of a run as one: they join, share what each has, watch each other, and leave.
+"""The processes of a run: they join, share values, watch each other, and leave.
 
-A process that dies leaves the others inside a collective that will never end. So each of them
-says every few seconds that it is alive, through the service at which they met; one that is silent
-or that says why it stopped ends the others with a message, and the next start resumes.
+If a process dies, the others wait in a collective that never ends. So each writes a sign of life
+every few seconds; one that is silent, or says why it stopped, ends the others with a message.
 """
 
 import json
@@ -45,9 +44,7 @@ def is_first() -> bool:
 
 
 def join(start: Start) -> None:
-    """Meets the other processes; before the first use of a device.
-
-    Collectives between CPU devices of several processes go through gloo.
+    """Meets the other processes; to be called before the first use of a device.
 
     Raises:
       ClusterError: If they do not all come.
@@ -92,11 +89,9 @@ def leave() -> None:
 
 
 def abandon(reason: str, with_trace: bool = False) -> None:
-    """Ends this process and, with its reason, the others. Without others it returns.
+    """Ends this process and, with its reason, the others; returns if there are no others.
 
-    Args:
-      reason: What the others are told.
-      with_trace: Whether the exception in flight is shown here first.
+    `with_trace` shows the current exception here first.
     """
     if _watch is not None:
         if with_trace:
@@ -106,17 +101,13 @@ def abandon(reason: str, with_trace: bool = False) -> None:
 
 
 def wait_for_verdict() -> None:
-    """Gives the watch its time to say whose end broke a collective; it ends this process then."""
+    """Gives the watch time to find out whose end broke a collective; it then ends this process."""
     if _watch is not None:
         time.sleep(SILENCE_S + 2 * PERIOD_S)
 
 
 def share(value: Json) -> list[Any]:
-    """Returns every process's value, in the order of the processes.
-
-    Args:
-      value: What JSON can hold; it arrives as JSON gives it back, a tuple as a list.
-    """
+    """Returns every process's value, as JSON gives it back: a tuple as a list."""
     data = json.dumps(value).encode()
     if jax.process_count() == 1:
         return [json.loads(data)]
@@ -130,7 +121,7 @@ def share(value: Json) -> list[Any]:
 
 
 def together(action: Callable[[], Json]) -> list[Any]:
-    """Returns what `action` gave each process, as `share`; if one cannot go on, none does.
+    """Returns what `action` returned on each process, as `share`; if one raises, all do.
 
     Raises:
       UserError: That of this process's action, or a `HostError` with the text of another's.
@@ -148,7 +139,7 @@ def together(action: Callable[[], Json]) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Returns which of `count` rows are this process's work: contiguous, as even as can be."""
+    """Returns which of `count` rows are this process's work: contiguous, evenly divided."""
     first, last = (
         count * process // jax.process_count()
         for process in (jax.process_index(), jax.process_index() + 1)
@@ -157,7 +148,7 @@ def own_part(count: int) -> range:
 
 
 class _Board:
-    """Where processes write what all others can read: the service that jax keeps for a run."""
+    """A text of each process that all others can read, in jax's coordination service."""
 
     _FOLDER = "jaxrl_llm/alive/"
 
@@ -186,14 +177,7 @@ class Watch(threading.Thread):
         end: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
-        """
-        Args:
-          board: Has `write(process, text)` and `read() -> {process: text}`.
-          process: This one.
-          num_processes: All of them.
-          end: Ends this process with a message.
-          now: Seconds on a clock that never goes back.
-        """
+        """`board` is a `_Board`; `end` ends this process with a message; `now` is in seconds."""
         super().__init__(name="watch", daemon=True)
         self._board, self._process, self._end, self._now = board, process, end, now
         self._last_words = dict.fromkeys(range(num_processes), "")
@@ -203,7 +187,6 @@ class Watch(threading.Thread):
         self._writing = threading.Lock()
 
     def run(self) -> None:
-        """Looks around until `leave`."""
         while not self._done.wait(PERIOD_S):
             if verdict := self.look():
                 self._end(verdict)
@@ -232,7 +215,6 @@ class Watch(threading.Thread):
         return ""
 
     def leave(self) -> None:
-        """Says that this process is done."""
         self._say(_LEFT)
 
     def stop_all(self, reason: str) -> None:

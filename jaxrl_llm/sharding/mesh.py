@@ -1,12 +1,10 @@
 """The device mesh, and the rules that map logical dim names to its axes.
 
-Sharding is data: parameters and activations name their dims, the tables below say which
-mesh axes each name is split over. An axis that does not divide a dim is left out of it.
-All meshes over the same devices use the same flat device order.
+Parameters and activations name their dims; the tables below say which mesh axes each name is
+split over. An axis that does not divide a dim is left out of it, as is one that the mesh lacks.
 
-Axes: `data` (replicas of the weights), `fsdp` (rows, and weights cut for memory alone), `sequence`
-(the length of rows, and weights cut as by fsdp), `tensor` (heads, MLP, vocabulary). The names
-`expert` and `stage` are reserved; a rule may name an axis that the mesh does not have.
+Axes: `data` (replicas of the weights), `fsdp` (rows, and weights split for memory alone),
+`sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary).
 """
 
 import contextvars
@@ -66,11 +64,7 @@ _rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=
 
 
 def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Returns the size of every mesh axis over so many devices.
-
-    Raises:
-      ConfigError: If the sizes do not multiply to the number of devices.
-    """
+    """Returns the size of every mesh axis; raises ConfigError if they do not fill the devices."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     found = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
@@ -86,11 +80,7 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """Returns the mesh over `devices` (all of them if None), axes `AXES`.
-
-    Raises:
-      ConfigError: If the sizes do not multiply to the number of devices.
-    """
+    """Returns the mesh over `devices` (None: all), in their order; raises as `mesh_sizes`."""
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(config, len(devices))
     grid = np.array(devices).reshape([sizes[axis] for axis in AXES])
@@ -105,13 +95,11 @@ def partition_spec(
     units: Mapping[str, int],
     computing: tuple[str, ...] = ("tensor",),
 ) -> PartitionSpec:
-    """Returns how an array of `shape` is split.
+    """Returns how an array is split.
 
     Args:
-      shape: Dims of the array.
       names: Logical name of each dim, or None.
       rules: Mesh axes of each name, major first.
-      axis_sizes: Sizes of the mesh axes.
       units: Name -> what must stay whole, e.g. a head's size in a dim of several heads.
       computing: Axes that respect units, as they split the computation there.
     """
@@ -142,20 +130,16 @@ def shardings(
     computing: tuple[str, ...] = ("tensor",),
 ):
     """Returns a tree of `NamedSharding` for a tree of shapes and a tree of logical names."""
-    spec = functools.partial(
-        partition_spec,
-        rules=rules,
-        axis_sizes=dict(mesh.shape),
-        units=units,
-        computing=computing,
-    )
-    return jax.tree.map(
-        lambda a, names: NamedSharding(mesh, spec(a.shape, names)), abstract, logical_axes
-    )
+
+    def split(a, names):
+        spec = partition_spec(a.shape, names, rules, dict(mesh.shape), units, computing)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(split, abstract, logical_axes)
 
 
 def under(rules: Rules, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`, traced with these rules for its activations instead of training's."""
+    """Returns `function`, traced with these rules for its activations instead of `ACTIVATIONS`."""
 
     @functools.wraps(function)
     def ruled(*args, **kwargs):
@@ -169,16 +153,13 @@ def under(rules: Rules, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
-    """Returns how such an activation is split, on the mesh of `jax.set_mesh` and by its rules."""
+    """Returns how an activation is split by the current rules on the mesh of `jax.set_mesh`."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     return partition_spec(shape, names, _rules.get(), sizes, {})
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x`, told to be split by the rules on the mesh of `jax.set_mesh`.
-
-    Inside a `shard_map`, where arrays are local, it is `x` alone.
-    """
+    """Returns `x` with the constraint of `activation_spec`; unchanged inside a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
         return x
@@ -186,7 +167,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def constrain_as_weight(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x`, told to be split as `TRAIN` says on the mesh of `jax.set_mesh`."""
+    """Returns `x`, constrained to be split as `TRAIN` says on the mesh of `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or all(size == 1 for size in mesh.shape.values()):
         return x

@@ -1,8 +1,8 @@
-"""Pools of devices: a mesh for each, and arrays that go from one to another.
+"""Pools of devices: a mesh for each, and arrays that move from one to another.
 
-A pool takes as many devices of every host, so that each process has devices in each pool, and an
-array that crosses stays on its host: it is first laid out by its own pool as the other wants it,
-then copied device to device. `jax.device_put` alone would pass it through the host's memory.
+A pool takes equally many devices of every host. An array that moves is first laid out in its own
+pool as the other wants it, then copied device to device within each host; `jax.device_put` alone
+would pass it through the host's memory.
 """
 
 import dataclasses
@@ -25,16 +25,12 @@ def meshes(
     used: Collection[str],
     devices: Sequence[Any],
 ) -> dict[str, Mesh]:
-    """Returns the mesh of each role; roles of one pool share theirs.
+    """Returns the mesh of each role that the run has; roles of one pool share theirs.
 
-    Args:
-      placement: Pools and roles.
-      config: Sizes of the axes where a pool says nothing else.
-      used: Roles that the run has.
-      devices: All of the run.
+    `config` has the sizes of the axes where a pool names none.
 
     Raises:
-      ConfigError: If the devices cannot be shared out so.
+      ConfigError: If the devices cannot be divided so.
     """
     pools, homes = placement.divided(used)
     hosts: dict[int, list[Any]] = {}
@@ -59,11 +55,7 @@ def meshes(
 def sizes(
     placement: PlacementConfig, pools: Mapping[str, PoolConfig], num_devices: int, num_hosts: int
 ) -> dict[str, int]:
-    """Returns the number of devices of each pool.
-
-    Raises:
-      ConfigError: If the devices cannot be shared out so.
-    """
+    """Returns the number of devices of each pool; raises ConfigError as `meshes` does."""
     found = {name: pool.devices for name, pool in pools.items()}
     fixed = sum(size for size in found.values() if size != -1)
     wild = [name for name, size in found.items() if size == -1]
@@ -91,9 +83,8 @@ def sizes(
 def staging(source: Mesh, target: Mesh) -> Mesh:
     """Returns a mesh over the source's devices whose layouts can be copied to the target.
 
-    Device i of the target stands where the i-th (or, with n times as many, the n i-th) device of
-    the source stands. With fewer or other numbers of devices it is the source itself: arrays must
-    then be whole on each device.
+    It has the target's axes; if the source has n times as many devices, each part is held n times.
+    If the numbers do not divide, it is the source: arrays must then be whole on each device.
     """
     if source == target:
         return source
@@ -119,14 +110,10 @@ def fits(source: Mesh, target: Mesh) -> bool:
 
 
 def move(tree: Any, shardings: Any) -> Any:
-    """Returns arrays in another pool's layout; what is there already is returned as it is.
+    """Returns arrays in another pool's layout; `shardings` is a tree, or one for all.
 
-    Arrays that are nowhere yet (host arrays, or arrays of no mesh) are left to the program
-    that uses them. To be called outside of `jax.set_mesh`, as two meshes take part.
-
-    Args:
-      tree: Arrays of one mesh.
-      shardings: Of each, or one for all.
+    Arrays that are there already, or not committed to any mesh, are returned as they are. To be
+    called outside of `jax.set_mesh`, as two meshes take part.
     """
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
@@ -157,7 +144,7 @@ def _laid_out(sharding: NamedSharding):
 
 
 def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
-    """Copies each part from a device of the same host that holds it, or a whole it is cut of."""
+    """Copies each part from a device of the same host that holds it or the whole array."""
     held = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     whole = _bounds((), array.shape)
     pieces = []

@@ -24,18 +24,11 @@ _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One exchange of a compiled program.
+    """One exchange of a compiled program."""
 
-    Attributes:
-      kind: XLA's name, as "all-gather".
-      dtypes: Of what travels.
-      received_bytes: What each device gets from others; an all-reduce counts as its scatter
-        and its gather.
-    """
-
-    kind: str
-    dtypes: tuple[str, ...]
-    received_bytes: int
+    kind: str  # XLA's name, as "all-gather"
+    dtypes: tuple[str, ...]  # of what is sent
+    received_bytes: int  # by each device; an all-reduce is a reduce-scatter and an all-gather
 
 
 def collectives(hlo: str) -> Iterator[Collective]:

@@ -1,10 +1,12 @@
 """The files that start a run on a cluster: they parse, and say what the program understands."""
 
+import os
 import pathlib
 import shlex
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import yaml
@@ -92,7 +94,8 @@ def test_the_jobset_counts_its_processes_once(jobset):
         "JOB_INDEX": "0",
         "JOB_COMPLETION_INDEX": "1",
     }
-    start = cluster.find(environ)
+    with mock.patch.dict(os.environ, environ):
+        start = cluster.find()
     assert (start.how, start.num_processes, start.process_id) == ("jobset", 2, 1)
     assert start.coordinator == "jaxrl-llm-train-0-0.jaxrl-llm:8476"
     assert {"containerPort": 8476} in container["ports"]

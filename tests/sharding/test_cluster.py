@@ -1,12 +1,14 @@
 """Which process of how many: by the variables of every launcher."""
 
 import http.server
+import os
 import threading
+from unittest import mock
 
 import pytest
 
 from jaxrl_llm.sharding import cluster
-from jaxrl_llm.sharding.cluster import ALL_DEVICES, Address, ClusterError, Start, find
+from jaxrl_llm.sharding.cluster import ALL_DEVICES, Address, ClusterError, Start
 
 SLURM = {
     "SLURM_JOB_ID": "4100",
@@ -25,6 +27,11 @@ OPENMPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
 GKE_TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
+
+
+def find(environ, *how, **told):
+    with mock.patch.dict(os.environ, environ, clear=True):
+        return cluster.find(*how, **told)
 
 
 def test_alone_without_a_launcher():
@@ -60,7 +67,8 @@ def test_a_gpu_that_the_launcher_chose_is_left_alone():
     ],
 )
 def test_the_first_host_of_a_node_list(nodes, first):
-    assert cluster.first_host(nodes) == first
+    start = find({**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert start.coordinator == f"{first}:61444"
 
 
 def test_open_mpi():

@@ -133,7 +133,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import agreement, cluster, hosts
 
-hosts.join(cluster.find(os.environ))
+hosts.join(cluster.find())
 me = jax.process_index()
 values = hosts.share("x" * 5000 * (me + 1))
 assert [len(value) for value in values] == [5000, 10000]
