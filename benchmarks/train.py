@@ -127,6 +127,7 @@ class Work:
         packed, _ = self._minibatch()
         with jax.set_mesh(self._models.mesh):
             return self._of_policy(
+                {},
                 self._state.policy.params,
                 self._rollouts.tokens,
                 self._rollouts.lengths,

@@ -1,7 +1,4 @@
-"""A step's sequences as the update reads them: whole, or in minibatches of packed rows.
-
-Packing is decided once on the host, from lengths alone.
-"""
+"""A step's sequences as the update reads them: whole, or in minibatches of packed rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,17 +20,16 @@ EVERY_TOKEN = np.ones((1, 1), bool)
 
 
 class Packer:
-    """Packs sequences into rows. Chooses few shapes: every new one is a compilation.
+    """Packs sequences into rows on the host, in few shapes: every new one is a compilation.
 
-    The first step of its kind decides. What fills several microbatches is spread over them evenly;
-    steps after it fill more or fewer of the same, unless that would waste an eighth. What fits
-    into one is rounded up to the most rows that as many sequences in rows as wide have needed so
-    far, or to a half, quarter, ... of it. Rows take no more scored tokens than the head looks at.
-    That memory is state: a resumed run restores it and so repeats the same shapes.
+    The first step of its kind decides. Where it fills several microbatches, they get as many rows
+    each; later steps fill more or fewer of the same, unless that would waste an eighth. Where it
+    fits into one, that is rounded up to the most rows that such sequences have needed so far, or to
+    a half, quarter, ... of it. A row holds no more scored tokens than the head looks at. All this
+    is state: a resumed run restores it and repeats the same shapes.
 
-    Sequences that begin alike may share their beginning's tokens. Rows are then as wide as pays:
-    a wider row holds more of a group, and attention looks at all of it. The first step of its
-    kind decides for those after it.
+    Sequences may share the tokens of a common prefix. Rows are then as wide as pays: a wider row
+    holds more of a group, but attention looks at all of it.
     """
 
     def __init__(
@@ -47,12 +43,12 @@ class Packer:
     ):
         """
         Args:
-          max_tokens: Tokens that a device may hold in one microbatch.
+          max_tokens: Of a device in one microbatch.
           num_shards: Devices that rows are split over.
-          length_shards: Devices that share each row; beginnings are shared with one alone.
+          length_shards: Devices that share each row; with more than 1 no prefix is shared.
           attention_parity: Tokens of a row at which attention costs as much as the rest of the
-            network; 0: no sequences share their beginnings.
-          max_scored: Tokens of a sequence that may be scored at most; 0: not known.
+            network; 0: no prefix is shared.
+          max_scored: Most scored tokens of a sequence; 0: not known.
           fewest_tokens: On a device, below which a microbatch is slow.
         """
         self._max_tokens = max_tokens * length_shards
@@ -64,7 +60,7 @@ class Packer:
         self._most_rows: dict[str, int] = {}
 
     def get_state(self) -> dict[str, int]:
-        """Returns what has been seen, as JSON can hold it."""
+        """Returns the shapes so far, as JSON can hold them."""
         return dict(self._most_rows)
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -74,7 +70,7 @@ class Packer:
     def _shared_width(
         self, lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
     ) -> int:
-        """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay."""
+        """Returns the width of rows in which prefixes are shared; 0 if that does not pay."""
         kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
         found = self._most_rows.get(kind, -1)
         if not 0 <= found <= self._max_tokens:
@@ -113,7 +109,7 @@ class Packer:
     def _num_microbatches(
         self, groups: list[list[list[packing.Piece]]], num_sequences: int, num_rows: int
     ) -> tuple[int, int]:
-        """Returns places for microbatches, and for the sequences of each, with room for others."""
+        """Returns how many microbatches, and sequences in each, later steps may have too."""
         count = len(groups)
         held = max(sum(len(piece.members) for row in group for piece in row) for group in groups)
         most = self._most_rows.get(f"microbatches of {num_sequences}", 1)
@@ -127,14 +123,14 @@ class Packer:
         return most, self._most_rows[kind]
 
     def _num_scored(self, needed: int, width: int) -> int:
-        """Returns the positions of a row that the head looks at: eighths of it, never fewer."""
+        """Returns the columns of a row that the head looks at, in eighths; it never shrinks."""
         kind = f"scored in rows of {width}"
         eighths = min(8, -(-max(needed, self._max_scored) * 8 // width))
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
 
     def _num_seen(self, needed: int, width: int) -> int:
-        """Returns the blocks of keys that queries are compared with, never fewer; 0: all."""
+        """Returns the blocks of keys that queries are compared with (0: all); it never shrinks."""
         kind = f"blocks seen in rows of {width}"
         if needed > self._most_rows.get(kind, 0):
             self._most_rows[kind] = filling.with_room(width, needed)
@@ -144,11 +140,7 @@ class Packer:
     def _balanced(
         self, packed: list[list[int]], lengths: Int[np.ndarray, " b"], num_rows: int
     ) -> list[list[list[int]]]:
-        """Returns the rows of each microbatch, in the order in which its shards take them.
-
-        Shards get as many rows each; the cost is spread evenly over all shards of all
-        microbatches, and shards that work at one time cost about the same.
-        """
+        """Returns the rows of each microbatch, shard after shard, of about the same cost each."""
         num_groups = -(-len(packed) // num_rows)
         rows = packed + [[]] * (num_groups * num_rows - len(packed))
         if self._num_shards == 1:
@@ -161,7 +153,7 @@ class Packer:
         return [[rows[r] for r in order[i : i + num_rows]] for i in range(0, len(order), num_rows)]
 
     def shares(self, packed: PackedBatch) -> list[list[int]]:
-        """Returns the sequences that each of the devices that rows are split over works on."""
+        """Returns the sequences that each device works on, of those that rows are split over."""
         microbatches = packed.microbatches
         shares: list[list[int]] = [[] for _ in range(self._num_shards)]
         local_rows = microbatches.segment_ids.shape[1] // self._num_shards
@@ -183,15 +175,15 @@ class Packer:
         """Returns the sequences `chosen` in rows.
 
         Args:
-          lengths: Tokens of every sequence of the step.
+          lengths: Of all sequences of the step.
           chosen: Numbers of the sequences to pack.
-          width: Tokens of a row; no sequence is longer, no device's budget shorter.
-          scored: Tokens whose log-probs are wanted, none of them the first of its sequence; by
-            default all of them.
-          common: What sequences begin with alike. Shared in a row where that pays and `scored`
-            names tokens.
+          width: Tokens of a row; at least those of a sequence, at most a device's budget.
+          scored: Tokens whose log-probs are wanted, none the first of its sequence.
+          common: Prefixes that sequences have in common. Shared where that pays and `scored` is
+            given.
         """
-        width = sequence_attention.row_width(width, self._length_shards)
+        if self._length_shards > 1:
+            width = sequence_attention.row_width(width, self._length_shards)
         everywhere = scored.size == 1
         alone = packing.nothing_common(len(chosen))
         share = bool(self._parity) and not everywhere and bool(common.lengths.any())
@@ -210,30 +202,32 @@ class Packer:
         num_rows = self._num_rows(len(in_rows), len(chosen), width, growing)
         groups = self._balanced(in_rows, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
-        most, places = self._num_microbatches(batches, len(chosen), num_rows)
-        laid = filling.filled(batches, (most, num_rows, width), places, lengths, chosen, asked)
+        most, held = self._num_microbatches(batches, len(chosen), num_rows)
+        # Host arrays: they go to the device with the program that uses them.
+        laid: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
         needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        heads = filling.places(laid.asked, needed)
+        heads: Any = filling.places(laid.asked, needed)
         seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
-        mask = np.zeros(len(lengths), bool)
+        count: Any = np.array(len(groups), np.int32)
+        mask: Any = np.zeros(len(lengths), bool)
         mask[chosen] = True
-        # Host arrays: they go to the device with the program that uses them.
-        fields: dict[str, Any] = {
-            "segment_ids": laid.segment_ids,
-            "prefix_ids": laid.prefix_ids if shared_width else laid.prefix_ids[..., :0],
-            "key_blocks": filling.places(laid.sees if seen else laid.sees[..., :0, :0], seen),
-            "positions": laid.positions,
-            "sequences": laid.sequences,
-            "rows": laid.rows,
-            "starts": laid.starts,
-            "beginnings": laid.beginnings,
-            "shared": laid.shared,
-            "scored": heads,
-            "before": np.take_along_axis(laid.before, np.minimum(heads, width - 1), axis=-1),
-        }
-        rest: list[Any] = [np.int32(len(groups)), mask]
-        return PackedBatch(Microbatch(**fields), *rest)
+        blocks: Any = filling.places(laid.sees if seen else laid.sees[..., :0, :0], seen)
+        before: Any = np.take_along_axis(laid.before, np.minimum(heads, width - 1), axis=-1)
+        microbatches = Microbatch(
+            segment_ids=laid.segment_ids,
+            prefix_ids=laid.prefix_ids if shared_width else laid.prefix_ids[..., :0],
+            key_blocks=blocks,
+            positions=laid.positions,
+            sequences=laid.sequences,
+            rows=laid.rows,
+            starts=laid.starts,
+            beginnings=laid.beginnings,
+            shared=laid.shared,
+            scored=heads,
+            before=before,
+        )
+        return PackedBatch(microbatches, count, mask)
 
     def pack_rollouts(
         self,
@@ -241,12 +235,9 @@ class Packer:
         chosen: Int[np.ndarray, " b"] | None = None,
         common: packing.Beginnings | None = None,
     ) -> PackedBatch:
-        """Returns sampled sequences in rows, the tokens of their responses scored.
+        """Returns sampled sequences (by default all) in rows, the tokens of responses scored.
 
-        Args:
-          rollouts: Of the step.
-          chosen: Numbers of the sequences to pack; by default all of them.
-          common: `common_prompts(rollouts)`, where that is known.
+        `common` is `common_prompts(rollouts)`, where that is known.
         """
         return self.pack(
             rollouts.lengths,
@@ -263,6 +254,12 @@ def common_prompts(rollouts: Rollouts) -> packing.Beginnings:
     return packing.beginnings(
         rollouts.tokens, rollouts.lengths, rollouts.response_mask, rollouts.group_ids
     )
+
+
+def padding_share(packed: PackedBatch) -> float:
+    """Returns the share of packed columns that hold no token."""
+    used = packed.microbatches.segment_ids[: int(packed.count)]
+    return float((used == 0).mean())
 
 
 def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates) -> Minibatch:
@@ -289,11 +286,12 @@ def minibatches(
 ) -> Iterator[tuple[PackedBatch, jax.Array]]:
     """Yields each update's sequences and key: every epoch, all of the step in a new order."""
     count = len(rollouts.lengths)
-    common = common_prompts(rollouts)  # reads every token: once a step, not once an update
+    size = config.trainer.minibatch_size or count
+    common = common_prompts(rollouts)  # once a step: it reads every token
     for epoch in range(config.trainer.epochs):
         epoch_key = jax.random.fold_in(key, epoch)
         order = np.asarray(jax.random.permutation(epoch_key, count))
-        for start in range(0, count, config.minibatch_size):
-            chosen = np.sort(order[start : start + config.minibatch_size])
+        for start in range(0, count, size):
+            chosen = np.sort(order[start : start + size])
             packed = packer.pack_rollouts(rollouts, chosen, common)
             yield packed, jax.random.fold_in(epoch_key, start)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms import (
-    advantages,
-    corrections,
-    kl,
-    losses,
-    needs,
-    safe_rlhf,
-    shaping,
-)
+from jaxrl_llm.algorithms import advantages, corrections, kl, losses, needs, safe_rlhf, shaping
 from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner.predict import is_on_policy
@@ -31,8 +24,7 @@ from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 def estimator(config: RLConfig, mesh: Mesh):
     """Returns `estimate(state, rollouts, rewards, predictions, clock)`, compiled once.
 
-    It returns the estimates, the state with its KL coefficient and multiplier moved on, and
-    metrics. No model runs there.
+    It returns the estimates, the state with the next KL coefficient and multiplier, and metrics.
     """
     compiled = jax.jit(
         functools.partial(_estimate, config), out_shardings=mesh_lib.replicated(mesh)
@@ -66,34 +58,35 @@ def estimator(config: RLConfig, mesh: Mesh):
     return estimate
 
 
-def has_signal(
-    config: RLConfig, rewards: Rewards, rollouts: Rollouts, estimates: Estimates
-) -> bool:
-    """Returns whether the updates of a step have anything to learn from.
+def signal(config: RLConfig) -> Callable[[Rewards, Rollouts, Estimates], bool]:
+    """Returns what tells whether the updates of a step have anything to learn from.
 
-    Not where every group's scores are equal, so that all advantages are zero, and nothing else in
-    the losses has a gradient: an update would only go on by the optimizer's momentum, and decay.
+    Not where all groups have equal scores, so that all advantages are zero, and nothing else in the
+    losses has a gradient: an update would only be momentum and weight decay.
     """
-    if needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm):
-        return True
-    if statistics.uniform_share(rollouts, rewards) < 1.0:
-        return True
-    return bool(jnp.any(estimates.advantages != 0))
+    always = needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm)
+
+    def has_signal(rewards: Rewards, rollouts: Rollouts, estimates: Estimates) -> bool:
+        if always or statistics.uniform_share(rollouts, rewards) < 1.0:
+            return True
+        return bool(jnp.any(estimates.advantages != 0))
+
+    return has_signal
 
 
 def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Predictions, arrays):
     algorithm = config.algorithm
     mask = arrays["response_mask"]
+    old, reference = predictions.old_log_probs, predictions.ref_log_probs
     weights, loss_mask, metrics = corrections.correct(
-        algorithm, predictions.old_log_probs, arrays["rollout_log_probs"], mask
+        algorithm, old, arrays["rollout_log_probs"], mask
     )
-    log_probs_of_both = predictions.old_log_probs, predictions.ref_log_probs
     shaped, current_kl = shaping.kl_shaped(
-        algorithm, kl_coef, arrays["scores"], *log_probs_of_both, mask
+        algorithm, kl_coef, arrays["scores"], old, reference, mask
     )
     metrics["actor/entropy"] = masked_mean(predictions.entropies, mask)
     if is_on_policy(config):
-        metrics = {}  # all of them about the policy's log-probs, which the update will find
+        metrics = {}  # they need the policy's log-probs, which the update computes
     if algorithm.kl_in == "reward":
         metrics["actor/reward_kl_penalty"] = current_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
@@ -101,7 +94,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         "rewards": shaped,
         "values": predictions.values,
         "response_mask": mask,  # what a rejected token earned still counts
-        "old_log_probs": predictions.old_log_probs,
+        "old_log_probs": old,
         "sum_squared_probs": predictions.sum_squared_probs,
         "correction_weights": weights,
         "group_ids": arrays["group_ids"],
@@ -116,9 +109,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     cost_returns = jnp.zeros_like(returns)
     before = log_multiplier
     if algorithm.safe:
-        costs = safe_rlhf.shaped_costs(
-            algorithm, kl_coef, arrays["costs"], *log_probs_of_both, mask
-        )
+        costs = safe_rlhf.shaped_costs(algorithm, kl_coef, arrays["costs"], old, reference, mask)
         metrics["safe/cost"] = arrays["costs"].mean()
         log_multiplier = safe_rlhf.next_log_multiplier(
             algorithm, log_multiplier, metrics["safe/cost"]
@@ -142,7 +133,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         correction_weights=weights,
     )
     next_coef = kl.next_kl_coef(kl_coef, current_kl, mask.shape[0], algorithm)
-    # They are part of the state: once NaN they would stay it.
+    # They are part of the state: a NaN would stay for ever.
     next_coef = jnp.where(jnp.isnan(next_coef), kl_coef, next_coef)
     log_multiplier = jnp.where(jnp.isnan(log_multiplier), before, log_multiplier)
     return estimates, next_coef, log_multiplier, metrics

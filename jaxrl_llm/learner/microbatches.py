@@ -1,16 +1,13 @@
-"""Packed rows on the devices: sequences of a step as models read them, microbatch by microbatch.
+"""The map between sequences [B, T], which losses read, and packed rows [R, W], which models read.
 
-Losses see sequences as [B, T]; models see packed rows [R, W] that hold several sequences
-each. A `PackedBatch` is the map between the two and nothing else: no array of the step is moved or
-copied for it. `batches.Packer` makes it on the host.
+A `PackedBatch` holds no array of the step itself. `batches.Packer` makes it on the host.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -20,43 +17,43 @@ from jaxrl_llm.sharding.mesh import constrain
 class Microbatch:
     """Packed rows and the sequences in them. With a leading dim M: all microbatches of a batch.
 
-    What several sequences begin with may stand once, before what is their own; the segment of
-    such a beginning is minus that of the first of them.
+    A prefix that several sequences share may stand once, before the rest of each; its segment id
+    is minus that of the first of them.
     """
 
-    segment_ids: Int[Array, "*M R W"]  # 1 + number of the sequence in the step; 0 is padding
-    # Segment continued, or its own; [R, 0] where nothing is shared.
+    segment_ids: Int[Array, "*M R W"]  # 1 + number of the sequence in the step; 0: padding
+    # Segment of the shared prefix, or the own one; [R, 0] where nothing is shared.
     prefix_ids: Int[Array, "*M R W"] | Int[Array, "*M R 0"]
-    key_blocks: Int[Array, "*M R Q C"]  # of each block of queries what `full_attention` asks for
+    key_blocks: Int[Array, "*M R blocks kept"]  # as `full_attention` takes them
     positions: Int[Array, "*M R W"]  # of each token in its own sequence
-    sequences: Int[Array, "*M b"]  # which sequences of the step; B where the place is empty
+    sequences: Int[Array, "*M b"]  # which sequences of the step; B: none
     rows: Int[Array, "*M b"]  # row of each sequence
-    starts: Int[Array, "*M b"]  # its first position in that row, were its own tokens all it has
-    beginnings: Int[Array, "*M b"]  # where the beginning that it shares stands
-    shared: Int[Array, "*M b"]  # tokens of that beginning
-    scored: Int[Array, "*M R K"]  # positions that the policy chose; W where there is none
-    before: Int[Array, "*M R K"]  # position of the token before each of them
+    starts: Int[Array, "*M b"]  # column of its token 0, were its prefix not shared
+    beginnings: Int[Array, "*M b"]  # column of its shared prefix
+    shared: Int[Array, "*M b"]  # tokens of that prefix
+    scored: Int[Array, "*M R scored"]  # columns of tokens that the policy chose; W: none
+    before: Int[Array, "*M R scored"]  # column of the token before each of them
 
     @property
     def scores_everything(self) -> bool:
         """Whether every token that follows another one in the row is scored."""
         return self.scored.shape == self.segment_ids.shape and not self.prefix_ids.shape[-1]
 
-    def packed(self, tokens: Int[Array, "B T"]) -> Int[Array, "R W"]:
+    def packed(self, tokens: Shaped[Array, "B T"]) -> Shaped[Array, "R W"]:
         """Returns the packed rows of a [B, T] array; zero at padding."""
         values = tokens[jnp.maximum(jnp.abs(self.segment_ids) - 1, 0), self.positions]
         return constrain(jnp.where(self.segment_ids != 0, values, 0), "batch", "length")
 
     def unpacked(
-        self, packed: Float[Array, "R W"], lengths: Int[Array, " B"], width: int
-    ) -> Float[Array, "b T"]:
+        self, packed: Shaped[Array, "R W"], lengths: Int[Array, " B"], width: int
+    ) -> Shaped[Array, "b T"]:
         """Returns packed values by sequence, zero past each sequence's end."""
-        places = jnp.arange(width)
-        inside = places < self.take(lengths)[:, None]
+        positions = jnp.arange(width)
+        inside = positions < self.take(lengths)[:, None]
         begins = self.starts[:, None]
         if self.prefix_ids.shape[-1]:
-            begins = jnp.where(places < self.shared[:, None], self.beginnings[:, None], begins)
-        columns = jnp.where(inside, begins + places, 0)
+            begins = jnp.where(positions < self.shared[:, None], self.beginnings[:, None], begins)
+        columns = jnp.where(inside, begins + positions, 0)
         return jnp.where(inside, packed[self.rows[:, None], columns], 0)
 
     def take(self, values: Array) -> Array:
@@ -71,19 +68,14 @@ class Microbatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """Where some sequences of a step stand in packed rows."""
+    """Some sequences of a step in packed rows."""
 
     microbatches: Microbatch  # every field with a leading dim M
-    count: Int[Array, ""]  # microbatches that hold anything; the rest of M is padding
+    count: Int[Array, ""]  # microbatches that hold tokens; the rest is padding
     chosen: Bool[Array, " B"]  # sequences of this batch
 
-    def padding_share(self) -> float:
-        """Returns the share of packed positions that hold no token."""
-        used = self.microbatches.segment_ids[: int(self.count)]
-        return float((used == 0).mean())
 
-
-def add_up(packed: PackedBatch, function, like):
+def accumulate(packed: PackedBatch, function, like):
     """Returns the sum of `function(microbatch)` over a batch, shaped and typed as `like`."""
     microbatches = packed.microbatches
     if microbatches.rows.shape[0] == 1:
@@ -98,16 +90,14 @@ def add_up(packed: PackedBatch, function, like):
     return jax.lax.fori_loop(0, packed.count, body, zeros)
 
 
-def collect(packed: PackedBatch, function, num_sequences: int, width: int):
-    """Returns `function(microbatch)`'s [b, T] arrays put together as [B, T], zero elsewhere."""
+def by_sequence(packed: PackedBatch, function, num_sequences: int, width: int):
+    """Returns the [b, T] arrays of `function(microbatch)` as one [B, T], zero elsewhere."""
     first = jax.tree.map(lambda a: a[0], packed.microbatches)
     shapes = jax.eval_shape(function, first)
     blank = jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), shapes)
 
     def body(i, total):
         microbatch = jax.tree.map(lambda a: a[i], packed.microbatches)
-        return jax.tree.map(
-            functools.partial(Microbatch.put, microbatch), total, function(microbatch)
-        )
+        return jax.tree.map(microbatch.put, total, function(microbatch))
 
     return jax.lax.fori_loop(0, packed.count, body, blank)

@@ -104,42 +104,17 @@ def _vocab_size(config: RLConfig) -> int:
     return len(models.load_tokenizer(config.model))
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """What a run was planned to need on its devices; nothing where they are not known."""
+def check(config: RLConfig, present: Sequence[Any]) -> float:
+    """Returns the planned peak of bytes on each of the devices present; 0 if they are not known.
 
-    peak_bytes: float
-
-    def metrics(self, present: Sequence[Any]) -> dict[str, float]:
-        """Returns the plan in GiB, and how much of it the devices have used at most so far.
-
-        `perf/planned_memory_gb`, and `perf/measured_to_planned_memory` where the platform
-        tells its peak (CPU does not).
-        """
-        if not self.peak_bytes:
-            return {}
-        stats = [found for device in present if (found := device.memory_stats())]
-        peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
-        found = {"perf/planned_memory_gb": self.peak_bytes / GIB}
-        if peaks:
-            found["perf/measured_to_planned_memory"] = max(peaks) / self.peak_bytes
-        return found
-
-
-NO_BUDGET = Budget(0.0)
-
-
-def check(config: RLConfig, present: Sequence[Any]) -> Budget:
-    """Returns what a run may need of the devices present.
-
-    The estimate is good to a tenth: up to that much too much is a warning, more is refused.
+    An estimate may be a tenth too high: up to that it warns, above it refuses.
 
     Raises:
-      ConfigError: If it cannot fit, with what is missing and the nearest run that fits.
+      ConfigError: If the run cannot fit, with what is missing and the nearest run that fits.
     """
     if devices.present(present) is None:
         logging.warning("nothing is known of %s: no memory plan", present[0].device_kind)
-        return NO_BUDGET
+        return 0.0
     made = plan(config, here(present))
     if not made.fits:
         busiest = max(made.programs, key=lambda name: made.programs[name].total)
@@ -151,4 +126,4 @@ def check(config: RLConfig, present: Sequence[Any]) -> Budget:
         if made.peak > _MARGIN * made.device.memory_bytes:
             raise ConfigError([message])
         logging.warning("%s", message)
-    return Budget(made.peak)
+    return made.peak

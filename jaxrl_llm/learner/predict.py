@@ -1,8 +1,4 @@
-"""What the models say about sampled tokens: log-probs, values, scores of whole sequences.
-
-`token_statistics`, `token_values` and `sequence_scores` are the forward passes over one
-microbatch of packed rows; the update takes their gradients.
-"""
+"""What the models predict for sampled tokens: log-probs, values, scores of whole sequences."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +16,7 @@ from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import heads
+from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
@@ -37,28 +33,25 @@ def token_statistics(
     chunk: int,
     entropy: heads.Entropy,
 ) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
-    """Returns log-probs, entropies and sums of squared probabilities of packed rows.
-
-    Zero at tokens that `microbatch.scored` does not name.
-    """
+    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens."""
     packed = microbatch.packed(tokens)
     hidden = _hidden(network, params, packed, microbatch)
     weight = network.head_weight(params)
     settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
     if microbatch.scores_everything:
         return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
-    places = microbatch.scored, microbatch.before
-    return heads.chosen_statistics(hidden, weight, packed, *places, **settings)
+    scored, before = microbatch.scored, microbatch.before
+    return heads.chosen_statistics(hidden, weight, packed, scored, before, **settings)
 
 
 def _hidden(
     network: Network, params: Params, packed: Array, microbatch: Microbatch
 ) -> Float[Array, "R W D"]:
-    places = microbatch.positions, microbatch.segment_ids
     return network.hidden(
         params,
         packed,
-        *places,
+        microbatch.positions,
+        microbatch.segment_ids,
         prefix_ids=microbatch.prefix_ids,
         key_blocks=microbatch.key_blocks,
     )
@@ -67,10 +60,7 @@ def _hidden(
 def token_values(
     network: Network, params: Params, tokens: Array, microbatch: Microbatch
 ) -> Float[Array, "R W"]:
-    """Returns the value just before each token of packed rows.
-
-    Zero at tokens that `microbatch.scored` does not name.
-    """
+    """Returns the value just before each token of packed rows; zero at unscored tokens."""
     hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
     weight = network.head_weight(params)
     if microbatch.scores_everything:
@@ -81,7 +71,7 @@ def token_values(
 def sequence_scores(
     network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
 ) -> Float[Array, " b"]:
-    """Returns the score at the last token of each of the microbatch's sequences."""
+    """Returns the score at the last token of each sequence of the microbatch."""
     hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
@@ -89,12 +79,11 @@ def sequence_scores(
 
 
 def is_on_policy(config: RLConfig) -> bool:
-    """Returns whether a step is one update and needs no log-probs of the policy before it.
+    """Returns whether a step is one update that needs no log-probs of the policy before it.
 
-    The ratio to the old policy is then 1 by construction: the update takes its own log-probs,
-    without a gradient, for the old ones. That saves a pass over the step and changes no gradient.
-    Not where anything before the update reads what the policy says (`needs.Needs.old_log_probs`),
-    nor alerts that may skip the update.
+    The ratio to the old policy is then 1: the update takes its own log-probs, without a gradient,
+    for the old ones, which saves a pass. Not where anything before the update reads what the policy
+    predicts (`needs.Needs.old_log_probs`), as alerts that may skip the update do.
     """
     algorithm, trainer = config.algorithm, config.trainer
     one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
@@ -104,20 +93,22 @@ def is_on_policy(config: RLConfig) -> bool:
 
 
 def scoring_programs(config: RLConfig, models: Models):
-    """Returns what asks a policy and what asks a critic about all tokens of a step, both jitted.
+    """Returns the jitted programs that ask a policy and a critic about all tokens of a step.
 
-    `of_policy(params, tokens, lengths, packed, *, entropy)` gives log-probs, entropies and
+    `of_policy(base, params, tokens, lengths, packed, *, entropy)` gives log-probs, entropies and
     sums of squared probabilities, `of_critic(params, tokens, lengths, packed)` values, [B, T] each.
+    `base` is what the adapters `params` are added to; `{}` without adapters.
     """
 
     @functools.partial(jax.jit, static_argnames="entropy")
-    def of_policy(params, tokens, lengths, packed: PackedBatch, *, entropy: heads.Entropy):
+    def of_policy(base, params, tokens, lengths, packed: PackedBatch, *, entropy: heads.Entropy):
         num_sequences, width = tokens.shape
+        whole = lora.joined(base, params)
 
         def ask(microbatch: Microbatch):
             found = token_statistics(
                 models.policy,
-                params,
+                whole,
                 tokens,
                 microbatch,
                 temperature=config.rollout.temperature or 1.0,
@@ -126,7 +117,7 @@ def scoring_programs(config: RLConfig, models: Models):
             )
             return tuple(microbatch.unpacked(each, lengths, width) for each in found)
 
-        return microbatches.collect(packed, ask, num_sequences, width)
+        return microbatches.by_sequence(packed, ask, num_sequences, width)
 
     @jax.jit
     def of_critic(params, tokens, lengths, packed: PackedBatch):
@@ -136,7 +127,7 @@ def scoring_programs(config: RLConfig, models: Models):
             values = token_values(models.value, params, tokens, microbatch)
             return microbatch.unpacked(values, lengths, width)
 
-        return microbatches.collect(packed, ask, num_sequences, width)
+        return microbatches.by_sequence(packed, ask, num_sequences, width)
 
     return of_policy, of_critic
 
@@ -146,15 +137,14 @@ def predictor(
 ) -> Callable[[LearnerState, Rollouts, Clock], Predictions]:
     """Returns `predict(state, rollouts, clock) -> Predictions`, each model asked in one pass.
 
-    The policy is not asked where the update itself will say (`is_on_policy`): the engine's
-    log-probs then stand in its place, and nothing reads them. Models on different devices answer
-    at the same time: all are asked before any answer is brought to the policy's devices. The
-    clock times them apart: `old_log_prob`, `ref`, `values`.
+    With `is_on_policy` the policy is not asked; the engine's log-probs stand in its place and
+    nothing reads them. Models on different devices run at the same time: all are asked before any
+    answer is moved to the policy's devices. Times `old_log_prob`, `ref` and `values`.
     """
     recompute = config.algorithm.old_log_probs == "recompute"
     on_policy = is_on_policy(config)
     of_policy, of_critic = scoring_programs(config, models)
-    meshes, replicated = models.meshes, mesh_lib.replicated(models.mesh)
+    mesh, meshes, replicated = models.mesh, models.meshes, mesh_lib.replicated(models.mesh)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
     rests = "reference" in config.mesh.on_host
 
@@ -163,19 +153,21 @@ def predictor(
         tokens, lengths = rollouts.tokens, rollouts.lengths
         mask = rollouts.response_mask
         zeros = jnp.zeros(tokens.shape, jnp.float32)
-        policy = frozen.policy(state.policy.params)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
         if not on_policy:
-            with jax.set_mesh(models.mesh), clock("old_log_prob") as watch:
+            with jax.set_mesh(mesh), clock("old_log_prob") as watch:
+                policy = frozen.base, state.policy.params
                 found, entropies, squares = watch(
-                    of_policy(policy, tokens, lengths, packed, entropy="value")
+                    of_policy(*policy, tokens, lengths, packed, entropy="value")
                 )
             old = found if recompute else old
         reference = old
         if frozen.reference:
             with jax.set_mesh(meshes["reference"]), clock("ref") as watch:
                 params = resting.working(frozen.reference) if rests else frozen.reference
-                reference, _, _ = watch(of_policy(params, tokens, lengths, packed, entropy="none"))
+                reference, _, _ = watch(
+                    of_policy({}, params, tokens, lengths, packed, entropy="none")
+                )
         critics = [zeros, zeros]
         for i, role in enumerate((state.critic, state.cost_critic)):
             if role.params:
@@ -191,14 +183,14 @@ def predictor(
         )
         if not one_mesh:
             answers = pools.move(answers, replicated)
-        with jax.set_mesh(models.mesh):
+        with jax.set_mesh(mesh):
             return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), answers)
 
     return predict
 
 
 def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollouts], np.ndarray]]:
-    """Returns, by name, what each reward or cost model says of whole sequences, [B] each."""
+    """Returns by name the functions that score whole sequences, [B], with reward or cost models."""
 
     def scorer(name: str):
         network, params = frozen.scorers[name].network, frozen.scorers[name].params
@@ -211,7 +203,7 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
             def ask(microbatch: Microbatch):
                 return sequence_scores(network, params, tokens, lengths, microbatch)[:, None]
 
-            return microbatches.collect(packed, ask, num_sequences, 1)[:, 0]
+            return microbatches.by_sequence(packed, ask, num_sequences, 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:
             packed = models.packer.pack_rollouts(rollouts)

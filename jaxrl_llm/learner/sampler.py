@@ -1,6 +1,7 @@
-"""The sampling side of a policy: an engine, and the way of trained weights to it."""
+"""The sampling side of a policy: an engine, and how trained weights get to it."""
 
 import dataclasses
+import functools
 
 import jax
 from absl import logging
@@ -21,44 +22,37 @@ from jaxrl_llm.types import Weights
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """What turns a trained policy into samples.
-
-    Attributes:
-      models: Of the job.
-      engine: Samples; holds no weights.
-      resharder: From the training layout to the rollout layout.
-      base: What the policy's adapters are added to; empty without adapters.
-    """
+    """What turns a trained policy into samples; holds no weights but `base`."""
 
     models: Models
     engine: Engine
-    resharder: Resharder
-    base: Params
+    resharder: Resharder  # from the training layout to the rollout layout
+    base: Params  # what the policy's adapters are added to; empty without adapters
+
+    @functools.cached_property
+    def _meshes(self) -> tuple[Mesh, Mesh | None]:
+        """Where resharding computes, and the devices that only sample, if there are any."""
+        source, target = self.models.mesh, self.models.meshes["rollout"]
+        return (source, None) if source == target else (pools.staging(source, target), target)
 
     def weights(self, params: Params, old: Params | None = None) -> Params:
-        """Returns policy weights in the rollout layout, in the memory of `old` if there is one.
+        """Returns policy weights in the rollout layout, in the memory of `old` if that is given.
 
-        Adapters are merged into the base on the way. To devices of rollout's own the weights are
-        copied from the same parts on the policy's devices, which are freed afterwards.
-
-        Args:
-          params: What the policy trains.
-          old: Rollout weights that are no longer needed.
+        Adapters are merged into the base. To devices that only sample the weights are copied from
+        the same layout on the policy's devices, which is freed afterwards.
         """
-        source, target = self.models.mesh, self.models.meshes["rollout"]
-        apart = source != target
+        mesh, apart = self._meshes
         first, old = old is None, self.resharder.empty() if old is None or apart else old
         if self.base:
             params = lora.joined(self.base, params)
-        with jax.set_mesh(pools.staging(source, target) if apart else source):
+        with jax.set_mesh(mesh):
             moved = self.resharder.reshard(old, params)
         if first and self.models.mesh.size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
-        if not apart:
+        if apart is None:
             return moved
-        return pools.move(
-            moved, jax.tree.map(lambda a: NamedSharding(target, a.sharding.spec), moved)
-        )
+        there = jax.tree.map(lambda a: NamedSharding(apart, a.sharding.spec), moved)
+        return pools.move(moved, there)
 
     def reshard(self, params: Params, old: Weights, version: int, clock: Clock) -> Weights:
         """Returns new weights for sampling, in the memory of the old ones; times `reshard`."""
@@ -66,11 +60,11 @@ class Sampler:
             return Weights(watch(self.weights(params, old.params)), version)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what resharding moves and needs, under the names of `metrics.jsonl`."""
+        """Returns what resharding moves and needs, by the names of metrics."""
         return self.resharder.report().metrics()
 
     def whole_policy(self, params: Params) -> Params:
-        """Returns the plain policy that the trained `params` amount to, in the training layout."""
+        """Returns the policy without adapters that `params` amount to, in the training layout."""
         if not self.base:
             return params
         merge = jax.jit(
@@ -82,13 +76,7 @@ class Sampler:
 
 
 def build(config: RLConfig, models: Models, base: Params) -> Sampler:
-    """Returns the sampler of a run. Compiles and allocates nothing.
-
-    Args:
-      config: The run.
-      models: Its networks.
-      base: What the policy's adapters are added to; empty without adapters.
-    """
+    """Returns the sampler of a run. Compiles and allocates nothing; `base` as in `Sampler`."""
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
     policy, tokenizer = models.policy, models.tokenizer

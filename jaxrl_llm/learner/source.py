@@ -1,7 +1,7 @@
-"""Where the samples of a step come from: drawn when they are asked for, scored, and chosen."""
+"""The samples of a step: drawn when they are asked for, scored, and chosen."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,11 +12,11 @@ from jaxrl_llm.algorithms import needs, shaping
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data.datasets import PromptIterator
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import replicas
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Statistics
+from jaxrl_llm.sharding import agreement
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts, Weights
 
 Score = Callable[[Rollouts], Rewards]
@@ -39,12 +39,9 @@ class Source(Protocol):
     """Gives the samples of each step; its position is part of the checkpoint."""
 
     def take(self, weights: Weights, key: jax.Array, clock: Clock) -> Samples:
-        """Returns the samples of the next step.
+        """Returns the samples of the next step; times `gen` and `reward`.
 
-        Args:
-          weights: The newest; samples may have been drawn by older ones.
-          key: Of the step.
-          clock: Times `gen` and `reward`.
+        `weights` are the newest; samples may have been drawn by older ones.
         """
         ...
 
@@ -53,22 +50,15 @@ class Source(Protocol):
 
 
 class SampledNow:
-    """Samples a step when it is asked for, by the weights that it is given.
+    """Samples a step when it is asked for, with the weights that it is given.
 
-    Where the algorithm asks for it: one greedy sample a prompt in the same wave, which becomes
-    its baseline (ReMax, arXiv:2310.10505); groups whose rewards are all equal dropped and
-    others sampled in their place, wave after wave (DAPO, arXiv:2503.14476, Sec. 3.2); a soft
-    penalty on length (same, Eq. 13).
+    As the algorithm asks: one greedy sample a prompt in the same wave, whose score is the
+    baseline (ReMax, arXiv:2310.10505); groups whose rewards are all equal are dropped and others
+    sampled in their place, wave after wave (DAPO, arXiv:2503.14476, Sec. 3.2); a soft penalty on
+    length (same, Eq. 13).
     """
 
     def __init__(self, config: RLConfig, sampler: Sampler, prompts: PromptIterator, score: Score):
-        """
-        Args:
-          config: The run.
-          sampler: Draws the samples.
-          prompts: The training prompts.
-          score: Says what samples are worth.
-        """
         self._config = config
         self._sampler = sampler
         self._prompts = prompts
@@ -82,7 +72,7 @@ class SampledNow:
             self._samples.append(greedy)
 
     def get_state(self) -> Mapping[str, Any]:
-        """Returns the position in the prompts, as JSON can hold it."""
+        """Returns the position in the prompts."""
         return self._prompts.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -123,12 +113,22 @@ class SampledNow:
     ) -> Samples:
         """Returns what one call of the engine gives, without groups that are to be dropped."""
         engine, tokenizer = self._sampler.engine, self._sampler.models.tokenizer
-        replicas.check_prompts(prompts, key)
+        if jax.process_count() > 1:
+            data = jax.device_get(jax.random.key_data(key))
+            agreement.check("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
             rollouts = episodes.rollout(engine, weights, tokenizer, prompts, self._samples, key)
         with clock("reward"):
             rewards = self._score(rollouts)
-        replicas.check_sampled(rollouts, rewards)
+        if jax.process_count() > 1:
+            sampled = {
+                "the tokens": rollouts.tokens,
+                "the response mask": rollouts.response_mask,
+                "the rollout log-probs": rollouts.rollout_log_probs,
+                "the responses": rollouts.responses,
+                "the rewards": rewards,
+            }
+            agreement.check("sampled", sampled)
         if self._has_baseline:
             rollouts, rewards = split_baseline(rollouts, rewards, len(self._samples))
         if self._config.algorithm.dynamic_sampling:
@@ -136,32 +136,30 @@ class SampledNow:
                 shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
             )
             rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
-            rollouts, rewards = select(rollouts, rewards, np.flatnonzero(~uniform))
+            rollouts, rewards = take_rows(rollouts, rewards, np.flatnonzero(~uniform))
         return Samples(rollouts, rewards, engine.statistics)
 
 
-def select(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
+def take_rows(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
     """Returns some rows of both. Prompts left without a row go; groups are numbered anew."""
+
+    def taken(batch: Any) -> Any:
+        def take(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: array[rows] for name, array in value.items()}
+            return value[rows] if isinstance(value, np.ndarray) else value
+
+        return type(batch)(**{name: take(value) for name, value in vars(batch).items()})
+
     prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
     picked = dataclasses.replace(
-        _picked(rollouts, rows),
+        taken(rollouts),
         group_ids=group_ids.astype(np.int32),
         prompts=tuple(rollouts.prompts[i] for i in prompts),
         responses=tuple(rollouts.responses[i] for i in rows),
     )
     details = tuple(rewards.details[i] for i in rows)
-    return picked, dataclasses.replace(_picked(rewards, rows), details=details)
-
-
-def _picked(batch: Any, rows: np.ndarray) -> Any:
-    """Returns a dataclass with some rows of its arrays, and of the arrays in its mappings."""
-
-    def pick(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: array[rows] for name, array in value.items()}
-        return value[rows] if isinstance(value, np.ndarray) else value
-
-    return type(batch)(**{f.name: pick(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
+    return picked, dataclasses.replace(taken(rewards), details=details)
 
 
 def split_baseline(rollouts: Rollouts, rewards: Rewards, n: int) -> tuple[Rollouts, Rewards]:
@@ -169,29 +167,16 @@ def split_baseline(rollouts: Rollouts, rewards: Rewards, n: int) -> tuple[Rollou
     is_greedy = np.arange(len(rollouts.lengths)) % n == n - 1
     baselines = np.repeat(rewards.scores[is_greedy], n)
     rewards = dataclasses.replace(rewards, baselines=baselines)
-    return select(rollouts, rewards, np.flatnonzero(~is_greedy))
+    return take_rows(rollouts, rewards, np.flatnonzero(~is_greedy))
 
 
-def joined(waves: list[Samples]) -> Samples:
+def joined(waves: Sequence[Samples]) -> Samples:
     """Returns the samples of several waves as those of one."""
     if len(waves) == 1:
         return waves[0]
     width = max(wave.rollouts.tokens.shape[1] for wave in waves)
-    first_prompt = np.cumsum([0, *(len(wave.rollouts.prompts) for wave in waves)])
-    numbered = [
-        dataclasses.replace(wave.rollouts, group_ids=wave.rollouts.group_ids + np.int32(start))
-        for wave, start in zip(waves, first_prompt, strict=False)
-    ]
-    statistics = sum((wave.engine for wave in waves), Statistics())
-    return Samples(
-        _concatenated(numbered, width), _concatenated([w.rewards for w in waves], width), statistics
-    )
 
-
-def _concatenated(batches: list[Any], width: int) -> Any:
-    """Returns dataclasses of one kind as one: rows after rows, counts added."""
-
-    def join(values: list[Any]) -> Any:
+    def join(values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping):
             return {name: join([value[name] for value in values]) for name in first}
@@ -199,10 +184,22 @@ def _concatenated(batches: list[Any], width: int) -> Any:
             if first.ndim == 2:  # right-padded tokens
                 values = [np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in values]
             return np.concatenate(values)
-        return sum(values, type(first)())
+        return sum(values, type(first)())  # tuples one after the other, counts added
 
-    fields = [f.name for f in dataclasses.fields(batches[0])]
-    return type(batches[0])(**{f: join([getattr(b, f) for b in batches]) for f in fields})
+    def concatenated(batches: Sequence[Any]) -> Any:
+        columns = {name: [vars(batch)[name] for batch in batches] for name in vars(batches[0])}
+        return type(batches[0])(**{name: join(values) for name, values in columns.items()})
+
+    first_group = np.cumsum([0, *(len(wave.rollouts.prompts) for wave in waves)])
+    numbered = [
+        dataclasses.replace(wave.rollouts, group_ids=wave.rollouts.group_ids + np.int32(start))
+        for wave, start in zip(waves, first_group, strict=False)
+    ]
+    return Samples(
+        concatenated(numbered),
+        concatenated([wave.rewards for wave in waves]),
+        sum((wave.engine for wave in waves), Statistics()),
+    )
 
 
 def _with_overlong_penalty(config: RLConfig, rollouts: Rollouts, rewards: Rewards) -> Rewards:

@@ -1,7 +1,7 @@
-"""One optimizer update of a role: gradients over microbatches, then AdamW.
+"""The optimizer updates of a step: gradients over microbatches, then AdamW.
 
-The loss of a minibatch is a sum with fixed denominators, so how it is cut into
-microbatches, packed into rows and split over devices does not change the gradient.
+The loss of a minibatch is a sum with fixed denominators: how it is cut into microbatches, packed
+into rows and split over devices does not change the gradient.
 """
 
 import dataclasses
@@ -12,28 +12,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
-from jaxrl_llm.learner import microbatches, optimizer, replicas
-from jaxrl_llm.learner.batches import Packer, minibatches
+from jaxrl_llm.learner import microbatches, optimizer
+from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import casting, heads, lora
+from jaxrl_llm.models import casting, flops, heads, lora
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.sharding import agreement, pools, resting
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Minibatch, Rollouts
 
 Metrics = Mapping[str, Float[Array, ""]]
-# loss(params, microbatch) -> (its share of the minibatch's loss, arrays to be summed by name)
+# loss(params, microbatch) -> (its part of the minibatch's loss, arrays to be summed by name)
 Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
 
 ABSENT = Trainable({}, (), ())  # type: ignore[arg-type]  # a learner that lives on other devices
@@ -51,11 +52,10 @@ def take_update(
 ) -> tuple[Trainable, Metrics]:
     """Returns the role after one update on a batch, and the metrics of the update.
 
-    An update changes nothing if its loss or gradient, or a parameter or moment after it, is not
-    finite, or its `actor/ppo_kl` is above `max_kl`. That is decided within the program, and
-    counted in `PREFIX/skipped_updates`.
-    Gradients have the dtype that their backward pass computes in until the optimizer reads them;
-    sums over microbatches are float32.
+    The update is skipped, and counted in `PREFIX/skipped_updates`, if its loss or gradient, or a
+    parameter or moment after it, is not finite, or its `actor/ppo_kl` is above `max_kl`. The
+    program itself decides that. Gradients have the dtype of their backward pass; sums over
+    microbatches are float32.
     """
 
     def of_variables(variables: Params, microbatch: Microbatch):
@@ -65,9 +65,8 @@ def take_update(
     variables = casting.variables(role.params, compute_dtype)
     first = jax.tree.map(lambda a: a[0], packed.microbatches)
     like = jax.eval_shape(gradient, variables, first)
-    # Sums over microbatches are float32 whatever the dtype of the parameters.
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = microbatches.add_up(
+    (value, metrics), gradients = microbatches.accumulate(
         packed, functools.partial(gradient, variables), like
     )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
@@ -93,19 +92,15 @@ def take_update(
 class Updater:
     """The updates of a step, for every learner of a run.
 
-    Attributes:
-      config: The run.
-      packer: Cuts the step into packed minibatches.
-      homes: Where policy, critic and cost critic live.
-      base: What the policy's adapters are added to, or nothing.
-      programs: `(learners, base, batch, packed, key, *, train_policy) -> (learners, metrics)`,
-        jitted, of each of these meshes; learners that live elsewhere are `ABSENT` in it.
+    A program is `(learners, base, batch, packed, key, *, train_policy) -> (learners, metrics)`,
+    jitted, for one mesh; learners that live elsewhere are `ABSENT` in it.
     """
 
     config: RLConfig
-    packer: Packer
-    homes: tuple[Mesh, Mesh, Mesh]
-    base: Params
+    models: Models
+    homes: tuple[Mesh, Mesh, Mesh]  # of policy, critic and cost critic
+    base: Params  # what the policy's adapters are added to; empty without adapters
+    num_critics: int
     programs: Mapping[Mesh, Any]
 
     @property
@@ -122,35 +117,39 @@ class Updater:
         key: jax.Array,
         clock: Clock,
     ) -> tuple[LearnerState, dict[str, float]]:
-        """Returns the state after the updates of a step, which consume the old one.
+        """Returns the state after the updates of step `step` (from 1), and their mean metrics.
 
-        Args:
-          step: Number of this step, from 1; the critics alone learn in the first
-            `critic_warmup_steps`.
-          state: As before the updates.
-          rollouts: The step's sequences.
-          batch: What is to be learned from them.
-          key: Of the order of the sequences, and of what the policy loss draws.
-          clock: Times `update`.
-
-        Returns:
-          The state, and the means of the updates' metrics.
+        Consumes the old state; times `update`. In the first `critic_warmup_steps` steps only the
+        critics learn. `key` decides the order of the sequences and what the policy loss draws.
         """
+        packer = self.models.packer
         train_policy = step > self.config.algorithm.critic_warmup_steps
         found = []
         with clock("update") as watch:
-            # Before any update: a copy to other devices is cut out by the policy's, and there it
-            # would wait for the updates before it, and learners elsewhere with it.
+            # Before any update: the policy's devices make the copies for others, and would make
+            # them only after the updates before.
             spread = self.spread(batch)
-            for packed, update_key in minibatches(self.config, self.packer, rollouts, key):
+            for packed, update_key in minibatches(self.config, packer, rollouts, key):
                 state, metrics = self.update(
                     state, spread, packed, update_key, train_policy=train_policy
                 )
-                of_balance = statistics.of_balance(rollouts.lengths, self.packer.shares(packed))
+                of_balance = statistics.of_balance(rollouts.lengths, packer.shares(packed))
                 found.append({**watch(metrics), **of_balance})
             means = statistics.mean(found)
-            replicas.check_learned(step, state)
+            if jax.process_count() > 1:
+                copies = {"the learner state": agreement.Copies(state)}
+                agreement.check(f"step {step}", copies)
         return state, means
+
+    def flops(self, lengths: Int[np.ndarray, " B"]) -> float:
+        """Returns the operations of a step's updates, forward and backward passes of all learners.
+
+        Counted from shapes. The policy's are counted too while only the critics learn.
+        """
+        policy, value = self.models.policy.shape, self.models.value.shape
+        work = self.num_critics * flops.training(value, lengths, num_labels=1)
+        work += flops.training(policy, lengths, frozen=bool(self.base))
+        return work * self.config.trainer.epochs
 
     def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
         """Returns all sequences of a step where learners live."""
@@ -169,12 +168,7 @@ class Updater:
     ) -> tuple[LearnerState, Metrics]:
         """Returns the state after one update, which consumes the old one, and its metrics.
 
-        Args:
-          state: As before the update.
-          batch: As `spread` returns it.
-          packed: Which of them make this minibatch, in rows.
-          key: Of what the policy loss draws.
-          train_policy: With False only the critics learn.
+        `batch` is as `spread` returns it, `packed` the sequences of it that make this minibatch.
         """
         learners = _learners(state)
         metrics: dict[str, Any] = {}
@@ -198,7 +192,7 @@ class Updater:
             metrics |= found
         policy, critic, cost_critic = learners
         state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
-        return state, {**metrics, "perf/padding_share": packed.padding_share()}
+        return state, {**metrics, "perf/padding_share": padding_share(packed)}
 
 
 def _learners(state: LearnerState) -> tuple[Trainable, ...]:
@@ -218,13 +212,9 @@ def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]
 
 
 def updater(config: RLConfig, models: Models, base: Params, state: LearnerState) -> Updater:
-    """Returns the update of a run, compiled once.
+    """Returns the updates of a run, compiled once; of `state` only shapes and shardings are read.
 
-    Args:
-      config: The run.
-      models: Its networks.
-      base: What the policy's adapters are added to, or nothing.
-      state: Arrays, or their shapes and shardings: only those are looked at.
+    `base` is what the policy's adapters are added to; empty without adapters.
     """
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
@@ -277,7 +267,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             "actor",
             max_kl,
         )
-        # An entropy that was not computed is no entropy of zero.
+        # An entropy that was not computed is left out, not zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
         metrics = {name: value for name, value in found.items() if name not in unseen}
         if on_policy:
@@ -298,8 +288,9 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
             return microbatch.unpacked(values, batch.lengths, width)
 
-        values = microbatches.collect(packed, log_probs, num_sequences, width)
-        return selection.select(algorithm, values, _only(batch, packed), key)
+        values = microbatches.by_sequence(packed, log_probs, num_sequences, width)
+        only = dataclasses.replace(batch, loss_mask=batch.loss_mask & packed.chosen[:, None])
+        return selection.select(algorithm, values, only, key)
 
     def critic_update(
         role: Trainable, batch: Minibatch, packed: PackedBatch, old, returns, prefix: str
@@ -359,10 +350,6 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         )
 
     busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
+    num_critics = bool(state.critic.params) + bool(state.cost_critic.params)
     programs = {mesh: on(mesh) for mesh in dict.fromkeys(busy)}
-    return Updater(config, models.packer, homes, base, programs)
-
-
-def _only(batch: Minibatch, packed: PackedBatch) -> Minibatch:
-    """Returns the batch with sequences outside the plan masked out of the loss."""
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask & packed.chosen[:, None])
+    return Updater(config, models, homes, base, num_critics, programs)

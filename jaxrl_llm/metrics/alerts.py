@@ -1,14 +1,14 @@
 """Alerts: what a run watches in its own numbers, and what happens when one is out of bounds.
 
-An alert warns in the log, is 1 in the metrics (`alerts/NAME`), and is told to a webhook or a
-function of the user's from a thread of its own, so that neither can hold up the training. What
-an alert reads and where its bound lies stands in `AlertsConfig`.
+An alert that fires is logged, is 1 in the metrics (`alerts/NAME`), and is sent to a webhook or to a
+function of the user's by a thread of its own: neither can delay the training.
 """
 
 import collections
 import dataclasses
 import json
 import math
+import operator
 import os
 import queue
 import shutil
@@ -16,7 +16,7 @@ import statistics
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from absl import logging
@@ -27,25 +27,30 @@ from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
 Numbers = Mapping[str, Any]
 
 WEBHOOK_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 10.0  # for messages that are still to be told when the run ends
+CLOSE_TIMEOUT_S = 10.0  # for messages that are still to be sent when the run ends
 QUEUE_LENGTH = 64
 SPEED_STEPS = 20  # that the median of the throughput is taken over
 SPEED_MIN_STEPS = 5
+# What differs from run to run; a resumed run begins to count anew.
+MEASURED = ("disk", "throughput")
+
+# Whether a reading is out of bounds; never for NaN, which `nonfinite` reports.
+_BAD: Mapping[str, Callable[[float, float], bool]] = {
+    "above": operator.gt,
+    "below": operator.lt,
+    "at most": operator.le,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Alert:
-    """What an alert reads and how it speaks of it."""
+    """What an alert reads and what its message says."""
 
     what: str
-    bad: Literal["above", "below", "at most"]
+    bad: str  # a key of `_BAD`
     remedy: str
-
-    def is_bad(self, reading: float, limit: float) -> bool:
-        """Returns whether a reading is out of bounds; NaN never is, `nonfinite` sees to it."""
-        if self.bad == "above":
-            return reading > limit
-        return reading < limit or (self.bad == "at most" and reading == limit)
+    numbers: tuple[str, ...] = ()  # metrics that it reads; the last of them that exists counts
+    before_update: bool = False  # they are known before the updates of a step, which it may skip
 
 
 ALERTS: Mapping[str, Alert] = {
@@ -59,31 +64,41 @@ ALERTS: Mapping[str, Alert] = {
         "KL of the policy against itself when the step began",
         "above",
         "lower the learning rate or the number of epochs",
+        ("actor/ppo_kl",),
     ),
     "reference_kl": Alert(
         "KL against the reference policy",
         "above",
         "raise algorithm.kl_coef or lower the learning rate",
+        ("actor/reward_kl_penalty", "actor/kl_loss"),
     ),
     "entropy": Alert(
         "entropy in nats per token",
         "below",
         "raise algorithm.clip_high or algorithm.entropy_coef, or lower the learning rate",
+        ("actor/entropy",),
+        before_update=True,
     ),
     "log_prob_difference": Alert(
         "mean |p - q| of sampled tokens between rollout and training",
         "above",
         "set rollout.dtype='float32', or correct for it (algorithm.correction)",
+        ("training/rollout_probs_diff_mean",),
+        before_update=True,
     ),
     "constant_reward": Alert(
         "largest minus smallest score of the step",
         "at most",
         "nothing can be learned from equal scores; look at the rollouts and the reward function",
+        ("critic/score/spread",),
+        before_update=True,
     ),
     "reward_failures": Alert(
         "share of reward calls that failed",
         "above",
         "the log names the first of them",
+        ("reward/failure_share",),
+        before_update=True,
     ),
     "disk": Alert(
         "free share of the run's file system",
@@ -96,24 +111,12 @@ ALERTS: Mapping[str, Alert] = {
         "look for other work on this machine",
     ),
 }
-# What an alert reads of the metrics; the last of them that there is counts.
-_NUMBERS = {
-    "kl": ("actor/ppo_kl",),
-    "reference_kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
-    "entropy": ("actor/entropy",),
-    "log_prob_difference": ("training/rollout_probs_diff_mean",),
-    "constant_reward": ("critic/score/spread",),
-    "reward_failures": ("reward/failure_share",),
-}
-# Read before the updates of a step, which can then be left out altogether.
-_BEFORE_UPDATE = ("entropy", "log_prob_difference", "constant_reward", "reward_failures")
 
 
 class Alerts:
     """Watches the steps of a run; a context manager that ends its thread.
 
-    Its state, how many steps in a row each reading has been out of bounds, belongs into the
-    checkpoint.
+    Its state, for how many steps each reading has been out of bounds, is part of the checkpoint.
     """
 
     def __init__(
@@ -122,33 +125,28 @@ class Alerts:
         workdir: str | os.PathLike[str],
         stop: Callable[[str], None],
     ):
-        """Begins to watch.
-
-        Args:
-          config: Bounds, actions and who is told.
-          workdir: Whose file system is watched.
-          stop: Called with the reason when an alert with action "stop" fires; the caller saves
-            and ends the run when the step is complete.
-        """
+        """Begins to watch; `stop` is called with the reason when an alert shall end the run."""
         self._config = config
         self._workdir = workdir
         self._stop = stop
         self._in_row = dict.fromkeys(ALERTS, 0)
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
-        self._messenger = _Messenger(config) if jax.process_index() == 0 else _Silent()
+        self._messenger = _Messenger(config if jax.process_index() == 0 else AlertsConfig())
 
     def allow_update(self, numbers: Numbers) -> bool:
         """Returns whether the weights may learn from this step.
 
-        Reads the device only if an alert that depends on it has the action "skip".
-
-        Args:
-          numbers: Metrics that are known before the update; device scalars or not.
+        Waits for the devices only if an alert with action "skip" reads what they compute.
+        `nonfinite` and `kl` skip single updates, within the update's program.
         """
-        skips = [name for name in _BEFORE_UPDATE if self._rule(name).action == "skip"]
+        skips = [
+            name
+            for name, alert in ALERTS.items()
+            if alert.before_update and self._rule(name).action == "skip"
+        ]
         if not skips:
             return True
-        wanted = {number for name in skips for number in _NUMBERS[name]}
+        wanted = {number for name in skips for number in ALERTS[name].numbers}
         readings = _readings(jax.device_get({k: v for k, v in numbers.items() if k in wanted}))
         return not any(
             self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
@@ -156,11 +154,9 @@ class Alerts:
         )
 
     def check(self, step: int, numbers: Numbers) -> dict[str, float]:
-        """Returns `alerts/NAME`, 1 where it fires in this step; warns, tells, asks to stop.
+        """Returns `alerts/NAME`, 1 where it fires; warns, sends, asks to stop.
 
-        Args:
-          step: That the numbers are about.
-          numbers: All metrics of the step, tokens and seconds of the phases among them.
+        `numbers` are all metrics of the step, tokens and seconds of the phases among them.
         """
         readings = _readings(numbers)
         for role in ("actor", "critic", "cost_critic"):
@@ -176,7 +172,7 @@ class Alerts:
         speed = _speed(numbers)
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)
-        # Slow steps do not become the measure before they have been told of.
+        # Slow steps do not count as normal before the alert has fired for them.
         rule = self._rule("throughput")
         if not self._is_bad("throughput", readings) or self._in_row["throughput"] >= rule.steps:
             self._speeds.append(speed)
@@ -194,7 +190,7 @@ class Alerts:
         return found
 
     def get_state(self) -> dict[str, int]:
-        """Returns steps in a row by alert, as JSON can hold it; what is measured is left out."""
+        """Returns steps in a row by alert, without `MEASURED`."""
         return {name: count for name, count in self._in_row.items() if name not in MEASURED}
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -202,7 +198,7 @@ class Alerts:
         self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
 
     def close(self) -> None:
-        """Waits some seconds for what is still to be told."""
+        """Waits some seconds for messages that are still to be sent."""
         self._messenger.close()
 
     def __enter__(self) -> "Alerts":
@@ -215,7 +211,8 @@ class Alerts:
         return getattr(self._config, name)
 
     def _is_bad(self, name: str, readings: Mapping[str, float]) -> bool:
-        return name in readings and ALERTS[name].is_bad(readings[name], self._rule(name).limit)
+        is_bad = _BAD[ALERTS[name].bad]
+        return name in readings and is_bad(readings[name], self._rule(name).limit)
 
     def _fire(self, name: str, rule: AlertConfig, step: int, reading: float) -> None:
         alert, count = ALERTS[name], self._in_row[name]
@@ -242,10 +239,6 @@ class Alerts:
             self._stop(text)
 
 
-# What differs from run to run; a resumed run begins to count anew.
-MEASURED = ("disk", "throughput")
-
-
 def check(config: AlertsConfig) -> None:
     """Raises ConfigError if the user's function cannot be found; before anything is allocated."""
     if not config.function:
@@ -260,10 +253,10 @@ def _readings(numbers: Numbers) -> dict[str, float]:
     """Returns what can be read from the numbers that there are."""
     losses = [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]
     found = {
-        alert: float(numbers[name])
-        for alert, names in _NUMBERS.items()
-        for name in names
-        if name in numbers
+        name: float(numbers[number])
+        for name, alert in ALERTS.items()
+        for number in alert.numbers
+        if number in numbers
     }
     if losses:
         found["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
@@ -276,18 +269,8 @@ def _speed(numbers: Numbers) -> float:
     return numbers["perf/total_num_tokens"] / seconds
 
 
-class _Silent:
-    """Tells nobody; what processes other than the first have."""
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        del message
-
-    def close(self) -> None:
-        pass
-
-
-class _Messenger(_Silent):
-    """Tells webhook and function, one message after the other, in a thread of its own."""
+class _Messenger:
+    """Sends to webhook and function, one message after the other, in a thread of its own."""
 
     def __init__(self, config: AlertsConfig):
         self._tellers: list[Callable[[Mapping[str, Any]], Any]] = []

@@ -1,4 +1,4 @@
-"""Seconds of the named phases of a step, and a recording of what the devices do in some steps."""
+"""Seconds of the phases of a step, and a profile of some steps."""
 
 import concurrent.futures
 import contextlib
@@ -24,10 +24,9 @@ class Clock:
         with clock("ref") as watch:
             log_probs = watch(of_reference(tokens))
 
-    Its time then ends when they are ready and begins when the phase watched before it on the same
-    devices was done, if that was later than the `with`. Other threads do the waiting: neither the
-    loop nor the devices stand still for it. Phases on different devices may overlap; what is
-    reported of all may then be more than the step.
+    Its time then ends when they are ready. It begins with the `with`, or when the phase watched
+    before it on the same devices ended, whichever is later. Other threads wait: the loop goes on.
+    Phases on different devices may overlap; their sum may be more than the step.
 
     >>> times = iter([0.0, 1.0, 3.5, 5.0])
     >>> clock = Clock(now=lambda: next(times))
@@ -38,15 +37,11 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        """Starts the step.
-
-        Args:
-          now: Returns seconds on a clock that never goes back.
-        """
+        """Starts the step; `now` returns seconds on a clock that never goes back."""
         self._now = now
         self._start = now()
         self._phases: dict[str, float] = {}
-        # A thread for each set of devices: what is ready on one does not wait to be seen.
+        # A thread for each set of devices: none waits for the results of others.
         self._waiters: dict[frozenset[Any], concurrent.futures.Executor] = {}
         self._waits: list[concurrent.futures.Future[None]] = []
         self._lock = threading.Lock()
@@ -56,9 +51,8 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[Callable[[Tree], Tree]]:
         """Adds the time of the `with` block to `phase`, also when the block raises.
 
-        Yields:
-          `watch(tree)`, which returns the tree and lets the phase end when it is ready. What is
-          watched must not be donated before.
+        Yields `watch(tree)`, which returns the tree: the phase ends when it is ready. It must not
+        be donated before.
         """
         begin = self._now()
         watched: list[Any] = []
@@ -93,10 +87,7 @@ class Clock:
             self._last_ready |= dict.fromkeys(devices, ready)
 
     def seconds(self) -> dict[str, float]:
-        """Returns `timing_s/PHASE` for every phase and `timing_s/step` since the start.
-
-        Waits for what is watched; the clock is not to be used afterwards.
-        """
+        """Ends the clock: waits for what is watched, returns `timing_s/PHASE`, `timing_s/step`."""
         for wait in self._waits:
             wait.result()
         for waiter in self._waiters.values():
@@ -106,7 +97,7 @@ class Clock:
 
 
 def _devices(tree: Any) -> frozenset[Any]:
-    """Returns the devices that arrays are on; those of no array count as one."""
+    """Returns the devices of all arrays in a tree; of none, None stands for one."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return frozenset(device for a in arrays for device in a.devices()) or frozenset([None])
 
@@ -115,19 +106,13 @@ class Profiler:
     """Records a window of steps for TensorBoard or Perfetto, and the memory at its end."""
 
     def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
-        """Records nothing yet.
-
-        Args:
-          config: The window.
-          folder: Where traces go. Each process has a folder of its own in it: the names of
-            traces are those of the host and the second, which processes may share.
-        """
+        """Records nothing yet. Each process writes into a folder of its own in `folder`."""
         self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
         self._folder = folder / f"process_{jax.process_index()}"
         self._on = False
 
     def begin(self, step: int) -> None:
-        """Says that a step begins: the window may, or may have ended with the step before."""
+        """Begins or ends the window, where this step is its first or comes after its last."""
         if self._on and step > self._last:
             self.close()
         if self._first and self._first <= step <= self._last and not self._on:

@@ -1,7 +1,4 @@
-"""A run as people see it: what it is, a line for each step, what came of it.
-
-On a terminal the last step stands in a bar at the bottom. All numbers are in `metrics.jsonl`.
-"""
+"""A run as people see it: a line for each step (on a terminal, in a bar), and a summary."""
 
 import collections
 import json
@@ -35,8 +32,8 @@ class StepLines:
     """Shows the steps of a run as their numbers come."""
 
     def __init__(self, first_step: int, total_steps: int):
-        """Begins before step `first_step` of `total_steps`."""
         self._total = total_steps
+        self._terminal = SCREEN.is_terminal()
         self._seconds: collections.deque[float] = collections.deque(maxlen=_SPEED_STEPS)
         self._bar = Work("", total_steps, "waits for its first step", max(0, first_step - 1))
         SCREEN.begin(self._bar)
@@ -50,7 +47,7 @@ class StepLines:
                 line += f"  {duration(left)} left"
             self._bar.done = step
             self._bar.note = f"step {step}/{self._total}  {line}"
-            if not SCREEN.is_terminal():
+            if not self._terminal:
                 print(self._bar.note, flush=True)
         if found := evaluation_line(data):
             print(f"step {step}/{self._total}  evaluation: {found}", flush=True)
@@ -58,12 +55,12 @@ class StepLines:
     def close(self) -> None:
         """Takes the bar away; the line of the last step stays."""
         SCREEN.end(self._bar)
-        if SCREEN.is_terminal() and self._bar.done:
+        if self._terminal and self._bar.done:
             print(self._bar.note, flush=True)
 
 
 def step_line(data: Numbers) -> str:
-    """Returns the numbers of a step that tell most, on one line; those it does not have left out.
+    """Returns the most important numbers of a step on one line.
 
     >>> step_line({"critic/score/mean": 0.5, "timing_s/step": 2.0, "perf/total_num_tokens": 300})
     'reward 0.5  2 s  150 tokens/s'
@@ -78,7 +75,7 @@ def step_line(data: Numbers) -> str:
 
 
 def evaluation_line(data: Numbers) -> str:
-    """Returns the results of an evaluation on one line, "" if `data` holds none."""
+    """Returns the results of an evaluation on one line; "" without one."""
     sources: dict[str, list[str]] = collections.defaultdict(list)
     for name, value in _results(data).items():
         source, _, kind = name.rpartition("/")
@@ -86,23 +83,10 @@ def evaluation_line(data: Numbers) -> str:
     return "; ".join(f"{source} {', '.join(found)}" for source, found in sources.items())
 
 
-def opening(facts: Sequence[tuple[str, str]]) -> None:
-    """Prints what a run is, a line for each (name, text)."""
-    width = max(len(name) for name, _ in facts)
-    for name, text in facts:
-        print(f"{name:<{width}}  {text}", flush=True)
-
-
 def closing(
     workdir: pathlib.Path, seconds: float, files: Sequence[tuple[str, pathlib.Path]]
 ) -> None:
-    """Prints what came of a run: evaluations before and after, its time, where to look.
-
-    Args:
-      workdir: With `metrics.jsonl`; that of a resumed run begins with its first start.
-      seconds: Of this start.
-      files: What each is, and where.
-    """
+    """Prints the result of a run: first and last evaluation, seconds of this start, its files."""
     evaluations = _evaluations(workdir)
     table = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("", *(f"step {step}" for step, _ in evaluations[:1] + evaluations[1:][-1:])):

@@ -1,24 +1,23 @@
 """Numbers about a step, under verl's names where verl has one.
 
-Pure functions from host arrays to `{name: float}`; numbers that the update itself yields
-(losses, gradient norms) come from there. A statistic over nothing (no token survived the
-mask) is left out rather than made up.
+A statistic over nothing (no token survived the mask) is left out rather than made up.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import pathlib
+import resource
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 HostOrDevice = np.ndarray | Array
-# Phases whose time is given per token of the response; the others, per token of the sequence.
-_RESPONSE_PHASES = ("gen",)
+GIB = 2**30
 
 
 def of_rewards(rewards: Rewards) -> dict[str, float]:
@@ -53,41 +52,45 @@ def of_rollouts(
     rewards: Rewards,
     predictions: Predictions,
     estimates: Estimates,
+    *,
+    critic: bool,
 ) -> dict[str, float]:
     """Returns rewards, advantages, returns, values and lengths of a step.
 
-    `critic/rewards` is the sum over a
-    sequence of `estimates.shaped_rewards` (KL and length penalties taken off); advantages,
-    returns and values are taken over `estimates.loss_mask`. `critic/score/SOURCE/mean` splits
-    by data source, `reward/TERM/mean` is over the rows the term applies to. Values only with
-    a critic, costs only with Safe-RLHF; `training/groups/uniform_share` as `uniform_share` says.
-    With dynamic sampling `training/filter_groups/evicted_samples`, the sequences whose groups were
-    replaced.
-
-    Args:
-      config: For the length limits and what the algorithm uses.
-      rollouts: The sequences.
-      rewards: What they are worth.
-      predictions: For the values; readable on the host.
-      estimates: Advantages and returns; readable on the host.
+    `critic/rewards` is the sum over a sequence of `estimates.shaped_rewards` (KL and length
+    penalties taken off). Advantages, returns and values are over `estimates.loss_mask`.
+    `critic/score/SOURCE/mean` splits by data source; `reward/TERM/mean` is over the rows that the
+    term applies to. Values only with a critic, costs only with Safe-RLHF.
+    `training/filter_groups/evicted_samples` counts the sequences that dynamic sampling replaced.
     """
     mask = np.asarray(estimates.loss_mask)
+    returns = np.asarray(estimates.returns)[mask]
     found = {
         **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
-        **_summary("critic/returns", np.asarray(estimates.returns)[mask]),
-        **_of_rewards(rollouts, rewards),
+        **_summary("critic/returns", returns),
         "training/groups/uniform_share": uniform_share(rollouts, rewards),
-        **_of_lengths(config, rollouts),
     }
-    if needs.of(config.algorithm).critic:
+    sources = np.array([rollouts.prompts[group].data_source for group in rollouts.group_ids])
+    for source in sorted(set(sources.tolist())):
+        found[f"critic/score/{source}/mean"] = float(rewards.scores[sources == source].mean())
+    for name, term in rewards.terms.items():
+        if (used := rewards.weights[name] != 0).any():
+            found[f"reward/{name}/mean"] = float(term[used].mean())
+    prompts, responses = _lengths(rollouts)
+    found |= {
+        **_summary("response_length", responses),
+        **_quantiles("response_length", responses),
+        **_summary("prompt_length", prompts),
+        "response_length/clip_ratio": float(
+            (responses >= config.rollout.max_response_tokens).mean()
+        ),
+        "prompt_length/clip_ratio": float((prompts >= config.data.max_prompt_tokens).mean()),
+    }
+    if critic:
         values = np.asarray(predictions.values)[mask]
         found |= _summary("critic/values", values)
-        found |= {
-            "critic/vf_explained_var": explained_variance(
-                values, np.asarray(estimates.returns)[mask]
-            )
-        }
+        found["critic/vf_explained_var"] = explained_variance(values, returns)
     if config.algorithm.safe:
         found |= _summary("critic/cost", rewards.costs)
     if config.algorithm.dynamic_sampling:
@@ -126,20 +129,31 @@ def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def of_speed(
-    rollouts: Rollouts, seconds: Mapping[str, float], num_devices: int
+    rollouts: Rollouts,
+    seconds: Mapping[str, float],
+    num_devices: int,
+    *,
+    flops: float,
+    peak_flops: float,
+    critic: bool,
 ) -> dict[str, float]:
-    """Returns tokens per second and milliseconds per token.
+    """Returns tokens per second, milliseconds per token, and the share of the devices' peak.
 
     `perf/throughput` counts prompt and response tokens, per second and device;
     `timing_per_token_ms/gen` counts response tokens, other phases all tokens.
+    `perf/tflops/update` is the arithmetic of the updates per second and device, `perf/mfu/update`
+    its share of the peak, `perf/mfu/actor` the same where the policy learns without a critic.
 
     Args:
       rollouts: The sequences of the step.
-      seconds: `Clock.seconds()` of the step, with `timing_s/step`.
-      num_devices: Devices that shared the work.
+      seconds: `Clock.seconds()` of the step.
+      num_devices: That shared the work.
+      flops: Operations of all updates of the step.
+      peak_flops: Operations a second of all devices at best; NaN: not known, no shares.
+      critic: Whether a critic learns too.
     """
+    _, responses = _lengths(rollouts)
     total = float(rollouts.lengths.sum())
-    responses = float(_response_lengths(rollouts).sum())
     found = {
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds["timing_s/step"],
@@ -147,9 +161,47 @@ def of_speed(
     }
     for name, value in seconds.items():
         phase = name.removeprefix("timing_s/")
-        tokens = responses if phase in _RESPONSE_PHASES else total
+        tokens = float(responses.sum()) if phase == "gen" else total
         if phase != "step" and tokens:
             found[f"timing_per_token_ms/{phase}"] = 1000.0 * value / tokens
+    time = seconds.get("timing_s/update", math.inf)  # a step may leave its updates out
+    found["perf/tflops/update"] = flops / time / num_devices / 1e12
+    share = flops / (time * peak_flops) if time > 0 else math.nan
+    if not math.isnan(share):
+        found["perf/mfu/update"] = share
+        if not critic:
+            found["perf/mfu/actor"] = share
+    return found
+
+
+def of_memory(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str, float]:
+    """Returns memory in GiB: of the fullest of this process's devices, and of the host.
+
+    `perf/max_memory_allocated_gb` is the peak since the process began,
+    `perf/max_memory_reserved_gb` what the allocator may have, `perf/planned_memory_gb` the plan
+    and `perf/measured_to_planned_memory` the peak's share of it. What the platform does not tell
+    (CPU: all of the device's) or nobody planned is left out. `perf/cpu_memory_used_gb` is what the
+    process holds now, `perf/max_cpu_memory_used_gb` its peak.
+    """
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [of_device for device in here if (of_device := device.memory_stats())]
+    found: dict[str, float] = {}
+    if stats and all("peak_bytes_in_use" in of_device for of_device in stats):
+        peak = max(of_device["peak_bytes_in_use"] for of_device in stats)
+        found["perf/max_memory_allocated_gb"] = peak / GIB
+        if planned_bytes:
+            found["perf/measured_to_planned_memory"] = peak / planned_bytes
+    if stats and all("bytes_limit" in of_device for of_device in stats):
+        limit = max(of_device["bytes_limit"] for of_device in stats)
+        found["perf/max_memory_reserved_gb"] = limit / GIB
+    if planned_bytes:
+        found["perf/planned_memory_gb"] = planned_bytes / GIB
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found["perf/max_cpu_memory_used_gb"] = peak_kib * 1024 / GIB
+    pages = pathlib.Path("/proc/self/statm")
+    if pages.exists():
+        resident = int(pages.read_text().split()[1]) * resource.getpagesize()
+        found["perf/cpu_memory_used_gb"] = resident / GIB
     return found
 
 
@@ -183,39 +235,11 @@ def of_balance(
     }
 
 
-def _of_rewards(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
-    sources = np.array([rollouts.prompt_of(row).data_source for row in range(rewards.scores.size)])
-    found = {
-        f"critic/score/{source}/mean": float(rewards.scores[sources == source].mean())
-        for source in sorted(set(sources.tolist()))
-    }
-    for name, term in rewards.terms.items():
-        if (used := rewards.weights[name] != 0).any():
-            found[f"reward/{name}/mean"] = float(term[used].mean())
-    return found
-
-
-def _of_lengths(config: RLConfig, rollouts: Rollouts) -> dict[str, float]:
-    responses, prompts = _response_lengths(rollouts), _prompt_lengths(rollouts)
-    return {
-        **_summary("response_length", responses),
-        **_quantiles("response_length", responses),
-        "response_length/clip_ratio": float(
-            (responses >= config.rollout.max_response_tokens).mean()
-        ),
-        **_summary("prompt_length", prompts),
-        "prompt_length/clip_ratio": float((prompts >= config.data.max_prompt_tokens).mean()),
-    }
-
-
-def _prompt_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
+def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
+    """Returns tokens of the prompt and of what follows it (tool output too) in each sequence."""
     of_group = np.array([len(prompt.tokens) for prompt in rollouts.prompts])
-    return of_group[rollouts.group_ids]
-
-
-def _response_lengths(rollouts: Rollouts) -> Int[np.ndarray, " B"]:
-    """Returns tokens after the prompt: what the policy chose and tool output."""
-    return rollouts.lengths - _prompt_lengths(rollouts)
+    prompts = of_group[rollouts.group_ids]
+    return prompts, rollouts.lengths - prompts
 
 
 def _quantiles(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""Where numbers go: a JSONL file always, console, TensorBoard and Weights & Biases by config.
+"""Where the numbers and samples of a run go: files always, console and services by config.
 
-One process of a run writes; the others hold a `Writer` that does nothing. Which numbers
-there are is not decided here.
+Process 0 writes; the `Writer` of any other process does nothing.
 """
 
 import contextlib
 import importlib
+import io
 import json
 import math
 import os
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import tensorboardX
 from absl import logging
 
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.errors import check_package, naming
-from jaxrl_llm.metrics import console, dumps
+from jaxrl_llm.errors import check_package
+from jaxrl_llm.metrics import console
 from jaxrl_llm.types import Rewards, Rollouts
 
 Sink = Callable[[int, Mapping[str, float]], None]
@@ -29,9 +30,8 @@ Sink = Callable[[int, Mapping[str, float]], None]
 class Writer:
     """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
 
-    A number that is not finite is written as null: JSON has no NaN. Lines are flushed one
-    by one. A resumed run first drops the lines of steps it will take again, and a last line
-    cut by a crash, so that the file ends up as that of a run never interrupted.
+    A number that is not finite becomes null. Each line is on disk when `write` returns. A resumed
+    run first drops the lines of steps that it takes again, and a line that a crash cut off.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Writer:
         total_steps: int = 0,
         position: Mapping[str, int] = {},
     ):
-        """Opens the outputs.
+        """Opens the outputs; drops lines from `first_step` on.
 
         Args:
-          workdir: Folder of the run, on a file system that can append.
+          workdir: On a file system that can append.
           config: Which outputs, and how often.
-          first_step: First step that this process writes; lines from it on are dropped.
-          total_steps: Last step, for the progress bar.
-          position: `get_state()` of when `first_step` began; empty, lines alone decide.
+          first_step: The first step that this process writes.
+          total_steps: The last step, for the progress bar.
+          position: `get_state()` of when `first_step` began.
         """
         self._workdir = pathlib.Path(workdir)
         self._config = config
@@ -70,12 +70,7 @@ class Writer:
         return step % self._config.every == 0
 
     def write(self, step: int, *groups: Mapping[str, Any]) -> None:
-        """Writes one line of all `groups` together.
-
-        Args:
-          step: Step the numbers are about.
-          groups: Numbers by name: floats or arrays of one element; a later group wins.
-        """
+        """Writes all `groups` as one line; of numbers with one name, the last group's."""
         if not self._sinks:
             return
         data = {name: float(value) for group in groups for name, value in group.items()}
@@ -88,16 +83,16 @@ class Writer:
         every = self._config.rollouts_every
         if self._sinks and every and step % every == 0:
             with self._tolerated(f"rollouts of step {step}"):
-                dumps.write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
+                write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
 
     def get_state(self) -> dict[str, int]:
-        """Returns the length of the metrics file, as JSON can hold it; for the checkpoint."""
+        """Returns the length of the metrics file, for the checkpoint."""
         path = self._workdir / "metrics.jsonl"
         return {"num_bytes": path.stat().st_size} if self._sinks and path.exists() else {}
 
     @contextlib.contextmanager
     def _tolerated(self, what: str) -> Iterator[None]:
-        """Lets a disk that refuses to be written end the run, or only warns of it."""
+        """Ends the run where the disk cannot be written, or warns, as `on_failure` says."""
         try:
             yield
         except OSError as error:
@@ -134,16 +129,15 @@ class Writer:
         waiting: list[bytes] = []  # lines that the disk has not taken
 
         def sink(step: int, data: Mapping[str, float]) -> None:
-            record = {"step": step, "data": dumps.jsonable(data)}
+            record = {"step": step, "data": jsonable(data)}
             waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
             size = os.fstat(file.fileno()).st_size
             try:
-                with naming(path):
-                    dumps.write_all(file, b"".join(waiting))
-            except OSError:
+                write_all(file, b"".join(waiting))
+            except OSError as error:
                 with contextlib.suppress(OSError):
                     os.truncate(file.fileno(), size)  # no half line stays
-                raise
+                raise OSError(error.errno, error.strerror, str(path)) from error
             waiting.clear()
 
         self._sinks.append(sink)
@@ -171,7 +165,7 @@ class Writer:
         wandb = importlib.import_module("wandb")
         name = self._workdir / "wandb_id"
         if not name.exists():
-            dumps.replace_text(name, uuid.uuid4().hex)
+            replace_text(name, uuid.uuid4().hex)
         run = wandb.init(
             project=project, dir=str(self._workdir), id=name.read_text(), resume="allow"
         )
@@ -186,10 +180,9 @@ def check(config: MetricsConfig) -> None:
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
-    """Rewrites a metrics file with only the lines of steps before `first_step`.
+    """Removes the lines of steps from `first_step` on, and with a warning those that are no record.
 
-    A line that is no JSON record (cut by a crash) goes too, with a warning. The file is
-    replaced at once, so a crash here loses nothing.
+    The file is replaced at once: a crash here loses nothing.
     """
     if not path.exists():
         return
@@ -204,4 +197,73 @@ def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
         if step < first_step:
             kept.append(line + "\n")
     if (after := "".join(kept)) != before:
-        dumps.replace_text(path, after)
+        replace_text(path, after)
+
+
+def write_rollouts(
+    folder: str | os.PathLike[str], step: int, rollouts: Rollouts, rewards: Rewards
+) -> pathlib.Path:
+    """Writes `FOLDER/STEP.jsonl`, complete or not at all; returns its path.
+
+    A line for each sequence has verl's keys `input`, `output`, `gts`, `score`, `step`, and
+    `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term, unweighted)
+    and `details` (what reward functions returned beside the score).
+    """
+    lines = []
+    for row, output in enumerate(rollouts.responses):
+        prompt = rollouts.prompts[rollouts.group_ids[row]]
+        record = {
+            "input": prompt.text,
+            "output": output,
+            "gts": prompt.ground_truth,
+            "score": rewards.scores[row],
+            "step": step,
+            "data_source": prompt.data_source,
+            "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
+            "stopped": rollouts.stopped[row],
+            "terms": {name: term[row] for name, term in rewards.terms.items()},
+            "details": rewards.details[row],
+        }
+        lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
+    path = pathlib.Path(folder) / f"{step}.jsonl"
+    replace_text(path, "".join(lines))
+    return path
+
+
+def jsonable(value: Any) -> Any:
+    """Returns `value` as JSON can hold it: NaN and infinities as None, other objects as text.
+
+    >>> jsonable({"a": np.float32(0.5), "b": (1, float("nan"))})
+    {'a': 0.5, 'b': [1, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [jsonable(entry) for entry in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return jsonable(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (str, int, bool, type(None))) else str(value)
+
+
+def write_all(file: io.RawIOBase, data: bytes) -> None:
+    """Writes all of `data` to an unbuffered file, which may take a part at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) or 0 :]
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Writes `path` so that a reader sees the file before or after, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")  # one process writes; a kill leaves one at most
+    try:
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"
+        except OSError as error:  # of a failed write: it does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -87,10 +87,10 @@ def present(devices: Sequence[Any]) -> Device | None:
     return Device("cpu", pages // local, 0.0, 0.0, 0.0, len(devices), 0.0)
 
 
-def utilization(flops: float, seconds: float, devices: Sequence[Any]) -> float:
-    """Returns the share of the devices' peak that so much work in so much time is; NaN unknown."""
+def peak_flops(devices: Sequence[Any]) -> float:
+    """Returns the 16-bit operations a second of all these devices at best; NaN if unknown."""
     known = of_kind(devices[0].device_kind)
-    return flops / (seconds * known.flops * len(devices)) if known and seconds > 0 else math.nan
+    return known.flops * len(devices) if known else math.nan
 
 
 def backend(device: Device) -> str:

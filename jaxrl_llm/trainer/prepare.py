@@ -43,7 +43,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     custom.check(config.algorithm)  # first: what a run has follows from its functions
     models = models_lib.of_job(config, automatic.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
-    budget = planned.check(config, jax.devices())
+    planned_bytes = planned.check(config, jax.devices())
     weights_lib.check_folders(config, models)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
@@ -54,7 +54,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     rewards_lib.check(config.rewards, training_set.prompts)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
-    run.claim(models, training_set, held_out, budget=budget)
+    run.claim(models, training_set, held_out, planned_bytes=planned_bytes)
 
     # Policy, reference, critic, reward models: what each begins as.
     policy = supervised.warm_start(config, models, run)

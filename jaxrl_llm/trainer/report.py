@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.learner.planned import Budget
 from jaxrl_llm.metrics import console
 from jaxrl_llm.planning import devices
 from jaxrl_llm.sharding import hosts
@@ -19,20 +18,19 @@ _GIB = 2**30
 
 
 def opened(
-    config: JobConfig, models: Models, budget: Budget, workdir: pathlib.Path
+    config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
 ) -> Callable[[], None]:
-    """Says what the run is; returns what says, after the last step, what came of it.
+    """Prints what the run is; returns what prints, after the last step, what came of it.
 
-    Args:
-      config: The job.
-      models: Its networks.
-      budget: Its planned memory.
-      workdir: Its folder.
+    `planned_bytes` is the peak of a device.
     """
     if not (config.metrics.console and hosts.is_first()):
         return lambda: None
     begin = time.monotonic()
-    console.opening(_facts(config, models, budget, workdir))
+    facts = _facts(config, models, planned_bytes, workdir)
+    width = max(len(name) for name, _ in facts)
+    for name, text in facts:
+        print(f"{name:<{width}}  {text}", flush=True)
 
     def close() -> None:
         dumps = sorted((workdir / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
@@ -45,7 +43,7 @@ def opened(
 
 
 def _facts(
-    config: JobConfig, models: Models, budget: Budget, workdir: pathlib.Path
+    config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
 ) -> list[tuple[str, str]]:
     """Returns name and text of each thing worth knowing before a run."""
     num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(models.policy.abstract()))
@@ -58,18 +56,18 @@ def _facts(
     return [
         ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
         ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
-        ("memory", _memory(budget)),
+        ("memory", _memory(planned_bytes)),
         ("steps", _steps(config)),
         ("files", str(workdir.absolute())),
     ]
 
 
-def _memory(budget: Budget) -> str:
-    if not budget.peak_bytes:
+def _memory(planned_bytes: float) -> str:
+    if not planned_bytes:
         return "not planned, the devices are not known"
     device = devices.present(jax.devices())
     of = f" of {device.memory_bytes / _GIB:.3g}" if device else ""
-    return f"{budget.peak_bytes / _GIB:.3g}{of} GiB planned on each device"
+    return f"{planned_bytes / _GIB:.3g}{of} GiB planned on each device"
 
 
 def _steps(config: JobConfig) -> str:

@@ -18,9 +18,11 @@ import os
 import jax
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import automatic, batches, estimate, predict, throughput, update
+from jaxrl_llm.learner import automatic, batches, estimate, predict, update
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import statistics
+from jaxrl_llm.planning import devices as hardware
+from jaxrl_llm.sharding import pools
 from jaxrl_llm.trainer import prepare
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Weights
@@ -54,7 +56,10 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
         state = run.resume(state, source, models.packer)
         predictions_of = predict.predictor(config, models, prepared.frozen)
         estimates_of = estimate.estimator(config, models.mesh)
+        has_signal = estimate.signal(config)
         learn = update.updater(config, models, prepared.frozen.base, state)
+        devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
+        peak_flops = hardware.peak_flops(devices)
         root = jax.random.key(config.seed)
         weights = Weights(sampler.weights(state.policy.params), run.first)
         if run.evaluates(0):
@@ -81,9 +86,8 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             run.hold()
             of_rewards = statistics.of_rewards(rewards)
             of_updates: dict[str, float] = {}
-            if run.allows_update({**of_estimates, **of_rewards}) and estimate.has_signal(
-                config, rewards, rollouts, estimates
-            ):
+            allowed = run.allows_update({**of_estimates, **of_rewards})
+            if allowed and has_signal(rewards, rollouts, estimates):
                 state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
 
             # Hand the new weights to the engine.
@@ -94,13 +98,23 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             seconds = clock.seconds()
             numbers = {
                 **of_rewards,
-                **statistics.of_rollouts(config, rollouts, rewards, predictions, estimates),
+                **statistics.of_rollouts(
+                    config, rollouts, rewards, predictions, estimates, critic=critic
+                ),
                 **of_updates,
                 "training/updates_left_out": float(not of_updates),
                 **of_estimates,
                 **samples.engine.metrics(),
                 **sampler.metrics(),
-                **throughput.of_step(config, models, rollouts, seconds),
+                **statistics.of_speed(
+                    rollouts,
+                    seconds,
+                    len(devices),
+                    flops=learn.flops(rollouts.lengths),
+                    peak_flops=peak_flops,
+                    critic=critic,
+                ),
+                **statistics.of_memory(devices, run.planned_bytes),
                 **seconds,
             }
             run.end(step, state, numbers, of_evaluation)

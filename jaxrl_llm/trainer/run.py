@@ -24,10 +24,10 @@ from absl import logging
 from jaxrl_llm.checkpoint.lock import FolderLock
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
+from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.learner import planned, replicas
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import alerts as alerts_lib
@@ -36,7 +36,7 @@ from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import agreement, hosts
 from jaxrl_llm.trainer import report
 from jaxrl_llm.trainer.interruption import Interruption
 from jaxrl_llm.types import Rewards, Rollouts
@@ -102,28 +102,32 @@ class Run:
         """Enters a context that ends with the run."""
         return self._stack.enter_context(context)
 
-    def claim(
-        self, models: Models, *datasets: Dataset, budget: planned.Budget = planned.NO_BUDGET
-    ) -> None:
+    def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:
         """Makes the folder this job's, and says what it is. Nothing is written there before.
 
         Args:
           models: Of the job.
           *datasets: What all processes must have read alike.
-          budget: Planned memory.
+          planned_bytes: Peak of a device.
 
         Raises:
           ConfigError, OccupiedError: If the folder belongs to another job, or to another process.
         """
-        replicas.check_start(self.config, datasets)
+        begins_with = {
+            "the version of jax": jax.__version__,
+            "the number of devices": jax.local_device_count(),
+            **{f"config.{group}": value for group, value in to_dict(self.config).items()},
+            **{f"dataset {i}": dataset.prompts for i, dataset in enumerate(datasets)},
+        }
+        agreement.check("start", begins_with)
         if hosts.is_first() and not self._outer:
             self._lock.take(self.workdir)
         claim_workdir(self.config, self.workdir, write=hosts.is_first())
         self._saver = Saver(self.workdir / "checkpoints", self.config.checkpoint)
-        self._budget = budget
+        self.planned_bytes = planned_bytes
         self._tell_end = lambda: None
         if not self._outer:
-            self._tell_end = report.opened(self.config, models, budget, self.workdir)
+            self._tell_end = report.opened(self.config, models, planned_bytes, self.workdir)
 
     def resume(
         self,
@@ -231,8 +235,7 @@ class Run:
         numbers = jax.device_get({**numbers, **evaluation})
         of_alerts = self._alerts.check(step, numbers)
         if self._writer.due(step) or evaluation or any(of_alerts.values()):
-            of_memory = self._budget.metrics(jax.local_devices())
-            self._writer.write(step, numbers, of_memory, of_alerts)
+            self._writer.write(step, numbers, of_alerts)
         # Last, so that a step that was saved is a step whose numbers were written.
         due = self._saver.due(step, self.total, numbers)
         if self.interruption.outlasts_grace(self._saver.saving) or due:

@@ -23,7 +23,7 @@ from orbax.checkpoint._src.path import atomicity
 
 from jaxrl_llm.checkpoint import saver, seal
 from jaxrl_llm.learner import batches, sampler, source, weights
-from jaxrl_llm.metrics import alerts, dumps, statistics, writer
+from jaxrl_llm.metrics import alerts, statistics, writer
 from jaxrl_llm.rewards import pool
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
@@ -53,7 +53,7 @@ POINTS = {
     "reshard_after": (sampler.Sampler, "weights", "after", 2),
     "evaluation": (evaluate.Evaluator, "__call__", "before", 1),
     "numbers_before": (writer.Writer, "write", "before", 2),
-    "numbers_half": (dumps, "write_all", "half", 2),
+    "numbers_half": (writer, "write_all", "half", 2),
     "numbers_after": (writer.Writer, "write", "after", 2),
     "dump_half": (os, "replace", "before", 3),
     "dumped": (writer.Writer, "write_rollouts", "after", 1),

@@ -55,7 +55,7 @@ def test_every_token_has_one_place(step):
         assert m.segment_ids[g, row, start] == m.sequences[g, place] + 1
         assert m.positions[g, row, start] == 0
     share = 1 - lengths[chosen].sum() / (count * rows * W)
-    assert packed.padding_share() == pytest.approx(share)
+    assert batches.padding_share(packed) == pytest.approx(share)
 
 
 @jax.jit
@@ -63,7 +63,7 @@ def there_and_back(packed, tokens, lengths):
     def back(microbatch):
         return microbatch.unpacked(microbatch.packed(tokens), lengths, W)
 
-    return microbatches.collect(packed, back, B, W)
+    return microbatches.by_sequence(packed, back, B, W)
 
 
 @settings(max_examples=40, deadline=None)
@@ -219,7 +219,7 @@ def test_take_and_put_are_inverse():
     np.testing.assert_array_equal(target["x"], np.where(packed.chosen[:, None], values["x"], 0))
 
 
-def test_add_up_sums_over_what_is_used():
+def test_accumulate_sums_over_what_is_used():
     lengths = np.full(B, W)
     for budget in (BUDGET, 1000):  # three microbatches and one of padding; a single one
         packed = packed_of(lengths, np.arange(B), budget)
@@ -230,7 +230,9 @@ def test_add_up_sums_over_what_is_used():
             return {"sum": microbatch.take(weights).sum(), "calls": jnp.float32(1.0)}
 
         like = {"sum": weights[0], "calls": weights[0]}
-        found = jax.jit(lambda p, f=function, like=like: microbatches.add_up(p, f, like))(packed)
+        found = jax.jit(lambda p, f=function, like=like: microbatches.accumulate(p, f, like))(
+            packed
+        )
         assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 
@@ -255,7 +257,7 @@ def test_by_hand():
     np.testing.assert_array_equal(m.sequences[:, :5], [[1, 4, 2, 3, 6], [0, 6, 6, 6, 6]])
     np.testing.assert_array_equal(m.rows[:, :5], [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(m.starts[:, :5], [[0, 6, 0, 3, 0], [0, 0, 0, 0, 0]])
-    assert packed.padding_share() == 12 / 32
+    assert batches.padding_share(packed) == 12 / 32
 
 
 def shapes(packer, seeds, spread=1.0):
@@ -336,7 +338,7 @@ def test_little_of_gsm8k_is_padding(shards):
         answers = np.clip(np.exp(random.normal(np.log(130), 0.5, 1280)), 20, 512)
         lengths = prompts.astype(int) + answers.astype(int)
         packed = packer.pack(lengths, np.arange(1280), width=1024)
-        wasted.append(packed.padding_share())
+        wasted.append(batches.padding_share(packed))
         shapes.add(packed.microbatches.segment_ids.shape)
         _, rows, width = packed.microbatches.segment_ids.shape
         assert rows // shards * width <= 16_384  # of a device: a hard cap

@@ -77,7 +77,7 @@ def assert_consistent(rollouts, rewards):
 def test_select_keeps_rows_and_their_prompts():
     rollouts = rollouts_of([prompt(i) for i in (7, 8, 9)], 2)
     rewards = rewards_of([1, 2, 3, 4, 5, 6], failures=3)
-    some, scores = source.select(rollouts, rewards, np.array([0, 4, 5]))
+    some, scores = source.take_rows(rollouts, rewards, np.array([0, 4, 5]))
     assert_consistent(some, scores)
     assert some.responses == ("7.0", "9.0", "9.1")
     assert [p.index for p in some.prompts] == [7, 9]
@@ -87,14 +87,16 @@ def test_select_keeps_rows_and_their_prompts():
     np.testing.assert_array_equal(scores.scores, [1, 5, 6])
     np.testing.assert_array_equal(scores.weights["a"], [0.5, 0.5, 0.5])
     assert scores.num_failures == 3
-    none, nothing = source.select(rollouts, rewards, np.array([], int))
+    none, nothing = source.take_rows(rollouts, rewards, np.array([], int))
     assert none.prompts == () == none.responses
     assert len(nothing.scores) == 0
 
 
 def test_waves_are_joined():
     """Rows stand below each other; what is counted, by rewards or by the engine, is added up."""
-    nothing = source.select(rollouts_of([prompt(3)], 2), rewards_of([9, 9], 2), np.array([], int))
+    nothing = source.take_rows(
+        rollouts_of([prompt(3)], 2), rewards_of([9, 9], 2), np.array([], int)
+    )
     did = Statistics(
         prefill_tokens=2,
         prefill_positions=4,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm import types
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.metrics import dumps
+from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.writer import Writer
 
 
@@ -45,7 +45,7 @@ def sampled():
 
 
 def test_lines_of_a_dump(tmp_path, sampled):
-    path = dumps.write_rollouts(tmp_path / "rollouts", 12, *sampled)
+    path = writer_lib.write_rollouts(tmp_path / "rollouts", 12, *sampled)
     assert path == tmp_path / "rollouts" / "12.jsonl"
     with path.open(encoding="utf-8") as file:
         first, second = (json.loads(line) for line in file)
@@ -66,15 +66,15 @@ def test_lines_of_a_dump(tmp_path, sampled):
 
 
 def test_a_dump_that_fails_leaves_the_one_before(tmp_path, sampled, monkeypatch):
-    path = dumps.write_rollouts(tmp_path, 1, *sampled)
+    path = writer_lib.write_rollouts(tmp_path, 1, *sampled)
     before = path.read_bytes()
 
     def crash(source, target):
         raise OSError("killed")
 
-    monkeypatch.setattr(dumps.os, "replace", crash)
+    monkeypatch.setattr(writer_lib.os, "replace", crash)
     with pytest.raises(OSError, match="killed"):
-        dumps.write_rollouts(tmp_path, 1, *sampled)
+        writer_lib.write_rollouts(tmp_path, 1, *sampled)
     assert path.read_bytes() == before
 
 

@@ -1,6 +1,8 @@
 """Numbers of a step, by hand on two short sequences."""
 
 import dataclasses
+import math
+import types as python_types
 
 import jax
 import numpy as np
@@ -76,7 +78,7 @@ def config(**algorithm):
 def test_numbers_of_a_step_by_hand():
     found = {
         **statistics.of_rewards(step()[1]),
-        **statistics.of_rollouts(config(advantage="gae", safe=True), *step()),
+        **statistics.of_rollouts(config(safe=True), *step(), critic=True),
     }
     assert found.pop("critic/score/spread") == 4.0
     expected = {
@@ -112,16 +114,14 @@ def test_numbers_of_a_step_by_hand():
 def test_without_a_critic_there_are_no_values_and_without_tokens_no_advantages():
     rollouts, rewards, predictions, estimates = step()
     empty = types.Estimates(**{**vars(estimates), "loss_mask": np.zeros_like(estimates.loss_mask)})
-    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, empty)
+    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, empty, critic=False)
     assert not [name for name in found if "value" in name or "advantage" in name or "vf" in name]
     assert "critic/cost/mean" not in found
 
 
 def test_numbers_do_not_depend_on_padding_or_row_order():
     rollouts, rewards, predictions, estimates = step()
-    found = statistics.of_rollouts(
-        config(advantage="gae"), rollouts, rewards, predictions, estimates
-    )
+    found = statistics.of_rollouts(config(), rollouts, rewards, predictions, estimates, critic=True)
 
     def pad(tree):
         """Two more padding tokens that hold garbage, and the rows the other way round."""
@@ -132,7 +132,7 @@ def test_numbers_do_not_depend_on_padding_or_row_order():
         }
 
     other = statistics.of_rollouts(
-        config(advantage="gae"),
+        config(),
         types.Rollouts(
             **{
                 **vars(rollouts),
@@ -155,6 +155,7 @@ def test_numbers_do_not_depend_on_padding_or_row_order():
                 "shaped_rewards": np.pad(estimates.shaped_rewards, ((0, 0), (0, 2)))[::-1],
             }
         ),
+        critic=True,
     )
     assert other == pytest.approx(found)
 
@@ -206,13 +207,23 @@ def test_scores_and_failed_calls_by_hand():
 
 def test_speed_by_hand():
     seconds = {"timing_s/gen": 2.0, "timing_s/update": 1.0, "timing_s/step": 4.0}
-    assert statistics.of_speed(step()[0], seconds, num_devices=2) == {
+
+    def speed(seconds, flops, peak=math.nan, critic=False):
+        work = dict(flops=flops, peak_flops=peak, critic=critic)
+        return statistics.of_speed(step()[0], seconds, 2, **work)
+
+    assert speed(seconds, 6e12) == {
         "perf/total_num_tokens": 8.0,
         "perf/time_per_step": 4.0,
         "perf/throughput": 1.0,
         "timing_per_token_ms/gen": 400.0,  # 2 s for 5 response tokens
         "timing_per_token_ms/update": 125.0,
+        "perf/tflops/update": 3.0,
     }
+    assert speed(seconds, 989e12, 8 * 989e12)["perf/mfu/update"] == 1 / 8
+    assert speed(seconds, 989e12, 8 * 989e12)["perf/mfu/actor"] == 1 / 8
+    assert "perf/mfu/actor" not in speed(seconds, 1.0, 1.0, critic=True)
+    assert speed({"timing_s/step": 4.0}, 6e12)["perf/tflops/update"] == 0.0  # no update was taken
 
 
 def test_balance_keeps_the_sum_of_tokens():
@@ -226,3 +237,19 @@ def test_balance_keeps_the_sum_of_tokens():
         "global_seqlen/balanced_max": 12.0,
         "global_seqlen/mean": 12.0,
     }
+
+
+def device(kind, stats=None):
+    return python_types.SimpleNamespace(
+        device_kind=kind, process_index=0, memory_stats=lambda: stats
+    )
+
+
+def test_memory_is_that_of_the_fullest_device():
+    gib = 2**30
+    stats = [{"peak_bytes_in_use": n * gib, "bytes_limit": 80 * gib} for n in (3, 7)]
+    found = statistics.of_memory([device("H100", s) for s in stats])
+    assert found["perf/max_memory_allocated_gb"] == 7.0
+    assert found["perf/max_memory_reserved_gb"] == 80.0
+    assert 0.01 < found["perf/cpu_memory_used_gb"] <= found["perf/max_cpu_memory_used_gb"] + 0.05
+    assert "perf/max_memory_allocated_gb" not in statistics.of_memory([device("cpu")])

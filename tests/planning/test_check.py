@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
+from jaxrl_llm.metrics import statistics
 from jaxrl_llm.planning import devices
 
 VALUES = {
@@ -19,8 +20,8 @@ VALUES = {
 
 
 def test_a_small_run_passes_and_says_what_it_plans():
-    budget = planned.check(from_config_dict(VALUES), jax.devices())
-    metrics = budget.metrics(jax.local_devices())
+    peak = planned.check(from_config_dict(VALUES), jax.devices())
+    metrics = statistics.of_memory(jax.local_devices(), peak)
     assert metrics["perf/planned_memory_gb"] > 0
     assert "perf/measured_to_planned_memory" not in metrics  # CPU devices do not tell
 
@@ -45,20 +46,20 @@ def test_a_topology_overrides_a_mesh_that_cannot_fill_it(caplog):
 
 def test_measured_against_planned(monkeypatch):
     class Device:
+        process_index = 0
+
         def memory_stats(self):
             return {"peak_bytes_in_use": 3 * 2**30}
 
-    metrics = planned.Budget(4.0 * 2**30).metrics([Device()])
-    assert metrics == {
-        "perf/planned_memory_gb": 4.0,
-        "perf/measured_to_planned_memory": 0.75,
-    }
+    metrics = statistics.of_memory([Device()], 4.0 * 2**30)
+    assert metrics["perf/planned_memory_gb"] == 4.0
+    assert metrics["perf/measured_to_planned_memory"] == 0.75
 
 
 def test_unknown_devices_are_left_alone(monkeypatch):
     monkeypatch.setattr(devices, "present", lambda present: None)
     large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
-    assert planned.check(from_config_dict(large), jax.devices()).metrics(jax.devices()) == {}
+    assert planned.check(from_config_dict(large), jax.devices()) == 0.0
 
 
 def test_each_cpu_device_has_its_share():

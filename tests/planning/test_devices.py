@@ -28,6 +28,6 @@ def test_known_devices(kind, tera):
     assert devices.of_kind(kind).flops == tera * 1e12
 
 
-def test_share_of_the_best():
-    assert devices.utilization(989e12, 2.0, [named("H100")] * 4) == 1 / 8
-    assert math.isnan(devices.utilization(1.0, 1.0, [named("cpu")]))
+def test_peak_of_several_devices():
+    assert devices.peak_flops([named("H100")] * 4) == 4 * 989e12
+    assert math.isnan(devices.peak_flops([named("cpu")]))
