@@ -17,7 +17,8 @@ from absl import app, flags
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.learner import automatic, compiled, lowering
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.learner import planned as planned_lib
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import GIB, of_topology
 from jaxrl_llm.planning.shapes import SHAPES
@@ -210,7 +211,7 @@ def compared(reports: dict) -> Iterator[Row]:
         planned = memory.programs(setting(combination))
         for program, report in reports.get(combination.name, {}).items():
             if isinstance(report, dict):
-                total = compiled.Report(**report).total
+                total = lowering.Report(**report).total
                 yield Row(combination.name, program, planned[program].total, total)
 
 
@@ -235,15 +236,15 @@ def main(_):
         if not wanted:
             continue
         count = ON_CPU.get(combination.topology, 0)
-        devices = jax.devices()[:count] or compiled.topology_devices(combination.topology)
+        devices = jax.devices()[:count] or lowering.topology_devices(combination.topology)
         shape = SHAPES[combination.model]
-        config = automatic.here(config, shape, devices)
+        config = planned_lib.chosen(config, shape, devices)
         programs = lowering.lowered(config, lowering.abstract_models(config, shape, devices))
         for name in wanted:
             start = time.perf_counter()
             try:
-                report = dataclasses.asdict(compiled.compile_report(programs[name]))
-            except compiled.Refused as error:
+                report = dataclasses.asdict(lowering.compile_report(programs[name]))
+            except lowering.Refused as error:
                 report = str(error)
             keep(combination.name, name, report)
             print(combination.name, name, report, f"{time.perf_counter() - start:.1f}s", flush=True)

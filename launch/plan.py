@@ -30,9 +30,9 @@ CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]
 
 def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
     # What the compiler is asked with takes seconds to import, and a plan takes less.
-    from jaxrl_llm.learner import compiled
+    from jaxrl_llm.learner import lowering
 
-    return compiled.of_plan(plan, devices)
+    return lowering.compiled_bytes(plan, devices)
 
 
 def main():

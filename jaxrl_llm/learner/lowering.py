@@ -1,20 +1,23 @@
-"""The programs of a run, lowered without a weight: for devices that need not be present.
+"""The programs of a run, lowered and compiled without weights: devices need not be present.
 
-What the loop runs is what is lowered here, from the same functions, with shapes and
-shardings in place of arrays. Every sequence is taken to be as long as the run allows, so what
-the compiler says of memory is the most that a step can need.
+They are made by the functions that the loop uses, from shapes and shardings instead of arrays. All
+sequences are as long as the run allows: the compiler's memory is the most that a step can need.
 """
 
 import dataclasses
+import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
+from jax.experimental import topologies
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import OptimizerConfig, RLConfig
+from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import batches, optimizer, predict, update
@@ -27,6 +30,8 @@ from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.planning import memory
+from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch
 
@@ -35,8 +40,7 @@ def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> M
     """Returns the models of a run on devices that may be absent; no folder is read.
 
     Args:
-      config: The run, its sizes and placement settled (`automatic.here`). Its tokenizer plays no
-        part: `shape` has the size of the vocabulary.
+      config: The run, its sizes and placement chosen (`planned.chosen`). Its tokenizer is not used.
       shape: Of policy, reference and critic.
       devices: Real ones, or those of `jax.experimental.topologies`.
 
@@ -77,11 +81,11 @@ def abstract_state(config: RLConfig, models: Models) -> LearnerState:
 
 
 def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Returns by name what lowers each program of the run, so that one may be asked for alone.
+    """Returns by name the functions that lower each program of the run.
 
-    `prefill`, `decode` (one chunk with the widest window), `score` (policy or
-    reference), `score_critic` (critic; absent without one), `train` (one optimizer update of all
-    learners), `reshard` (the ends, the largest of its programs) and `reshard_layer`.
+    `prefill`, `decode` (one chunk with the widest window), `score` (policy or reference),
+    `score_critic` (absent without a critic), `train` (one optimizer update of all learners),
+    `reshard` (the ends, the largest of its programs) and `reshard_layer`.
     """
     state = abstract_state(config, models)
     base: Params = {}
@@ -111,9 +115,9 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         batch, key = abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
         return program.lower(learners, base, batch, packed, key, train_policy=True)
 
-    def score(program, params: Params, **choices):
+    def score(program, *params: Params, **choices):
         packed = abstract_packed(config, models, everything)
-        return program.lower(params, tokens, lengths, packed, **choices)
+        return program.lower(*params, tokens, lengths, packed, **choices)
 
     ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
@@ -121,7 +125,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
             rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
         ),
         "decode": lambda: engine.jitted.lower_generate(rollout_params),
-        "score": lambda: score(of_policy, policy, entropy="value"),
+        "score": lambda: score(of_policy, base, state.policy.params, entropy="value"),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,
         "reshard": lambda: resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
@@ -135,10 +139,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
 
 
 def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> PackedBatch:
-    """Returns so many sequences of a step in rows, each as long as the run allows.
-
-    Samples of a prompt share it where the run's rows would.
-    """
+    """Returns the shapes of so many sequences of a step in rows, each as long as may be."""
     width, count = config.max_sequence_tokens, config.sequences_per_step
     prompt = config.data.max_prompt_tokens
     of_responses = np.tile(np.arange(width) >= prompt, (count, 1))
@@ -167,3 +168,101 @@ def abstract_batch(config: RLConfig, models: Models) -> Minibatch:
 
 def _array(models: Models, shape: tuple[int, ...], dtype) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(models.mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one program needs as the compiler says, in bytes on each device."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # of the outputs: they reuse the memory of donated arguments
+    temporary: int
+    host: int  # arguments, outputs and temporaries in host memory
+    lower_s: float
+    compile_s: float
+
+    @property
+    def total(self) -> int:
+        """Bytes of device memory that the program needs while it runs."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+class Refused(Exception):
+    """The compiler says that a program cannot fit; the first line of its message."""
+
+
+def topology_devices(topology: str) -> Sequence[Any]:
+    """Returns the devices of a TPU topology such as "v5e:4x4"; none needs to be attached.
+
+    Raises:
+      ConfigError: If the TPU compiler is not installed or does not know the topology.
+    """
+    # Without a request for the machine's metadata; another process may use the compiler too.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:  # the plugin raises types of its own
+        raise ConfigError(
+            [
+                f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"
+                " and install the TPU compiler with pip install 'jaxrl_llm[tpu]'"
+            ]
+        ) from error
+
+
+def compile_report(lower: Any) -> Report:
+    """Returns what one of the programs of `lowered` needs; raises Refused if it cannot fit."""
+    start = time.perf_counter()
+    program = lower()
+    middle = time.perf_counter()
+    try:
+        stats = program.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        raise Refused(str(error).splitlines()[0]) from error
+    return Report(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+        lower_s=middle - start,
+        compile_s=time.perf_counter() - middle,
+    )
+
+
+def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float | str]:
+    """Returns the bytes on a device while each program runs, or why the compiler refuses it.
+
+    The program's own are the compiler's, what lies beside it is as in the analytic plan.
+
+    Raises:
+      ConfigError: If the devices are only named, not known to a compiler, or form several pools.
+    """
+    if not devices:
+        raise ConfigError(
+            [f"--compile: {plan.device.name} devices are not here; give a TPU --topology"]
+        )
+    if isinstance(devices, str):
+        devices = topology_devices(devices)
+    if len(plan.pools) > 1:
+        raise ConfigError(
+            ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
+        )
+    setting = plan.setting
+    models = abstract_models(setting.config, setting.policy, list(devices))
+    own = memory.programs(setting)
+    found: dict[str, float | str] = {}
+    for name, lower in lowered(setting.config, models).items():
+        logging.info("compiling %s", name)
+        try:
+            report = compile_report(lower)
+        except Refused as error:
+            found[name] = str(error)
+        else:
+            found[name] = report.total + plan.programs[name].total - own[name].total
+    return found

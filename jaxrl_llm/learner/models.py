@@ -1,7 +1,4 @@
-"""The models of a job: what each network is, where it lives, how its weights are split.
-
-No weights: those are in `weights.py`.
-"""
+"""The models of a job without their weights: networks, meshes, shardings, tokenizer."""
 
 import dataclasses
 import functools
@@ -16,14 +13,7 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, JobConfig, LoraConfig, ModelConfig, RLConfig
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.models import (
-    attention,
-    families,
-    flops,
-    huggingface,
-    lora,
-    sequence_attention,
-)
+from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import filling
@@ -47,7 +37,7 @@ class Models:
 
     @property
     def mesh(self) -> Mesh:
-        """The policy's mesh; estimates are made here."""
+        """The policy's mesh."""
         return self.meshes["policy"]
 
     @property
@@ -69,11 +59,11 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the job's tokenizer: of its folder, or the built-in one of characters.
 
     Raises:
-      CheckpointFormatError: If there is no model folder to look into.
+      CheckpointFormatError: If there is no model folder.
       DataError: If the folder has no tokenizer that can be read.
     """
     if config.path:
-        families.read_config(config.path)  # what is wrong there is not the tokenizer's fault
+        families.read_config(config.path)  # a folder that is wrong is reported as such
     # Tokenizers take seconds to import, and plans need none.
     from jaxrl_llm.data import tokenizer as tokenizer_lib
 
@@ -81,23 +71,6 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     if not folder:
         return tokenizer_lib.character_tokenizer()
     return tokenizer_lib.load_tokenizer(folder, config.chat_template)
-
-
-def eos_tokens(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Returns the ids that end a sequence: the tokenizer's, and those of the model's folder."""
-    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    if config.path:
-        found |= set(families.eos_token_ids(config.path))
-    return tuple(sorted(found))
-
-
-def model_shape(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Shape:
-    """Returns the architecture of a folder, or of the config's random model."""
-    if not config.path:
-        return random_model(config, len(tokenizer))
-    shape = huggingface.read_shape(config.path)
-    huggingface.check_vocabulary(shape, tokenizer)
-    return shape
 
 
 def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
@@ -110,10 +83,15 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
     """
-    tokenizer = load_tokenizer(config.model)
-    shape = model_shape(config.model, tokenizer)
-    eos = eos_tokens(config.model, tokenizer)
-    return build(config, meshes or one_mesh(config), tokenizer, shape, eos)
+    model, tokenizer = config.model, load_tokenizer(config.model)
+    eos = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if model.path:
+        shape = huggingface.read_shape(model.path)
+        huggingface.check_vocabulary(shape, tokenizer)
+        eos |= set(families.eos_token_ids(model.path))
+    else:
+        shape = random_model(model, len(tokenizer))
+    return build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
 
 
 def one_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
@@ -149,15 +127,13 @@ def build(
     shape: Shape,
     eos: tuple[int, ...],
 ) -> Models:
-    """Returns the models of a job on meshes whose devices need not be present.
-
-    Nothing is allocated.
+    """Returns the models of a job on meshes whose devices need not be present; allocates nothing.
 
     Raises:
       ConfigError: If a mesh cannot hold this job's sequences and heads.
     """
-    for each in set(meshes.values()):
-        check_mesh(config, each, shape)
+    for mesh in set(meshes.values()):
+        _check_mesh(config, mesh, shape)
     platform = meshes["policy"].devices.flat[0].platform
     policy = dataclasses.replace(network(config, shape, "lm", platform), lora=config.lora)
     return Models(
@@ -171,13 +147,7 @@ def build(
 
 
 def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Packer:
-    """Returns what packs sequences into rows that every model can split over its devices.
-
-    Sequences share a common beginning where attention can do that.
-
-    Raises:
-      ConfigError: If the mesh that splits rows the least cannot hold its part of them.
-    """
+    """Returns what packs sequences into rows that every model can split; raises as `row_split`."""
     split = row_split(config, meshes)
     share = config.trainer.shared_prompts == "auto" and attention.shares_prefixes(policy.kernel)
     return Packer(
@@ -191,14 +161,14 @@ def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Pa
 def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
     """Returns tokens of a device in one microbatch, and over how many rows and lengths are split.
 
-    Every model must be able to split the same rows over its own mesh.
+    Every model can then split the same rows over its own mesh.
 
     Raises:
-      ConfigError: If the mesh that splits rows the least cannot hold its part of them.
+      ConfigError: If the mesh with the fewest shards cannot hold its part of the rows.
     """
     splits = {mesh_lib.row_shards(mesh) for role, mesh in meshes.items() if role != "rollout"}
     rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
-    # Of all devices, those of the mesh that splits the least hold the most.
+    # The devices of the mesh with the fewest shards hold the most.
     fewest, most = min(a * b for a, b in splits), rows * length
     budget = config.microbatch_tokens * fewest // most
     if len(splits) > 1 and budget * length < config.max_sequence_tokens:
@@ -225,8 +195,8 @@ def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
         )
 
 
-def check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot hold this job's sequences, heads and what rests."""
+def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
+    """Raises ConfigError if the mesh cannot hold this job's sequences, heads and host arrays."""
     shards = mesh.shape["sequence"]
     budget = config.microbatch_tokens
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
@@ -260,7 +230,7 @@ def network(
         head=head,
         param_dtype=model.param_dtype,
         compute_dtype=model.compute_dtype,
-        remat="none" if model.remat == "auto" else model.remat,  # of a run: `automatic.sized`
+        remat="none" if model.remat == "auto" else model.remat,  # of a run: `planned.settled`
         sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
             model.attention, platform, model.compute_dtype, shape.head_size
@@ -280,7 +250,7 @@ def adapter_shardings(net: Network, mesh: Mesh) -> Params:
 
 
 def merge_adapters(config: LoraConfig) -> Callable[[Params], Params]:
-    """Returns what makes plain weights of weights with adapters; the identity with rank 0."""
+    """Returns what merges adapters into plain weights; the identity with rank 0."""
     if not config.rank:
         return lambda tree: tree
     return functools.partial(lora.merged, scale=config.scale)

@@ -16,9 +16,8 @@ Tree = Any
 def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
     """Returns the learning rate as a function of the updates taken so far.
 
-    Warm-up is linear over `warmup_steps` updates and ends at `learning_rate`; its first value is
-    one step above zero, so that no update is wasted. Then constant, or a decay that reaches
-    `min_lr_ratio * learning_rate` at `num_updates`.
+    Linear warm-up over `warmup_steps` updates to `learning_rate`, not from zero but one step above.
+    Then constant, or a decay that reaches `min_lr_ratio * learning_rate` at `num_updates`.
     """
     peak, floor = config.learning_rate, config.learning_rate * config.min_lr_ratio
     decay_steps = max(1, num_updates - config.warmup_steps)
@@ -36,11 +35,10 @@ def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformation:
-    """Returns clipping by global norm, then AdamW (arXiv:1711.05101).
+    """Returns clipping by global norm, then AdamW (arXiv:1711.05101), of float32 gradients.
 
-    Gradients come in float32. The second moment stays float32 whatever the parameters are and
-    whatever `moment_dtype` says of the first: steps of 1 - beta2 = 0.001 are lost to the 8
-    bits of a bfloat16.
+    `moment_dtype` is of the first moment. The second is float32: the 8 bits of a bfloat16 lose
+    steps of 1 - beta2 = 0.001.
     """
     chain = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
@@ -55,7 +53,7 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
     )
 
     def init(params: Tree) -> Tree:
-        # Moments take the dtype of what they are made for.
+        # Moments take the dtype of these parameters.
         return chain.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     return optax.GradientTransformation(init, chain.update)
@@ -64,9 +62,9 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
 def may_overflow(config: OptimizerConfig, num_updates: int) -> bool:
     """Returns whether updates by finite gradients could make weights that are not finite.
 
-    With clipping the moments are bounded by `max_grad_norm`, so an update is at most
-    `learning_rate * max_grad_norm / eps`, and decay by no more than the weight itself only shrinks
-    it. Less than 1e30 in all updates together is lost in the rounding of the largest float32.
+    Clipping bounds the moments by `max_grad_norm` and so an update by
+    `learning_rate * max_grad_norm / eps`; decay by no more than the weight itself shrinks it. All
+    updates together below 1e30 are less than the rounding error of the largest float32.
     """
     largest = 2.0 * config.learning_rate * config.max_grad_norm / config.eps
     return (
@@ -85,19 +83,18 @@ def apply_if_finite(
     *,
     look: bool = True,
 ) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
-    """Takes one update, or none if it is not allowed or anything it makes is not finite.
+    """Takes one update, or none if it is not allowed or not all of its results are finite.
 
-    What the optimizer made of the gradient decides, not the gradient alone: a finite one becomes
-    0/0 in Adam with `eps=0`, or infinite by a learning rate that is.
+    Finite gradients are not enough: Adam with `eps=0` makes 0/0 of them.
 
     Args:
       transformation: The optimizer.
       gradients: Summed over all microbatches.
       opt_state: Of the optimizer.
-      params: To be moved.
+      params: The parameters before.
       allowed: Whether the update may be taken.
-      look: Whether to look at all of the result; it costs the memory of a second one. Not
-        needed where it cannot overflow (`may_overflow`).
+      look: Whether to test all results, which costs the memory of a second copy; needed where
+        they `may_overflow`.
 
     Returns:
       params and optimizer state, the global gradient norm before clipping, and whether the
@@ -116,10 +113,9 @@ def apply_if_finite(
 
 
 def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:
-    """Returns `PREFIX/MODULE`, the gradient's norm of each part of a network over all its layers.
+    """Returns `PREFIX/MODULE`, the gradient's norm of each module over all layers.
 
-    Modules are what a parameter tree has at its top, and below `layers`: embed, attention, mlp,
-    norms, head. Their squares add up to that of the global norm.
+    Modules are embed, attention, mlp, norms, head. Their squares add up to the global norm's.
     """
     modules = {k: v for k, v in gradients.items() if k != "layers"} | gradients.get("layers", {})
     return {f"{prefix}/{name}": optax.tree.norm(part) for name, part in sorted(modules.items())}

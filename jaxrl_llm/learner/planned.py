@@ -1,39 +1,49 @@
-"""The plan of a run: for devices of this process, or for others that it may be given."""
+"""The plan of a run: whether it fits its devices, and the sizes and pools left to the planner."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+import jax
 from absl import logging
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.algorithms import custom
-from jaxrl_llm.config import ConfigError, RLConfig
-from jaxrl_llm.learner import automatic
-from jaxrl_llm.planning import advice, devices, fit, shapes
+from jaxrl_llm.config import ConfigError, JobConfig, PlacementConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config.folder import load_config
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.models import families, sequence_attention
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.planning import advice, devices, fit, placement, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.planning.memory import Setting
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-_MARGIN = 1.1  # how far estimates are from compilers' reports at most
+Job = TypeVar("Job", bound=JobConfig)
+
+_TOGETHER = PlacementConfig()
+_ERROR = 1.1  # estimates are at most a tenth from compilers' reports
+# What the backward pass computes again, from the least work to the least memory.
+_REMAT = ("none", "dots", "projections", "attention", "full")
+_TOKENS = (16_384, 8192, 4096)  # of a microbatch on a device
+_FEWEST_ON_CPU = 512
+_USABLE = 0.9  # of a device's memory, where sizes are chosen
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a run is to go.
+    """Devices that a run is planned for."""
 
-    Attributes:
-      device: The kind.
-      num_devices: How many.
-      devices: What programs may be compiled for: of this process, none, or a topology's name.
-      num_hosts: That have as many of them each.
-    """
-
-    device: Device
+    device: Device  # their kind
     num_devices: int
+    # What programs may be compiled for: devices of this process, none, or a topology's name.
     devices: Sequence[Any] | str = ()
-    num_hosts: int = 1
+    num_hosts: int = 1  # with as many of the devices each
 
     @property
     def backend(self) -> str:
@@ -71,37 +81,18 @@ def elsewhere(topology: str, device: str, num_devices: int) -> Place:
 
 
 def plan(config: RLConfig, place: Place) -> Plan:
-    """Returns the analytic plan of a run, on the pools that suit it best if it leaves them open.
+    """Returns the analytic plan of a run, with what it leaves to the planner chosen.
 
     Raises:
-      ConfigError: If the model or a function of the user's is not known, or the mesh does not
-        fill the devices.
+      ConfigError: If the model or a user's function is not known, or the mesh does not fill the
+        devices.
     """
     custom.check(config.algorithm)
-    policy = shapes.shape_of(config.model, 0 if config.model.path else _vocab_size(config))
-    scorers = shapes.scorers(config, policy)
-    setting = Setting(config, policy, scorers, {}, place.backend)
-    config = automatic.placed(setting, place.device, place.num_devices, place.num_hosts)
-    return fit.make(config, policy, scorers, place.device, place.num_devices, place.backend)
-
-
-def filled(config: RLConfig, place: Place) -> RLConfig:
-    """Returns the config on a mesh that fills the place; warns where that is not its own."""
-    try:
-        mesh_lib.mesh_sizes(config.mesh, place.num_devices)
-        return config
-    except ConfigError as error:
-        tensor = math.gcd(max(1, config.mesh.tensor), place.num_devices)
-        logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
-        mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
-        return dataclasses.replace(config, mesh=mesh)
-
-
-def _vocab_size(config: RLConfig) -> int:
-    # Tokenizers take seconds to import, and a plan of a model with a folder or a name needs none.
-    from jaxrl_llm.learner import models
-
-    return len(models.load_tokenizer(config.model))
+    setting = _setting(config, _policy(config), place)
+    config = _placed(setting, place)
+    return fit.make(
+        config, setting.policy, setting.scorers, place.device, place.num_devices, place.backend
+    )
 
 
 def check(config: RLConfig, present: Sequence[Any]) -> float:
@@ -123,7 +114,177 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
             f" '{busiest}' runs, {-made.room / GIB:.1f} more than it has; nearest run that fits,"
             f" {advice.nearest(made)}"
         )
-        if made.peak > _MARGIN * made.device.memory_bytes:
+        if made.peak > _ERROR * made.device.memory_bytes:
             raise ConfigError([message])
         logging.warning("%s", message)
     return made.peak
+
+
+def filled(config: RLConfig, place: Place) -> RLConfig:
+    """Returns the config on a mesh that fills the place; warns where that is not its own."""
+    try:
+        mesh_lib.mesh_sizes(config.mesh, place.num_devices)
+        return config
+    except ConfigError as error:
+        tensor = math.gcd(max(1, config.mesh.tensor), place.num_devices)
+        logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
+        mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
+        return dataclasses.replace(config, mesh=mesh)
+
+
+def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
+    """Returns the config with its sizes: of the run that began in this folder, or as planned.
+
+    So a resumed run repeats it bit for bit. Sizes that the config gives win; its placement stays.
+    """
+    custom.check(config.algorithm)
+    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+        if model.path:
+            families.read_config(model.path)  # a plan would only say that it does not fit
+    if _is_open(config) and (pathlib.Path(workdir) / "config.json").exists():
+        config = _with_sizes_of(config, load_config(workdir))
+    if _is_open(config):
+        config = _with_sizes_of(config, _chosen_here(config))
+    return config
+
+
+def meshes(config: RLConfig) -> dict[str, Mesh]:
+    """Returns the mesh of each role on the devices of this run; the plan may place the roles.
+
+    Raises:
+      ConfigError: If the devices cannot be shared out so.
+    """
+    if config.placement.choice == "auto":
+        config = _chosen_here(config)
+    return models_lib.role_meshes(config)
+
+
+def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
+    """Returns the config with pools, microbatches and recomputation for the devices present.
+
+    On devices of an unknown kind all roles share all devices, and recomputation saves the most
+    memory. Where the plan chooses: pools are the first of the ranking (`planning/placement.py`)
+    that hold their roles and whose rows all models can split; then the least recomputation, and
+    with it the most tokens, that fit the devices.
+    """
+    if devices.present(present) is not None:
+        place = here(present)
+        return _placed(_setting(config, policy, place), place)
+    if config.placement.choice == "auto":
+        config = dataclasses.replace(config, placement=_TOGETHER)
+    return _with_sizes(config, *next(iter(_sizes(config, "tpu", _REMAT[-1:]))))
+
+
+def _chosen_here(config: RLConfig) -> RLConfig:
+    if config.model.path:
+        families.read_config(config.model.path)
+    return chosen(config, _policy(config), jax.devices())
+
+
+def of_supervised(config: SupervisedConfig) -> SupervisedConfig:
+    """Returns the config with sizes that hold its longest row, where it leaves them open."""
+    small = jax.default_backend() == "cpu"
+    tokens = max(2048 if small else 16_384, config.max_sequence_tokens)
+    return _with_sizes(config, "none" if small else "full", tokens)
+
+
+def _policy(config: RLConfig) -> Shape:
+    """Returns the policy's shape; only that of a random model needs the tokenizer."""
+    random = not config.model.path
+    vocab_size = len(models_lib.load_tokenizer(config.model)) if random else 0
+    return shapes.shape_of(config.model, vocab_size)
+
+
+def _setting(config: RLConfig, policy: Shape, place: Place) -> Setting:
+    return Setting(config, policy, shapes.scorers(config, policy), {}, place.backend)
+
+
+def _is_open(config: JobConfig) -> bool:
+    return config.model.remat == "auto" or not config.trainer.max_tokens_per_microbatch
+
+
+def _with_sizes_of(config: Job, other: JobConfig) -> Job:
+    return _with_sizes(config, other.model.remat, other.trainer.max_tokens_per_microbatch)
+
+
+def _with_sizes(config: Job, remat: Any, tokens: int) -> Job:
+    """Returns the config with these where it gives none."""
+    model, trainer = config.model, config.trainer
+    if model.remat == "auto":
+        model = dataclasses.replace(model, remat=remat)
+    if not trainer.max_tokens_per_microbatch:
+        trainer = dataclasses.replace(trainer, max_tokens_per_microbatch=tokens)
+    return dataclasses.replace(config, model=model, trainer=trainer)
+
+
+def _sizes(
+    config: RLConfig, backend: str, remats: Sequence[str] = _REMAT
+) -> Iterator[tuple[str, int]]:
+    """Yields recomputation and tokens of a microbatch, the least work first."""
+    row = sequence_attention.row_width(config.max_sequence_tokens, config.mesh.sequence)
+    row = -(-row // config.mesh.sequence)
+    few = (_FEWEST_ON_CPU,) if backend == "cpu" else ()
+    tokens = dict.fromkeys(max(each, row) for each in (*_TOKENS, *few))
+    return itertools.product(remats, tokens)
+
+
+def _placed(setting: Setting, place: Place) -> RLConfig:
+    """Returns the config with the pools that suit it best, where it leaves them open; `_sized`."""
+    config = setting.config
+    if config.placement.choice == "auto":
+        # Placements are compared with the sizes that leave the most room.
+        small = _with_sizes(config, *list(_sizes(config, setting.backend))[-1])
+        tried = dataclasses.replace(setting, config=small)
+        ranking = placement.rank(tried, place.device, place.num_devices, place.num_hosts)
+        best = next((each for each in ranking if each.fits and _may_split(each, small)), None)
+        if best:
+            logging.info("placement: %s; %s", best.name, best.why())
+        else:
+            logging.warning("placement: none fits; all roles share all devices")
+        pools = best.config() if best else _TOGETHER
+        config = dataclasses.replace(config, placement=pools)
+    return _sized(dataclasses.replace(setting, config=config), place)
+
+
+def _may_split(best: placement.Placement, config: RLConfig) -> bool:
+    """Returns whether every pool can split the rows of the run."""
+    chosen, axes = best.config(), mesh_lib.AXES
+    sizes = {
+        name: AbstractMesh(tuple(getattr(pool, axis) for axis in axes), axes)
+        for name, pool in chosen.pools.items()
+    }
+    try:
+        models_lib.row_split(config, {role: sizes[pool] for role, pool in chosen.roles.items()})
+    except ConfigError as error:
+        logging.info("placement: not %s: %s", best.name, error.problems[0])
+        return False
+    return True
+
+
+def _sized(setting: Setting, place: Place) -> RLConfig:
+    """Returns the config with microbatches and recomputation where it leaves them open.
+
+    On a CPU small microbatches are as fast and memory is shared: there the limit is little more
+    than the least memory that the run can do with.
+    """
+    config, backend = setting.config, setting.backend
+    if not _is_open(config):
+        return config
+
+    def peak(remat: str, tokens: int) -> float:
+        tried = _with_sizes(config, remat, tokens)
+        shapes_of = setting.policy, setting.scorers
+        return fit.make(tried, *shapes_of, place.device, place.num_devices, backend).peak
+
+    choices = list(_sizes(config, backend))
+    limit = _USABLE * place.device.memory_bytes
+    if backend == "cpu":
+        limit = min(limit, 1.05 * peak(*choices[-1]) + GIB / 4)
+    found = next((each for each in choices if peak(*each) <= limit), choices[-1])
+    config = _with_sizes(config, *found)
+    logging.info(
+        "chosen by the plan: trainer.max_tokens_per_microbatch=%d model.remat=%s",
+        config.trainer.max_tokens_per_microbatch,
+        config.model.remat,
+    )
+    return config

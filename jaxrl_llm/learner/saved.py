@@ -12,8 +12,8 @@ from jaxrl_llm.checkpoint import saver as saver_lib
 from jaxrl_llm.config import LoraConfig, MeshConfig, ModelConfig, RLConfig
 from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.config.folder import load_config
-from jaxrl_llm.learner import automatic
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import planned
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
@@ -27,23 +27,14 @@ MOST_TOKENS = 4096  # of prompt and answer, where none is asked for and a model 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a policy comes from.
+    """Where a policy comes from."""
 
-    Attributes:
-      name: Of its folder.
-      config: Of its run, or the defaults of one.
-      models: Its networks, on the devices of this process.
-      sampler: With the base of its adapters, if it has any.
-      max_tokens: Of prompt and answer together, where none is asked for.
-      read: Returns the newest weights as they were trained (whole, or adapters) and the step
-        that they were saved after.
-    """
-
-    name: str
-    config: RLConfig
+    name: str  # of its folder
+    config: RLConfig  # of its run, or the defaults of one
     models: Models
-    sampler: Sampler
-    max_tokens: int
+    sampler: Sampler  # with the base of its adapters, if it has any
+    max_tokens: int  # of prompt and answer together, where none is asked for
+    # Returns the newest weights as trained (whole, or adapters) and the step of their save.
     read: Callable[[], tuple[Params, int]]
 
     def weights(self) -> Weights:
@@ -53,7 +44,7 @@ class Source:
 
 
 def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
-    """Returns the policy of a run. Critics, optimizers and frozen models are left unread.
+    """Returns the policy of a run. Critics, optimizers and frozen models are not read.
 
     Args:
       workdir: Folder of a finished or running run.
@@ -64,8 +55,15 @@ def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
       CheckpointError: When it is read, if there is no undamaged checkpoint.
     """
     config, folder = rl_config(load_config(workdir)), pathlib.Path(workdir)
-    models = models_lib.of_job(config, automatic.meshes(config))
-    base = _base(config, models, folder) if config.lora.rank else {}
+    models = models_lib.of_job(config, planned.meshes(config))
+    base: Params = {}
+    if config.lora.rank:  # adapters lie on the policy as RL found it
+        product = folder / "warm_start" / "product"
+        if product.exists():
+            whole = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+            base = saver_lib.load_tree(product, whole)[0]
+        else:
+            base = weights_lib.initial_policy(config, models)
     return Source(
         name=folder.resolve().name,
         config=config,
@@ -96,7 +94,7 @@ def from_model(config: RLConfig) -> Source:
 
 
 def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
-    """Returns the config of a model folder that is only asked, by the defaults of a run.
+    """Returns the config of a model folder that is not trained, otherwise the defaults of a run.
 
     Args:
       path: With config.json, safetensors and the tokenizer's files.
@@ -108,15 +106,6 @@ def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
         model=ModelConfig(path=path, param_dtype=dtype, compute_dtype=dtype),  # type: ignore[arg-type]
         mesh=MeshConfig(tensor=tensor),
     )
-
-
-def _base(config: RLConfig, models: Models, workdir: pathlib.Path) -> Params:
-    """Returns the policy as RL found it: of the warm start, or of where the run began."""
-    product = workdir / "warm_start" / "product"
-    if not product.exists():
-        return weights_lib.initial_policy(config, models)
-    abstract = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
-    return saver_lib.load_tree(product, abstract)[0]
 
 
 def _newest(

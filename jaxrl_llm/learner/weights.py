@@ -1,4 +1,4 @@
-"""The weights of a job: what learns, what stays frozen, and how each begins."""
+"""The weights of a job: which learn, which stay frozen, and how each begins."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.models import huggingface, lora
+from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
@@ -28,7 +28,7 @@ _ADAPTERS = 1  # folded into the seed for their first values
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """Parameters and the optimizer that moves them. A role without a model has no parameters."""
+    """Parameters and their optimizer. A role without a model has no parameters."""
 
     params: Params
     opt_state: Any
@@ -49,7 +49,7 @@ class LearnerState:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A frozen model that gives one number a sequence: a reward or cost model."""
+    """A reward or cost model: frozen, one number a sequence."""
 
     network: Network
     params: Params
@@ -62,10 +62,6 @@ class Frozen:
     reference: Params = dataclasses.field(default_factory=dict)
     base: Params = dataclasses.field(default_factory=dict)  # what adapters are added to
     scorers: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
-
-    def policy(self, trained: Params) -> Params:
-        """Returns the policy that a network computes with, of the parameters that are trained."""
-        return lora.joined(self.base, trained) if self.base else trained
 
 
 def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
@@ -92,34 +88,27 @@ def abstract_optimizer(
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Returns the shapes of a tree of arrays, with shardings: what to restore it as."""
+    """Returns the shapes of a tree with these shardings, as `Saver.restore` takes them."""
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
     )
 
 
 def abstract(tree: Any) -> Any:
-    """Returns shapes, dtypes and shardings of a tree of arrays: what to restore it as."""
+    """Returns shapes, dtypes and shardings of a tree of arrays, as `Saver.restore` takes them."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def initial_policy(config: JobConfig, models: Models) -> Params:
-    """Returns the policy's first weights, born sharded: of the folder, or random by the seed."""
+    """Returns the policy's first weights, sharded: of the folder, or random by the seed."""
     if config.model.path:
         return huggingface.load(config.model.path, models.policy, models.policy_shardings)
     make = jax.jit(models.policy.init, out_shardings=models.policy_shardings)
     return make(jax.random.key(config.seed))
 
 
-def initial_adapters(seed: int, models: Models) -> Params:
-    """Returns adapters that change nothing yet."""
-    key = jax.random.fold_in(jax.random.key(seed), _ADAPTERS)
-    shardings = models_lib.adapter_shardings(models.policy, models.mesh)
-    return jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
-
-
 def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
-    """Returns a copy of the policy's body under a scalar head of zeros, where a role lives."""
+    """Returns a copy of the policy's body with a scalar head of zeros, on the role's mesh."""
     body = {k: v for k, v in policy_params.items() if k != "head"}
 
     def make(body):
@@ -155,7 +144,11 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
             params = scalar_from_policy(models, policy_params, "critic")
         return begun(params, config.critic.optimizer, models.meshes["critic"])
 
-    trained = initial_adapters(config.seed, models) if config.lora.rank else policy_params
+    trained = policy_params
+    if config.lora.rank:
+        key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
+        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
+        trained = jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
     return LearnerState(
         policy=begun(trained, config.trainer.optimizer, models.mesh),
         critic=critic(needed.critic),
@@ -173,8 +166,7 @@ def frozen(
     """Returns reference, reward and cost models, and the base of adapters.
 
     Args:
-      config: The run.
-      models: Its networks.
+      config, models: Of the run.
       policy_params: The policy when RL begins; the reference, unless that has a folder.
       trained: Parameters of the reward and cost models without a folder, by name.
     """
@@ -203,7 +195,7 @@ def _reference(config: RLConfig, models: Models, policy_params: Params) -> Param
     elif mesh != models.mesh:
         params = pools.move(policy_params, there)
     elif config.lora.rank:
-        return policy_params  # below adapters the policy stays as it is
+        return policy_params  # only adapters change
     else:
         copy = functools.partial(jax.tree.map, jnp.copy)
         params = jax.jit(copy, out_shardings=there)(policy_params)

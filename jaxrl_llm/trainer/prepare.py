@@ -8,8 +8,8 @@ from absl import logging
 from jaxrl_llm.algorithms import custom, needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import automatic, planned, predict, sampler
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import planned, predict, sampler
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
@@ -41,7 +41,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
       ConfigError, DataError, CheckpointError, RewardError, OccupiedError: See `rl.train`.
     """
     custom.check(config.algorithm)  # first: what a run has follows from its functions
-    models = models_lib.of_job(config, automatic.meshes(config))
+    models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())
     weights_lib.check_folders(config, models)

@@ -18,7 +18,7 @@ import os
 import jax
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import automatic, batches, estimate, predict, update
+from jaxrl_llm.learner import batches, estimate, planned, predict, update
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.planning import devices as hardware
@@ -49,7 +49,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
       Interrupted: If it was asked to end before the last step.
     """
-    config = automatic.settled(config, workdir)
+    config = planned.settled(config, workdir)
     with Run(config, workdir) as run:
         prepared, state = prepare.rl(config, run)
         models, sampler, source = prepared.models, prepared.sampler, prepared.source

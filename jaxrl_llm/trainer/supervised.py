@@ -34,8 +34,8 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
-from jaxrl_llm.learner import automatic, predict, update
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import planned, predict, update
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
@@ -79,7 +79,7 @@ def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainabl
     Raises:
       ConfigError, OccupiedError, DataError, CheckpointError, Interrupted: As `rl.train`.
     """
-    config = automatic.of_supervised(config)
+    config = planned.of_supervised(config)
     with Run(config, workdir) as run:
         models = models_lib.of_job(config)
         task = _TASKS[type(config)](config, models)

@@ -22,7 +22,7 @@ from jaxrl_llm.config.recipes import (
     REJECTIONS,
 )
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner import automatic, lowering
+from jaxrl_llm.learner import lowering, planned
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.metrics import alerts, writer
 
@@ -100,7 +100,7 @@ def changed(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 
 def models_of(config: RLConfig) -> models_lib.Models:
-    return models_lib.of_job(config, automatic.meshes(config))
+    return models_lib.of_job(config, planned.meshes(config))
 
 
 def tried(found) -> RLConfig | None:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tokenizer import character_tokenizer, load_tokenizer
-from jaxrl_llm.metrics.writer import Writer
+from jaxrl_llm.metrics.writer import Writer, jsonable
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.safetensors_file import open_folder
 

@@ -15,7 +15,7 @@ from jaxrl_llm.config import (
     RolloutConfig,
 )
 from jaxrl_llm.config.recipes import RECIPES
-from jaxrl_llm.learner import automatic, batches, estimate, predict, sampler, update, weights
+from jaxrl_llm.learner import batches, estimate, planned, predict, sampler, update, weights
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import pools
@@ -64,7 +64,7 @@ def rewards_of(count: int = B) -> Rewards:
 def two_updates(choice: str):
     """Returns predictions, metrics and the state after two minibatches of one step."""
     run = config(choice)
-    models = models_lib.of_job(run, automatic.meshes(run))
+    models = models_lib.of_job(run, planned.meshes(run))
     policy = weights.initial_policy(run, models)
     frozen = weights.frozen(run, models, policy, {})
     state = weights.initial_state(run, models, policy)

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import compiled, lowering
+from jaxrl_llm.learner import lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.setting import num_params
@@ -49,7 +49,7 @@ def test_within_a_tenth_of_the_compiler(name):
     """Compiled here and now, on fake CPU devices."""
     ours = setting()
     models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
-    report = compiled.compile_report(lowering.lowered(ours.config, models)[name])
+    report = lowering.compile_report(lowering.lowered(ours.config, models)[name])
     assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
 
 
@@ -82,7 +82,7 @@ def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
     assert laid.segment_ids.shape[1:] == (rows.rows, rows.width)
     assert laid.scored.shape[-1] == rows.scored
     assert bool(laid.prefix_ids.shape[-1]) == shared
-    report = compiled.compile_report(lowering.lowered(ours.config, models)["train"])
+    report = lowering.compile_report(lowering.lowered(ours.config, models)["train"])
     assert memory.programs(ours)["train"].total == pytest.approx(report.total, rel=0.1)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_llm.config import RLConfig, folder
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import automatic, planned
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import planned
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.planning import devices
 from jaxrl_llm.planning.devices import DEVICES
@@ -32,7 +32,7 @@ def config(**groups) -> RLConfig:
 
 
 def models_of(config: RLConfig) -> Models:
-    return models_lib.of_job(config, automatic.meshes(config))
+    return models_lib.of_job(config, planned.meshes(config))
 
 
 def fastest_apart(monkeypatch) -> None:
@@ -49,7 +49,7 @@ def test_where_nothing_is_known_of_speed_all_roles_share_all_devices():
 def test_a_run_is_built_on_the_pools_that_are_fastest(monkeypatch):
     fastest_apart(monkeypatch)
     models = models_of(config())
-    placed = automatic.here(config(), models.policy.shape, jax.devices())
+    placed = planned.chosen(config(), models.policy.shape, jax.devices())
     assert placed.placement.choice == "by_hand"
     assert models_lib.role_meshes(placed) == models.meshes
     assert models.meshes["policy"] == models.meshes["rollout"]
@@ -69,7 +69,7 @@ def test_what_the_run_would_refuse_is_not_chosen(monkeypatch):
 
 def test_any_other_choice_is_left_alone():
     chosen = config(placement={"choice": "split"})
-    assert automatic.here(chosen, models_of(chosen).policy.shape, jax.devices()) is chosen
+    assert planned.chosen(chosen, models_of(chosen).policy.shape, jax.devices()) is chosen
 
 
 def real(**trainer) -> RLConfig:
@@ -104,15 +104,19 @@ def test_sizes_follow_from_the_plan_and_the_device():
 
 
 def test_a_resumed_run_has_the_sizes_that_it_began_with(tmp_path):
-    begun = automatic.with_sizes_of(real(), real(max_tokens_per_microbatch=777))
-    assert begun.trainer.max_tokens_per_microbatch == 777
+    def small(**trainer) -> RLConfig:
+        return config(model={}, trainer={"prompts_per_step": 16, "num_steps": 1, **trainer})
+
+    begun = small(max_tokens_per_microbatch=777)
     begun = dataclasses.replace(begun, model=dataclasses.replace(begun.model, remat="attention"))
     folder.claim_workdir(begun, tmp_path)
-    again = automatic.repeated(real(), tmp_path)
+    again = planned.settled(small(), tmp_path)
     assert (again.model.remat, again.trainer.max_tokens_per_microbatch) == ("attention", 777)
-    said = automatic.repeated(real(max_tokens_per_microbatch=512), tmp_path)
+    said = planned.settled(small(max_tokens_per_microbatch=512), tmp_path)
     assert (said.model.remat, said.trainer.max_tokens_per_microbatch) == ("attention", 512)
-    assert automatic.repeated(real(), tmp_path / "other") == real()
+    other = planned.settled(small(), tmp_path / "other")
+    assert (other.model.remat, other.trainer.max_tokens_per_microbatch) != ("attention", 777)
+    assert other.model.remat != "auto" and other.trainer.max_tokens_per_microbatch > 0
 
 
 @pytest.mark.slow
