@@ -82,7 +82,7 @@ def make(
       ConfigError: If the mesh does not fill the devices, or they cannot be shared out to pools.
     """
     found = {
-        roles: Setting(config, policy, scorers, mesh, backend)
+        roles: Setting(config, policy, scorers, mesh, backend, device.memory_bytes)
         for roles, mesh in _meshes(config, bool(scorers), num_devices).items()
     }
     programs = {

@@ -284,20 +284,10 @@ def _score(setting: Setting, head: str) -> Parts:
     return busiest + Parts(weights=weights, activations=tokens * (4 + 8 + 4 * tables))
 
 
-def _cache_bytes(setting: Setting, rows: int, width: int) -> float:
-    """Returns bytes of keys and values of so many sequences on one device."""
-    shape = setting.policy
-    rows = rows // setting.row_shards if rows % setting.row_shards == 0 else rows
-    kv_heads = setting.split(shape.num_kv_heads)
-    return (
-        2.0 * shape.num_layers * rows * kv_heads * width * shape.head_size * rollout_item(setting)
-    )
-
-
 def _decode(setting: Setting) -> Parts:
     """Returns what a chunk of decode steps needs."""
     shape, rollout = setting.policy, setting.config.rollout
-    cache = _cache_bytes(setting, setting.num_slots, setting.width)
+    cache = setting.cache_bytes(setting.num_slots, setting.width)
     slots = max(1, setting.num_slots // setting.row_shards)
     places = 1 + rollout.speculation.draft_tokens
     recent = cache * rollout.chunk_steps * places / setting.width  # not yet joined to the cache
@@ -330,7 +320,7 @@ def _prefill(setting: Setting) -> Parts:
     mlp = rows * width * setting.split(shape.mlp_size) * rollout_item(setting)
     return Parts(
         weights=rollout_counts(setting).all * rollout_item(setting),
-        cache=_cache_bytes(setting, prompts, width),
+        cache=setting.cache_bytes(prompts, width),
         activations=2 * scores + 3 * mlp,
         logits=rows * setting.split(shape.vocab_size) * 4.0,
     )

@@ -14,6 +14,7 @@ import jax
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config.rollout import chosen_slots
 from jaxrl_llm.models import attention, flops
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
@@ -116,6 +117,7 @@ class Setting:
     scorers: tuple[Shape, ...]  # reward and cost models
     mesh: Mapping[str, int]  # sizes of the axes, none of them -1
     backend: str = "tpu"  # whose compiler is assumed; or "cpu"
+    memory_bytes: float = math.inf  # of a device
 
     @property
     def num_devices(self) -> int:
@@ -149,8 +151,25 @@ class Setting:
 
     @property
     def num_slots(self) -> int:
-        most = 64 if self.backend == "cpu" else 256
-        return self.config.rollout.num_slots or min(self.config.sequences_per_step, most)
+        """Sequences decoded at one time, by the engine's own rule."""
+        config = self.config
+
+        def needed(slots: int) -> float:
+            rows = slots * (1 + config.rollout.speculation.draft_tokens)
+            rows = rows // self.row_shards if rows % self.row_shards == 0 else rows
+            logits = 3.0 * rows * self.split(self.policy.vocab_size) * 4
+            return self.cache_bytes(slots, self.width) + logits
+
+        return config.rollout.num_slots or chosen_slots(
+            config.sequences_per_step, self.backend, self.num_devices, self.memory_bytes, needed
+        )
+
+    def cache_bytes(self, rows: int, width: int) -> float:
+        """Returns bytes of keys and values of so many sequences on one device."""
+        shape = self.policy
+        rows = rows // self.row_shards if rows % self.row_shards == 0 else rows
+        entries = rows * self.split(shape.num_kv_heads) * width * shape.head_size
+        return 2.0 * shape.num_layers * entries * rollout_item(self)
 
     def split(self, size: int) -> int:
         """Returns `size` on one device: divided by the tensor axis where that divides it."""
