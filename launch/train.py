@@ -4,21 +4,36 @@ Any setting can be changed: `--config.trainer.num_steps=50`. Run it again with t
 `--workdir` to resume.
 """
 
+import os
+
+import jax
 from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import program
+from jaxrl_llm.config import JobConfig, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.console import screen
+from jaxrl_llm.learner import planned
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missing.", required=True)
 
 
+def _refuse_what_cannot_fit(config: JobConfig) -> None:
+    """Raises ConfigError where the plan does not fit, before the libraries of a run are loaded."""
+    if not isinstance(config, RLConfig):
+        return
+    models = (config.model, *config.rewards.models.values(), *config.rewards.cost_models.values())
+    if all(not model.path or os.path.isdir(model.path) for model in models):  # or said later
+        planned.check(planned.settled(config, WORKDIR.value), jax.devices())
+
+
 def main():
     config = from_config_dict(CONFIG.value)
     program.keep_compilations(WORKDIR.value)
+    _refuse_what_cannot_fit(config)
     with screen.work("loading the libraries"):
         from jaxrl_llm.trainer import jobs
     jobs.train(config, WORKDIR.value)

@@ -31,6 +31,34 @@ def test_each_platform_has_its_own():
     assert environment == {"JAX_PLATFORMS": "cpu"}
 
 
+def test_a_notebook_has_them_before_there_are_devices():
+    program = """
+import os
+import jaxrl_llm
+from jax._src import xla_bridge
+from jaxrl_llm.trainer import jobs
+
+def train(config, workdir):
+    assert not xla_bridge.backends_are_initialized()
+    print(os.environ["XLA_FLAGS"])
+
+jobs.train = train
+config = jaxrl_llm.default_config()
+config.rewards.functions.answer = {"function": "arithmetic"}
+jaxrl_llm.train(config, "nowhere")
+"""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cuda",
+        "XLA_FLAGS": "",
+        "JAX_COMPILATION_CACHE_DIR": "",
+    }
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    for name, value in compiler_flags.FLAGS["gpu"]["XLA_FLAGS"].items():
+        assert f"--{name}={value}" in found.stdout.split()
+
+
 @pytest.mark.slow
 def test_the_compiler_knows_the_flags_of_gpus():
     # It ends the process at a flag that it does not know, on any platform.

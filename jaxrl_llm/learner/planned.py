@@ -116,7 +116,7 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
         )
         if made.peak > _ERROR * made.device.memory_bytes:
             raise ConfigError([message])
-        logging.warning("%s", message)
+        logging.log_first_n(logging.WARNING, "%s", 1, message)  # a program may ask twice
     return made.peak
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.planning.devices import DEVICES, GIB, Device, backend
 from jaxrl_llm.planning.fit import Plan
 
 Changes = tuple[tuple[str, Any], ...]  # (config key, value), in the order of the config
-# Values of one kind of setting, as changes: as it is, then ever further from it.
+# Values of one kind of setting, as changes: first as it is, then further and further from it.
 _Kind = list[dict[str, Any]]
 
 # What the backward pass finds again, from most to least on the device.
@@ -24,7 +24,7 @@ _DOUBLINGS = 12  # of the devices, before other kinds are asked
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """The nearest run that fits: settings to change, devices to use, what is then left."""
+    """The nearest run that fits: settings to change, devices to use, and its plan."""
 
     changes: Changes
     device: Device
@@ -45,25 +45,23 @@ def _quoted(value: Any) -> str:
 def changed(config: RLConfig, changes: Mapping[str, Any]) -> RLConfig:
     """Returns the config with some settings, named as on the command line, at other values."""
     for key, value in changes.items():
-        *groups, last = key.split(".")
-        config = _replaced(config, groups, last, value)
+        config = _replaced(config, key, value)
     return config
 
 
-def _replaced(node, groups: list[str], last: str, value):
-    if not groups:
-        return dataclasses.replace(node, **{last: value})
-    inner = _replaced(getattr(node, groups[0]), groups[1:], last, value)
-    return dataclasses.replace(node, **{groups[0]: inner})
+def _replaced(group: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    value = _replaced(getattr(group, name), rest, value) if rest else value
+    return dataclasses.replace(group, **{name: value})
 
 
 def nearest(plan: Plan) -> Advice:
-    """Returns the nearest run that fits, the plan's own if it does.
+    """Returns the nearest run that fits: the plan's own if it does.
 
     Fewest kinds of settings changed first (recomputation, microbatch, slots, dtypes of weights
-    and moments, what rests on the host, mesh and rollout layout), then the least of each; if no
-    change is enough, the fewest devices of the same kind in powers of two; if no number is, the
-    fewest of other kinds, the smallest first.
+    and moments, what rests on the host, mesh and rollout layout), then the least of each. If no
+    change is enough, it uses the fewest devices of the same kind, doubled again and again; else
+    the fewest of other kinds, the smallest first.
 
     Raises:
       ConfigError: If there is none.
@@ -85,8 +83,8 @@ def nearest(plan: Plan) -> Advice:
 def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     """Returns the nearest change with which the run fits `count` devices, None without one.
 
-    Of every kind of setting but the mesh, the last value needs least. So which kinds must change
-    is found by their last values, and only changes of those kinds are tried one by one.
+    Of every kind of setting but the mesh, the last value needs the least memory. So the last values
+    show which kinds must change; only changes of those kinds are tried one by one.
     """
     kinds = list(_kinds(plan))
     meshes = list(_meshes(plan, count))

@@ -1,7 +1,6 @@
 """Where every token stands in packed rows: sequences cut into pieces, pieces in rows.
 
-Host code over lengths; `learner/batches.py` lays steps out with it, a memory plan asks for the
-rows of the longest sequences.
+Host code over lengths: for the steps of a run (`learner/batches.py`), and for a memory plan.
 """
 
 import dataclasses
@@ -49,9 +48,8 @@ def filled(
     """Returns the rows of every microbatch.
 
     Args:
-      microbatches: The pieces in every row of each.
       shape: (M, R, W).
-      most: Sequences that a microbatch has places for.
+      most: Sequences that a microbatch can hold.
       lengths: Tokens of every sequence of the step.
       chosen: The sequences that pieces are of.
       asked: Tokens whose log-probs are wanted.
@@ -64,7 +62,7 @@ def filled(
     sequences = np.full((shape[0], most), len(lengths), np.int32)
     rows, starts, beginnings, shared = (np.zeros_like(sequences) for _ in range(4))
     for g, batch in enumerate(microbatches):
-        place = 0
+        held = 0
         for r, row in enumerate(batch):
             end = 0
             for piece in row:
@@ -87,23 +85,15 @@ def filled(
                     wanted[own] = asked[sequence, skip:length]
                     sees[g, r, _blocks(start, end), _blocks(start, end)] = True
                     sees[g, r, _blocks(start, end), beginning] = True
-                    sequences[g, place], rows[g, place] = sequence, r
-                    starts[g, place], beginnings[g, place] = start - skip, begin
-                    shared[g, place] = skip
-                    place += 1
+                    sequences[g, held], rows[g, held] = sequence, r
+                    starts[g, held], beginnings[g, held] = start - skip, begin
+                    shared[g, held] = skip
+                    held += 1
+    sees &= np.tri(blocks, dtype=bool)
     return Filled(
-        segment_ids=segment_ids,
-        prefix_ids=prefix_ids,
-        positions=positions,
-        sequences=sequences,
-        rows=rows,
-        starts=starts,
-        beginnings=beginnings,
-        shared=shared,
-        asked=wanted,
-        before=before,
-        sees=sees & np.tri(blocks, dtype=bool),
-    )
+        segment_ids, prefix_ids, positions, sequences, rows, starts, beginnings, shared, wanted,
+        before, sees,
+    )  # fmt: skip
 
 
 def _blocks(start: int, end: int) -> slice:
@@ -121,11 +111,9 @@ def rows(
     """Returns pieces of sequences and the pieces of each row.
 
     Args:
-      lengths: Tokens of each sequence.
-      common: What they begin with alike.
-      width: Tokens of a row.
-      scored: Of each sequence's tokens; None: no limit for them.
-      most_scored: In a row.
+      common: What sequences begin with alike.
+      scored: Tokens of each sequence that the head looks at, at most `most_scored` in a row; None:
+        no limit.
     """
     if scored is None:
         scored = np.zeros(len(lengths), np.int64)
@@ -135,7 +123,7 @@ def rows(
 
 
 def with_room(width: int, most_seen: int) -> int:
-    """Returns blocks of keys for later steps too: where a sequence stands differs by a block."""
+    """Returns blocks of keys, with one more for later steps, whose sequences start elsewhere."""
     return most_seen + (keys_compared(width, most_seen + 1) < width)
 
 
@@ -166,8 +154,6 @@ def best_width(
     """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay.
 
     Args:
-      lengths: Tokens of each sequence.
-      common: What they begin with alike.
       width: Of rows in which nothing is shared.
       max_tokens: Of a microbatch on a device.
       num_shards: Devices that rows are split over.
@@ -175,7 +161,7 @@ def best_width(
     """
 
     def cost(needed: int, width: int, keys: int) -> float:
-        """Returns the work of so many rows, in tokens of short ones."""
+        """Returns the work of `needed` rows, in tokens of rows so short that attention is free."""
         count = -(-needed // (max_tokens // width * num_shards))
         even = -(-needed // (count * num_shards)) * num_shards
         return count * even * width * (1 + keys / parity)
@@ -206,15 +192,10 @@ def fewest_tokens(platform: str, num_shards: int) -> int:
 
 
 def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
-    """Returns rows of a microbatch such that one that is not full wastes little of a step.
+    """Returns rows of a microbatch, few enough that one that is not full wastes little of a step.
 
-    A sixteenth of what is needed, if that is not slow, on each of the shards.
-
-    Args:
-      needed: Rows of the whole minibatch.
-      even: Rows if it is cut into as few microbatches as the budget allows.
-      num_shards: Devices that rows are split over.
-      fewest: Rows on a device below which a microbatch is slow.
+    That is a sixteenth of the rows needed by a minibatch, but at least `fewest` on each shard
+    (fewer are slow) and at most `even`, the rows of the fewest microbatches that fit.
     """
     rows = max(needed // 16, max(fewest, 1) * num_shards)
     return min(even, -(-rows // num_shards) * num_shards)
@@ -222,23 +203,14 @@ def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowsShape:
-    """Of the rows of a microbatch on one device.
-
-    Attributes:
-      rows: How many.
-      width: Tokens of each.
-      keys: That each query is compared with.
-      gathered: Copies of each key that blocks of queries gather; 0: they read the row's own.
-      scored: Tokens of a row that the head looks at.
-      count: Microbatches.
-    """
+    """The rows of a microbatch on one device."""
 
     rows: int
-    width: int
-    keys: int
-    gathered: int
-    scored: int
-    count: int
+    width: int  # tokens of each
+    keys: int  # that each query is compared with
+    gathered: int  # copies of each key that blocks of queries gather; 0: they read the row's own
+    scored: int  # tokens of a row that the head looks at
+    count: int  # microbatches
 
     @property
     def tokens(self) -> int:
@@ -261,11 +233,8 @@ def longest(
     Args:
       num_sequences: In all microbatches together.
       samples: Of each prompt, which they may share.
-      prompt, response: Tokens.
-      max_tokens: Of a microbatch on a device.
-      num_shards: Devices that rows are split over.
+      max_tokens: Of a microbatch on a device, slow below `fewest_tokens`.
       parity: As of `best_width`; 0: nothing is shared.
-      fewest_tokens: On a device, below which a microbatch is slow.
     """
     width = prompt + response
     lengths = np.full(num_sequences, width)
@@ -297,7 +266,7 @@ def longest(
 
 
 def places(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
-    """Returns the positions that are wanted in each row, the first `count`; W fills the rest."""
+    """Returns the first `count` positions that are wanted in each row; W fills the rest."""
     width = wanted.shape[-1]
-    places = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
-    return np.sort(places, axis=-1)[..., :count]
+    found = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
+    return np.sort(found, axis=-1)[..., :count]

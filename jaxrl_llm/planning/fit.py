@@ -9,7 +9,7 @@ from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import Device
-from jaxrl_llm.planning.memory import Parts, Setting
+from jaxrl_llm.planning.setting import Parts, Setting
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
@@ -18,17 +18,11 @@ Roles = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs on its devices.
+    """What a run needs on its devices."""
 
-    Attributes:
-      pools: The roles of each pool of devices, and the run on its mesh; most runs have one.
-      device: What it runs on.
-      programs: What is on a device while each program runs, all that lies beside it included.
-        Where there are pools, with the pool's roles after the program's name.
-    """
-
-    pools: Mapping[Roles, Setting]
+    pools: Mapping[Roles, Setting]  # by the roles of each pool; most runs have one
     device: Device
+    # All that is on a device while each program runs. Of several pools, names end with the roles.
     programs: Mapping[str, Parts]
 
     @property
@@ -68,15 +62,7 @@ def make(
     num_devices: int,
     backend: str = "tpu",
 ) -> Plan:
-    """Returns the plan of a run on so many devices of a kind.
-
-    Args:
-      config: The run; `placement.choice` is not "auto".
-      policy: Shape of policy, reference and critics.
-      scorers: Shapes of reward and cost models.
-      device: The kind.
-      num_devices: How many.
-      backend: Whose compiler's habits are assumed: "tpu", for GPUs too, or "cpu".
+    """Returns the plan of a run whose `placement.choice` is not "auto"; else as `Setting`.
 
     Raises:
       ConfigError: If the mesh does not fill the devices, or they cannot be shared out to pools.

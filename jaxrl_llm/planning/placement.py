@@ -1,12 +1,13 @@
 """Where the models of a run should live: all groupings over pools of devices, ranked.
 
-A grouping is a partition of policy, critic, reference and reward model, as far as the run has
-them; rollout is the policy's. Each group gets a pool of devices and the fastest mesh over it that
-fits. Groups work at the same time where the step allows it: sampling goes first, then every model
-scores, then policy and critic learn. Within a pool models take turns.
+A grouping is a partition of the run's policy, critic, reference and reward model; rollout belongs
+to the policy. Each group gets a pool of devices and the fastest mesh over it that fits. A step has
+three stages: sampling, scoring, learning. Pools work at the same time within a stage; models of
+one pool take turns.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
@@ -15,7 +16,7 @@ from jaxrl_llm.config.placement import ROLES as ALL_ROLES
 from jaxrl_llm.planning import memory, roofline
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.memory import Setting
+from jaxrl_llm.planning.setting import Setting
 
 ROLES = ("policy", "critic", "reference", "reward")
 Grouping = tuple[tuple[str, ...], ...]
@@ -36,21 +37,13 @@ _PARTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """A group of roles on devices of their own.
-
-    Attributes:
-      roles: Who lives there.
-      num_devices: How many devices.
-      mesh: Sizes of the axes.
-      bytes: Most on a device.
-      stages: Seconds of generating, scoring and learning.
-    """
+    """A group of roles on devices of their own."""
 
     roles: tuple[str, ...]
     num_devices: int
     mesh: Mapping[str, int]
-    bytes: float
-    stages: tuple[float, float, float]
+    bytes: float  # most on a device
+    stages: tuple[float, float, float]  # seconds of generating, scoring and learning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,23 +106,16 @@ def groupings(roles: tuple[str, ...] = ROLES) -> Iterator[Grouping]:
 
 
 def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> list[Placement]:
-    """Returns all placements of a run's models on some devices, fastest first.
+    """Returns all placements of a run's models on some devices.
 
-    Args:
-      setting: A run; its mesh is not looked at.
-      device: Their kind. Where its speed is not known, the fewest pools are first.
-      num_devices: How many.
-      num_hosts: That have as many of the devices each; every pool takes as many of each.
-
-    Returns:
-      Those that fit by the time of a step, then those that do not.
+    Those that fit come first, by the time of a step; where the speed of the devices is not known,
+    by the number of pools. Every pool takes as many devices of each host. The mesh of `setting` is
+    not used.
     """
-    pools: dict[tuple[tuple[str, ...], int], Pool | None] = {}
 
+    @functools.cache
     def pool(group: tuple[str, ...], count: int) -> Pool | None:
-        if (group, count) not in pools:
-            pools[group, count] = _best_pool(setting, device, group, count)
-        return pools[group, count]
+        return _best_pool(setting, device, group, count)
 
     roles = tuple(role for role in ROLES if setting.has(role))
     found = []
@@ -138,10 +124,9 @@ def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1)
         for counts in _divisions(num_devices, len(grouping)):
             if any(count % num_hosts for count in counts):
                 continue
-            made = [pool(group, n) for group, n in zip(grouping, counts, strict=True)]
-            chosen = tuple(one for one in made if one is not None)
-            if len(chosen) == len(made) and _step_s(chosen) < best.step_s:
-                best = Placement(grouping, chosen, _step_s(chosen))
+            made = tuple(filter(None, map(pool, grouping, counts)))
+            if len(made) == len(grouping) and _step_s(made) < best.step_s:
+                best = Placement(grouping, made, _step_s(made))
         found.append(best)
     return sorted(found, key=lambda placement: (placement.step_s, len(placement.grouping)))
 
@@ -165,7 +150,7 @@ def _step_s(pools: Collection[Pool]) -> float:
 def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
     """Yields the sizes of pools that fill the devices: eighths of them, and powers of two.
 
-    Dims of models divide by powers of two, so that a pool of 64 of 96 devices holds more than 72.
+    Dims of models divide by powers of two: of 96 devices, a pool of 64 holds more than one of 72.
     """
     unit = max(1, num_devices // _PARTS)
     sizes = {*range(unit, num_devices, unit), *(1 << i for i in range(num_devices.bit_length()))}
@@ -183,7 +168,7 @@ def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: 
     for tensor in _TENSOR:
         if count % tensor:
             continue
-        # Dims of models divide by powers of two; what is odd in a pool's size goes to data.
+        # Dims of models divide by powers of two; the rest of a pool's size goes to data.
         fsdp = (count // tensor) & -(count // tensor)
         mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
         made = _pool(dataclasses.replace(setting, mesh=mesh), device, roles)

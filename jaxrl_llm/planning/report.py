@@ -10,7 +10,7 @@ from jaxrl_llm.planning import placement
 from jaxrl_llm.planning.advice import Advice
 from jaxrl_llm.planning.devices import GIB
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.memory import PARTS
+from jaxrl_llm.planning.setting import PARTS
 
 _COLUMNS = (*PARTS, "host")
 _BAR = 48  # characters of a full device
@@ -19,27 +19,27 @@ _MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
 
 def headline(plan: Plan) -> str:
     """Returns in one line what runs where and whether it fits."""
-    device = plan.device
-    verdict = "fits" if plan.fits else "does not fit"
-    where = axes(plan.setting.mesh)
+    device, where = plan.device, axes(plan.setting.mesh)
     if len(plan.pools) > 1:
-        named = (f"{'+'.join(r)}: {axes(s.mesh)}" for r, s in plan.pools.items())
-        where = "; ".join(named)
+        where = "; ".join(f"{'+'.join(r)}: {axes(s.mesh)}" for r, s in plan.pools.items())
+    verdict, room = ("fits", "free") if plan.fits else ("does not fit", "short")
     return (
         f"{plan.num_devices} x {device.name} ({where}):"
         f" {plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device, {verdict},"
-        f" {abs(plan.room) / GIB:.1f} GiB {'free' if plan.fits else 'short'}"
+        f" {abs(plan.room) / GIB:.1f} GiB {room}"
     )
 
 
-def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
-    """Returns GiB a device by program and part, the compiler's total beside it where asked for.
+def _name_width(plan: Plan) -> int:
+    return max(14, *(len(name) + 1 for name in plan.programs))
 
-    Args:
-      plan: The analytic plan.
-      compiled: Program -> bytes while it runs by the compiler's report, or why it refused.
+
+def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
+    """Returns GiB a device by program and part.
+
+    Beside it the compiler's total, where `compiled` has a program's bytes, or why it refused.
     """
-    width = max(14, *(len(name) + 1 for name in plan.programs))
+    width = _name_width(plan)
     head = f"{'GiB a device':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
     lines = [head + (f"{'compiler':>12}" if compiled else "")]
     for name, parts in plan.programs.items():
@@ -55,18 +55,16 @@ def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
 def bar_chart(plan: Plan) -> str:
     """Returns a bar a program, its parts by letter, on the scale of the device's memory."""
     top = max(plan.peak, plan.device.memory_bytes)
-    width = max(14, *(len(name) + 1 for name in plan.programs))
+    width = _name_width(plan)
+    limit = round(plan.device.memory_bytes / top * _BAR)
     lines = []
     for name, parts in plan.programs.items():
-        bar = ""
-        ends = 0.0
+        bar, end = "", 0.0
         for part in PARTS:
-            ends += getattr(parts, part)
-            bar += _MARKS[part] * (round(ends / top * _BAR) - len(bar))
-        limit = round(plan.device.memory_bytes / top * _BAR)
-        line = f"{bar:{_BAR}}"
-        line = line[:limit] + "|" + line[limit:]
-        lines.append(f"{name:{width}}{line} {parts.total / GIB:6.1f}")
+            end += getattr(parts, part)
+            bar += _MARKS[part] * (round(end / top * _BAR) - len(bar))
+        bar = f"{bar:{_BAR}}"
+        lines.append(f"{name:{width}}{bar[:limit]}|{bar[limit:]} {parts.total / GIB:6.1f}")
     legend = ", ".join(f"{mark} {part}" for part, mark in _MARKS.items())
     return "\n".join([*lines, f"{'':{width}}{legend}; | the device's memory"])
 
@@ -74,9 +72,7 @@ def bar_chart(plan: Plan) -> str:
 def times(plan: Plan, price: float) -> str:
     """Returns seconds by phase and for a step, tokens per second, MFU, and dollars for the run.
 
-    Args:
-      plan: On devices whose speed is known.
-      price: Dollars for each device and hour; 0: none are printed.
+    The speed of the devices must be known; `price` is dollars for each device and hour, 0: none.
     """
     speed = placement.speed(plan)
     lines = [f"{'a step':18}{'seconds':>10}{'TFLOP':>10}{'HBM GB':>10}{'link GB':>10}"]
@@ -108,12 +104,12 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
             name: {**dataclasses.asdict(parts), "total": parts.total}
             for name, parts in plan.programs.items()
         },
-    }
-    found["advice"] = {
-        "changes": dict(advice.changes),
-        "device": advice.device.name,
-        "num_devices": advice.num_devices,
-        "peak_bytes": advice.plan.peak,
+        "advice": {
+            "changes": dict(advice.changes),
+            "device": advice.device.name,
+            "num_devices": advice.num_devices,
+            "peak_bytes": advice.plan.peak,
+        },
     }
     if plan.device.flops:
         speed = placement.speed(plan)
@@ -122,11 +118,6 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
             steps = plan.setting.config.trainer.num_steps
             found["dollars"] = speed.dollars(price, plan.num_devices, steps)
     return found
-
-
-def _series(plan: Plan) -> Iterator[tuple[str, list[float]]]:
-    for part in PARTS:
-        yield part, [getattr(parts, part) / GIB for parts in plan.programs.values()]
 
 
 def chart_problems(path: str) -> Iterator[Problem]:
@@ -148,7 +139,8 @@ def save_chart(plan: Plan, path: str) -> None:
     bars = figure.add_subplot()
     names = list(plan.programs)
     below = [0.0] * len(names)
-    for part, heights in _series(plan):
+    for part in PARTS:
+        heights = [getattr(parts, part) / GIB for parts in plan.programs.values()]
         bars.bar(names, heights, bottom=below, label=part)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     bars.axhline(plan.device.memory_bytes / GIB, color="black", linestyle="--", label="device")

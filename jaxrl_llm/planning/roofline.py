@@ -1,9 +1,8 @@
 """How long each phase of a step takes: arithmetic, memory and links, whichever is slowest.
 
-A phase's time is the largest of its operations over what the device multiplies, its bytes
-over what the memory delivers, and its link bytes over what the links carry, each times the
-share that programs reach in practice (`REACHED`). Nothing overlaps that the roofline does not
-say; host work, evaluation and checkpoints are left out.
+A phase takes the longest of these: its operations, its memory bytes and its link bytes, each over
+what the device does a second, times the share that programs reach (`REACHED`). Phases do not
+overlap. Host work, evaluation and checkpoints are left out.
 """
 
 import dataclasses
@@ -23,68 +22,47 @@ REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a phase asks of one device in a whole step.
+    """What a phase asks of one device in a whole step."""
 
-    Attributes:
-      flops: Operations, recomputation included.
-      useful_flops: Operations that are not recomputation.
-      memory_bytes, link_bytes: Read and written; sent.
-      seconds: By the roofline.
-      num_devices: That share the phase.
-    """
-
-    flops: float
-    useful_flops: float
-    memory_bytes: float
-    link_bytes: float
-    seconds: float
-    num_devices: int
+    flops: float  # recomputation included
+    useful_flops: float  # and not
+    memory_bytes: float  # read and written
+    link_bytes: float  # sent
+    seconds: float  # by the roofline
+    num_devices: int  # that share the phase
 
 
 def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     """Returns the cost of every phase of a step, by name.
 
-    `prefill`, `decode`, `score` (policy), `score_reference`, `score_critic`, `score_reward`,
-    `train` (policy), `train_critic`, `reshard`; those that the run has. Sequences are taken to be
-    as long as the run allows.
+    All sequences are as long as the run allows. A phase that the run does not have is left out.
     """
-    config = setting.config
-    sequences, width = config.sequences_per_step, setting.width
+    needed = needs.of(setting.config.algorithm)
     found = {
         "prefill": _prefill(setting, device),
         "decode": _decode(setting, device),
-        "score": _pass(setting, device, sequences, width, trained=False, head="lm"),
-        "train": _pass(setting, device, sequences, width, trained=True, head="lm"),
+        "score": _pass(setting, device, "lm", trained=False),
+        "train": _pass(setting, device, "lm", trained=True),
         "reshard": _reshard(setting, device),
     }
-    if needs.of(config.algorithm).reference:
+    if needed.reference:
         found["score_reference"] = found["score"]
-    if needs.of(config.algorithm).critic:
-        critic = _pass(setting, device, sequences, width, trained=False, head="scalar")
-        found["score_critic"] = critic
-        found["train_critic"] = _pass(
-            setting, device, sequences, width, trained=True, head="scalar"
-        )
+    if needed.critic:
+        found["score_critic"] = _pass(setting, device, "scalar", trained=False)
+        found["train_critic"] = _pass(setting, device, "scalar", trained=True)
     for shape in setting.scorers:
-        judge = dataclasses.replace(setting, policy=shape)
-        found["score_reward"] = _pass(judge, device, sequences, width, trained=False, head="scalar")
+        scorer = dataclasses.replace(setting, policy=shape)
+        found["score_reward"] = _pass(scorer, device, "scalar", trained=False)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """A step by the roofline.
-
-    Attributes:
-      step_s: Seconds.
-      tokens_per_s_per_device: Prompt and response tokens of a step over its time.
-      mfu: Useful operations over what the devices could do in that time, 0 to 1.
-      phases: Seconds by phase.
-    """
+    """A step by the roofline."""
 
     step_s: float
-    tokens_per_s_per_device: float
-    mfu: float
+    tokens_per_s_per_device: float  # of prompts and responses
+    mfu: float  # useful operations over what the devices could do in that time, 0 to 1
     phases: Mapping[str, Cost]
 
     def dollars(self, price: float, num_devices: int, num_steps: int) -> float:
@@ -95,14 +73,12 @@ class Speed:
 def speed(
     setting: Setting, device: Device, num_devices: int, costs: Mapping[str, Cost], step_s: float
 ) -> Speed:
-    """Returns how fast a run takes steps.
+    """Returns how fast a run takes steps on devices of known speed.
 
     Args:
-      setting: The run.
-      device: Of known speed.
       num_devices: Of all pools.
       costs: Of each phase, on a device of its pool.
-      step_s: Seconds of a step, which may do several phases at one time.
+      step_s: Seconds of a step; pools may do several phases at one time.
     """
     tokens = setting.config.sequences_per_step * setting.width
     useful = sum(cost.useful_flops * cost.num_devices for cost in costs.values())
@@ -115,24 +91,23 @@ def speed(
 
 
 def _cost(setting: Setting, device: Device, work, useful, memory, links, group) -> Cost:
-    if not device.flops:
-        return Cost(work, useful, memory, links, 0.0, setting.num_devices)
-    bandwidth = device.link_bandwidth if group <= device.domain else device.network_bandwidth
-    # float32 products take four passes of 16-bit ones.
-    slow = 1.0 if setting.config.model.compute_dtype == "bfloat16" else 4.0
-    seconds = max(
-        slow * work / (device.flops * REACHED["flops"]),
-        memory / (device.memory_bandwidth * REACHED["memory"]),
-        links / (bandwidth * REACHED["links"]),
-    )
+    seconds = 0.0
+    if device.flops:
+        bandwidth = device.link_bandwidth if group <= device.domain else device.network_bandwidth
+        # A float32 matmul takes four passes of 16-bit ones.
+        slow = 1.0 if setting.config.model.compute_dtype == "bfloat16" else 4.0
+        seconds = max(
+            slow * work / (device.flops * REACHED["flops"]),
+            memory / (device.memory_bandwidth * REACHED["memory"]),
+            links / (bandwidth * REACHED["links"]),
+        )
     return Cost(work, useful, memory, links, seconds, setting.num_devices)
 
 
-def _pass(
-    setting: Setting, device: Device, sequences: int, width: int, *, trained: bool, head: str
-) -> Cost:
+def _pass(setting: Setting, device: Device, head: str, *, trained: bool) -> Cost:
     """Returns a forward, or a forward and backward, pass over all sequences of a step."""
     config, shape, mesh = setting.config, setting.policy, setting.mesh
+    sequences, width = config.sequences_per_step, setting.width
     lengths = np.full(sequences, width)
     forward = flops.forward(shape, lengths, int(head == "scalar")) / setting.num_devices
     again = _recomputed(config.model.remat, shape)

@@ -88,21 +88,48 @@ def test_what_rests_on_the_host_is_part_of_the_search():
     assert """--config.mesh.on_host="('reference',)\"""" in str(found)
 
 
-def test_an_absurd_request_is_answered_at_once():
-    """70B on one chip: the whole process, imports and all, in five seconds of processor time."""
+def run_in_five_seconds(*command: str) -> subprocess.CompletedProcess:
+    """Runs a program of `launch/`: the whole process in five seconds of processor time."""
     root = pathlib.Path(__file__).parents[2]
-    program = [sys.executable, "launch/plan.py", "--json", "--config=configs/ppo_70b.py"]
-    program += ["--topology=v5e:1x1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(program, cwd=root, env=environment, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = json.loads(done.stdout)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < 5.0, (spent, done.stderr)
+    return done
+
+
+def test_an_absurd_request_is_answered_at_once():
+    """70B on one chip."""
+    program = ["launch/plan.py", "--json", "--config=configs/ppo_70b.py"]
+    program += ["--topology=v5e:1x1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
+    found = json.loads(run_in_five_seconds(*program).stdout)
     assert not found["fits"] and found["room_bytes"] < -1e12
     assert found["advice"]["num_devices"] >= 64
     assert found["advice"]["peak_bytes"] <= found["device"]["memory_bytes"]
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent < 5.0
+
+
+def test_a_run_that_cannot_fit_is_refused_at_once(tmp_path):
+    """Before the libraries of a run are loaded."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+    }
+    shape |= {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
+    shape |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28672}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    program = ["launch/train.py", "--config=configs/grpo_70b.py", f"--config.model.path={tmp_path}"]
+    program += ["--config.mesh.fsdp=-1", "--config.mesh.tensor=1", f"--workdir={tmp_path / 'run'}"]
+    done = run_in_five_seconds(*program)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "GiB on each cpu device while" in done.stderr and "nearest run that fits" in done.stderr
+    assert "loading the libraries" not in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_a_mesh_that_does_not_fill_the_devices_is_refused():
