@@ -25,8 +25,9 @@ def _refuse_what_cannot_fit(config: JobConfig) -> None:
     """Raises ConfigError where the plan does not fit, before the libraries of a run are loaded."""
     if not isinstance(config, RLConfig):
         return
-    models = (config.model, *config.rewards.models.values(), *config.rewards.cost_models.values())
-    if all(not model.path or os.path.isdir(model.path) for model in models):  # or said later
+    scorers = (*config.rewards.models.values(), *config.rewards.cost_models.values())
+    paths = [config.model.path, *(model.path for model in scorers)]
+    if all(not path or os.path.isdir(path) for path in paths):  # a missing one is named later
         planned.check(planned.settled(config, WORKDIR.value), jax.devices())
 
 
