@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.console import screen
@@ -22,24 +23,14 @@ _WAVE = 512  # sequences sampled at one time
 
 
 class Evaluator:
-    """Samples the held-out prompts and says how good the answers are."""
+    """Samples the held-out prompts and scores the answers.
+
+    `key` is of all samples, the same in every call: two policies can be compared.
+    """
 
     def __init__(
-        self,
-        config: RLConfig,
-        sampler: Sampler,
-        dataset: Dataset,
-        score: Score,
-        key: jax.Array,
+        self, config: RLConfig, sampler: Sampler, dataset: Dataset, score: Score, key: jax.Array
     ):
-        """
-        Args:
-          config: Reads `evaluation` and `rollout`.
-          sampler: Draws the answers.
-          dataset: The held-out prompts.
-          score: Says what answers are worth.
-          key: Of all samples, the same in every call: two policies can be compared.
-        """
         self._config = config
         self._sampler = sampler
         self._score = score
@@ -98,16 +89,14 @@ class Evaluator:
         return found
 
 
-def summary(scores: np.ndarray, answers: list[tuple[str, ...]]) -> Mapping[str, float]:
-    """Returns mean@k, pass@k and maj@k of one data source.
+def summary(
+    scores: Float[np.ndarray, "P k"], answers: list[tuple[str, ...]]
+) -> Mapping[str, float]:
+    """Returns mean@k, pass@k and maj@k of one data source, from the k answers of each prompt.
 
-    A sample passes if its score is at least 1. For j below k, pass@j is the unbiased
-    estimate from all k samples (Chen et al., arXiv:2107.03374, Eq. 1). maj@k scores the most
-    frequent answer of a prompt; of equally frequent ones, the one sampled first.
-
-    Args:
-      scores: [P, k].
-      answers: What each sample answered, the same layout.
+    A sample passes if its score is at least 1. For j below k, pass@j is the unbiased estimate from
+    all k samples (arXiv:2107.03374, Eq. 1). maj@k scores the most frequent answer of a prompt; of
+    equally frequent ones, the one sampled first.
     """
     k = scores.shape[1]
     found = {f"mean@{k}": float(scores.mean())}

@@ -1,11 +1,11 @@
-"""How a run ends before its last step: by a signal, or because an alert says so.
+"""How a run ends before its last step: by a signal, or because an alert asks for it.
 
-SIGTERM, SIGINT and SIGUSR1 are requests to end within the grace time. Until the weights of a
-step begin to change, the step is given up and the state before it is saved; from then on the step
-is completed first. Either way the next start takes the same steps as a run never interrupted.
+SIGTERM, SIGINT and SIGUSR1 ask it to end within the grace time. Before the weights of a step begin
+to change, the step is given up and the state before it saved; afterwards the step is completed
+first. Either way the next start takes the same steps as a run never interrupted.
 
-With several processes a signal may reach some of them only, and none may leave a collective
-operation alone: they agree between two steps.
+With several processes a signal may reach only some of them, and all must take part in each
+collective operation: they agree between two steps.
 """
 
 import math
@@ -30,22 +30,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class Interruption:
     """Turns a request to end into `Interrupted`, raised where nothing is lost.
 
-    A context manager: when `Interrupted` leaves it, the last resume point is saved.
+    A context manager that listens to signals; when `Interrupted` leaves it, the last resume point
+    is saved. `grace_s` seconds after a signal the process ends, saved or not.
     """
 
     def __init__(self, grace_s: float):
-        """Listens from when it is entered.
-
-        Args:
-          grace_s: Seconds from a signal to the end of the process, saved or not.
-        """
         self._grace_s = grace_s
         self._exit_code = 0  # 0: no request
         self._reason = ""
         self._may_raise = True
         self._save: Callable[[], None] = lambda: None
-        self._step = -1  # completed; -1: still at what comes before the steps
-        self._deaf_since = math.nan  # since when a request has waited for the step's end
+        self._step = -1  # completed; -1: before the first step
+        self._deaf_since = math.nan  # since when a request waits for the step's end
         self._num_measured = 0
         self._outlasts = False
         self._before: dict[signal.Signals, Any] = {}
@@ -76,15 +72,13 @@ class Interruption:
             self._reason, self._exit_code = reason, exit_code
 
     def resume_point(self, step: int, save: Callable[[], None]) -> None:
-        """Says that from here a later start can go on; raises if the end has been asked for.
+        """Marks where a later start can go on, after `step` steps.
 
-        Args:
-          step: Completed steps.
-          save: Saves the state after them, unless it is saved; returns when that is on disk.
-            It must work until `hold`.
+        `save` saves that state unless it is saved, and returns when it is on disk. It must work
+        until `hold`.
 
         Raises:
-          Interrupted: The end was asked for, by any process.
+          Interrupted: Any process was asked to end.
         """
         self._step, self._save = step, save
         if jax.process_count() > 1:
@@ -99,10 +93,10 @@ class Interruption:
                 self._raise()
 
     def hold(self) -> None:
-        """Says that from here the step must be completed before the run may end.
+        """From here the step must be completed before the run may end.
 
         Raises:
-          Interrupted: The end was asked for while it could not be noticed.
+          Interrupted: The end was asked for while that could not be noticed.
         """
         if self._exit_code and self._may_raise:
             self._raise()
@@ -112,14 +106,11 @@ class Interruption:
         self._save = lambda: None  # its arrays are about to be given away
 
     def outlasts_grace(self, saving: bool) -> bool:
-        """Returns whether the state after this step should be saved, for a step may be cut off.
+        """Returns whether the state after this step should be saved; the same on every process.
 
-        A request in the next step may have to wait longer than the grace time, as one in an
-        earlier step would have. The first step of a start, which compiles, is not counted. The
-        same on every process.
-
-        Args:
-          saving: A save is still being written, which this one would wait for.
+        So if an earlier step (not the first of a start, which compiles) took longer than the grace
+        time: a request in the next one could not wait for its end. Not while another save is being
+        written (`saving`).
         """
         over = time.monotonic() - self._deaf_since > self._grace_s
         if jax.process_count() > 1:

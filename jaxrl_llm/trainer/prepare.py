@@ -1,11 +1,11 @@
-"""What an RL run begins with: everything is checked first, then models are read or trained."""
+"""What an RL run begins with: all checks first, then models are read or trained."""
 
 import dataclasses
 
 import jax
 from absl import logging
 
-from jaxrl_llm.algorithms import custom, needs
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import models as models_lib
@@ -33,14 +33,10 @@ class Prepared:
 
 
 def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
-    """Returns what a run has, and the state that RL begins with.
+    """Returns the fixed side of a run and the state that RL begins with; raises as `rl.train`.
 
-    Nothing is allocated, and nothing written, before all that can be checked has been.
-
-    Raises:
-      ConfigError, DataError, CheckpointError, RewardError, OccupiedError: See `rl.train`.
+    All checks come before anything is allocated or written.
     """
-    custom.check(config.algorithm)  # first: what a run has follows from its functions
     models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())

@@ -1,4 +1,4 @@
-"""What a run says of itself to people, before its first step and after its last."""
+"""What a run prints before its first step and after its last."""
 
 import math
 import pathlib
@@ -45,7 +45,7 @@ def opened(
 def _facts(
     config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
 ) -> list[tuple[str, str]]:
-    """Returns name and text of each thing worth knowing before a run."""
+    """Returns (name, text) of what to know before a run."""
     num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(models.policy.abstract()))
     model = config.model.path or f"{config.model.family} with new weights"
     trained = f", adapters of rank {config.lora.rank}" if config.lora.rank else ""

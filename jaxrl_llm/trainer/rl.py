@@ -9,8 +9,8 @@
         theta <- theta - lr grad L(theta)      update       learner/update.py
         rollout weights <- theta               reshard      sharding/reshard.py
 
-Everything the algorithms differ in is named by `config.algorithm`; this file is the same
-for PPO, GRPO, RLOO and the others. What surrounds the loop of every job is in `run.py`.
+`config.algorithm` names everything that PPO, GRPO, RLOO and the others differ in. What surrounds
+the loop of every job is in `run.py`.
 """
 
 import os
@@ -29,18 +29,11 @@ from jaxrl_llm.types import Weights
 
 
 def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
-    """Trains a policy for `config.trainer.num_steps` steps.
+    """Returns the learner state after `config.trainer.num_steps` steps.
 
-    Resumes from the last checkpoint in `workdir` if there is one; a resumed run takes the
-    same steps as an uninterrupted one. SIGTERM, SIGINT and alerts that say so end it early,
-    after a save.
-
-    Args:
-      config: The validated run.
-      workdir: Folder for checkpoints, metrics, rollouts and the config itself.
-
-    Returns:
-      The learner state after the last step.
+    Resumes from the last checkpoint in `workdir`, which also holds metrics, rollouts and the config
+    itself; a resumed run takes the same steps as an uninterrupted one. SIGTERM, SIGINT and alerts
+    with action "stop" end it early, after a save.
 
     Raises:
       ConfigError: If the mesh does not fit the devices, a function of the user's cannot work, or
@@ -73,7 +66,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             samples = source.take(weights, sample_key, clock)
             rollouts, rewards = samples.rollouts, samples.rewards  # [B, T], [B]
 
-            # What the models say about those tokens.
+            # What the models predict for those tokens.
             predictions = predictions_of(state, rollouts, clock)  # each field [B, T]
 
             # Rewards become advantages. No model runs here.

@@ -1,17 +1,16 @@
 """What surrounds the loop of every job: its folder, checkpoints, metrics, alerts, and its end.
 
 with Run(config, workdir) as run:
-    ...                                    # check everything, make what the job begins with
-    run.claim(datasets)                    # from here on the folder is this job's
+    ...                                    # checks; what the job begins with
+    run.claim(models, datasets)            # from here on the folder is this job's
     state = run.resume(state, source, packer)
     for step in run.steps():
         clock = run.begin(step, state)
         ...
-        run.end(step, state, numbers)
+        run.end(step, state, numbers, evaluation)
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -46,20 +45,10 @@ Numbers = Mapping[str, Any]
 
 
 class Tracked(Protocol):
-    """Something whose position a resumed job goes on from; JSON can hold that."""
+    """Something with a position in the checkpoint, made of what JSON can hold."""
 
     def get_state(self) -> Mapping[str, Any]: ...
     def set_state(self, state: Any, /) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where a job stands beside its arrays; what JSON can hold."""
-
-    source: Mapping[str, Any]  # of rows, or of samples
-    packer: Mapping[str, Any]  # shapes of packed rows so far
-    alerts: Mapping[str, Any]
-    metrics: Mapping[str, Any]
 
 
 class Run:
@@ -68,19 +57,15 @@ class Run:
     def __init__(
         self, config: JobConfig, workdir: str | os.PathLike[str], outer: "Run | None" = None
     ):
-        """
-        Args:
-          config: The job.
-          workdir: Its folder.
-          outer: The run that this job is a stage of; it holds the folder and hears the signals.
-        """
+        """Frames a job; `outer` is the run that it is a stage of, which holds the folder."""
         self.config = config
         self.workdir = pathlib.Path(workdir)
         self.first = 0  # completed steps when this process began
         self.total = config.trainer.num_steps
         self._outer = outer
-        own = Interruption(config.checkpoint.grace_s)
-        self.interruption: Interruption = outer.interruption if outer else own
+        self.interruption: Interruption = (
+            outer.interruption if outer else Interruption(config.checkpoint.grace_s)
+        )
         self._lock = FolderLock()
         self._stack = contextlib.ExitStack()
 
@@ -103,12 +88,9 @@ class Run:
         return self._stack.enter_context(context)
 
     def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:
-        """Makes the folder this job's, and says what it is. Nothing is written there before.
+        """Makes the folder this job's and prints what it is. Nothing is written there before.
 
-        Args:
-          models: Of the job.
-          *datasets: What all processes must have read alike.
-          planned_bytes: Peak of a device.
+        All processes must have read the same `datasets`. `planned_bytes` is the peak of a device.
 
         Raises:
           ConfigError, OccupiedError: If the folder belongs to another job, or to another process.
@@ -129,18 +111,10 @@ class Run:
         if not self._outer:
             self._tell_end = report.opened(self.config, models, planned_bytes, self.workdir)
 
-    def resume(
-        self,
-        state: State,
-        source: Tracked,
-        packer: Tracked,
-    ) -> State:
-        """Returns the state that the loop begins with, and opens metrics, alerts and profile.
+    def resume(self, state: State, source: Tracked, packer: Tracked) -> State:
+        """Returns the state that the loop begins with: of the last checkpoint, or the given one.
 
-        Args:
-          state: What a job without a checkpoint begins with.
-          source: Of rows or samples; moved to where the checkpoint was saved.
-          packer: The same.
+        Moves source and packer to where that was saved; opens metrics, alerts and profile.
         """
         saved: Mapping[str, Any] = {}
         if self._saver.latest_step():
@@ -152,6 +126,12 @@ class Run:
                 "remove this step to go on from the one before it, or start in another --workdir",
             )
             logging.info("resumed after step %d", self.first)
+            if self.first >= self.total and not self._outer:
+                logging.warning(
+                    "%s: all %d steps of this run are done; for more, raise trainer.num_steps",
+                    self.workdir,
+                    self.total,
+                )
         config, workdir = self.config, self.workdir
         self._alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
         self._tracked: dict[str, Tracked] = {
@@ -162,14 +142,10 @@ class Run:
         for name, thing in self._tracked.items():
             if name in saved:
                 thing.set_state(saved[name])
+        # A run that begins writes its evaluation before the first step as step 0.
+        first = self.first + 1 if self.first else 0
         self._writer = self.open(
-            Writer(
-                workdir,
-                config.metrics,
-                self.first + bool(self.first),
-                self.total,
-                saved.get("metrics", {}),
-            )
+            Writer(workdir, config.metrics, first, self.total, saved.get("metrics", {}))
         )
         self._profiler = self.open(Profiler(config.profiler, workdir / "profile"))
         return state
@@ -188,22 +164,22 @@ class Run:
           Interrupted: The end was asked for.
         """
         clock = Clock()
-        save = functools.partial(self._saver.ensure, step - 1, state, vars(self._position()))
+        save = functools.partial(self._saver.ensure, step - 1, state, self._position())
         self.interruption.resume_point(step - 1, save)
         self._profiler.begin(step)
         return clock
 
     def hold(self) -> None:
-        """Says that the weights are about to change: the step is completed before the job ends.
+        """The weights are about to change: from here the step is completed before the job ends.
 
         Raises:
-          Interrupted: The end was asked for while it could not be noticed.
+          Interrupted: The end was asked for while that could not be noticed.
         """
         self._saver.release()
         self.interruption.hold()
 
     def allows_update(self, numbers: Numbers) -> bool:
-        """Returns whether alerts let the weights learn from this step; see `Alerts`."""
+        """Returns whether alerts let the weights learn from this step."""
         return self._alerts.allow_update(numbers)
 
     def evaluates(self, step: int) -> bool:
@@ -216,7 +192,7 @@ class Run:
         return evaluation.every > 0 and step % evaluation.every == 0
 
     def write(self, step: int, numbers: Numbers) -> None:
-        """Writes the numbers of a step that is none of the loop's: the evaluation before it."""
+        """Writes the numbers of the evaluation before the first step."""
         self._writer.write(step, numbers)
 
     def dump(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
@@ -226,11 +202,7 @@ class Run:
     def end(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
         """Ends a step: alerts, metrics, checkpoint, each where it is due.
 
-        Args:
-          step: Number of the step.
-          state: After it.
-          numbers: Of the step, `Clock.seconds()` among them; on the host or not.
-          evaluation: Of its evaluation; empty without one.
+        `numbers` (`Clock.seconds()` among them) and those of its `evaluation` may be on devices.
         """
         numbers = jax.device_get({**numbers, **evaluation})
         of_alerts = self._alerts.check(step, numbers)
@@ -239,8 +211,9 @@ class Run:
         # Last, so that a step that was saved is a step whose numbers were written.
         due = self._saver.due(step, self.total, numbers)
         if self.interruption.outlasts_grace(self._saver.saving) or due:
-            self._saver.save(step, state, vars(self._position()))
+            self._saver.save(step, state, self._position())
 
-    def _position(self) -> Position:
+    def _position(self) -> dict[str, Mapping[str, Any]]:
+        """Returns where the job stands, beside its arrays."""
         states = {name: thing.get_state() for name, thing in self._tracked.items()}
-        return Position(**states, metrics=self._writer.get_state())
+        return {**states, "metrics": self._writer.get_state()}

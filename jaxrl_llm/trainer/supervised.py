@@ -4,8 +4,7 @@
         rows ~ D                        batch       data/datasets.py, learner/batches.py
         theta <- theta - lr grad L      update      learner/update.py
 
-Each is a job of its own, and a stage before RL: warm start of the policy, reward and cost models
-without a folder.
+Each is a job of its own, and a stage before RL: the warm start, reward models without a folder.
 """
 
 import functools
@@ -46,7 +45,7 @@ from jaxrl_llm.sharding import hosts
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer.run import Run
 
-# Sequences (prompt, answer) that must meet in one microbatch: an example, or the two of a pair.
+# Sequences (prompt, answer) that must be in one microbatch: an example, or the two of a pair.
 Row = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -62,22 +61,16 @@ class Batch(NamedTuple):
 class Task(NamedTuple):
     """What one job learns: rows, and a loss over the microbatches of a batch."""
 
-    name: str  # of its metrics
+    name: str  # its metrics begin with it
     mesh: Mesh
     rows: Sequence[Row]
     loss: Callable[[Params, Microbatch, Batch], tuple[Array, Mapping[str, Array]]]
 
 
 def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainable:
-    """Trains a policy or a reward model for `config.trainer.num_steps` updates.
+    """Returns a policy or a reward model after `config.trainer.num_steps` updates.
 
-    Resumes from the last checkpoint in `workdir`, as `rl.train` does.
-
-    Returns:
-      The parameters and their optimizer after the last update.
-
-    Raises:
-      ConfigError, OccupiedError, DataError, CheckpointError, Interrupted: As `rl.train`.
+    Resumes from the last checkpoint in `workdir`, and raises, as `rl.train` does.
     """
     config = planned.of_supervised(config)
     with Run(config, workdir) as run:
@@ -156,18 +149,16 @@ def _batch(rows: Sequence[Row], packer: Packer) -> Batch:
     in_row = len(rows[0])
     longest = int(lengths.reshape(-1, in_row).sum(1).max())
     width = packing.bucket(longest, smallest=32)
-    tokens, mask = (
-        np.zeros((len(sequences), width), np.int32),
-        np.zeros((len(sequences), width), bool),
-    )
+    tokens = np.zeros((len(sequences), width), np.int32)
+    mask = np.zeros((len(sequences), width), bool)
     for i, (prompt, answer) in enumerate(sequences):
         tokens[i, : lengths[i]] = [*prompt, *answer]
         mask[i, len(prompt) : lengths[i]] = True
     groups = np.repeat(np.arange(len(rows)), in_row)
     together = packing.Beginnings(groups, np.zeros_like(groups), together=in_row > 1)
     packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
-    on_host: list[Any] = [tokens, lengths, mask]  # to the device with the program that uses them
-    return Batch(*[*on_host, packed])
+    on_host: tuple[Any, Any, Any] = tokens, lengths, mask  # go to the devices with the program
+    return Batch(*on_host, packed)
 
 
 def _sft(config: JobConfig, models: Models) -> Task:
@@ -196,13 +187,9 @@ def _sft(config: JobConfig, models: Models) -> Task:
 def _reward_model(
     config: JobConfig, models: Models, name: str = "reward_model", costs: bool = False
 ) -> Task:
-    """Returns Bradley and Terry's loss on preference pairs, drawn by the model's name.
+    """Returns Bradley and Terry's loss on the preference pairs of a model's name.
 
-    Args:
-      config: The job, or the run that it is a stage of.
-      models: Its networks.
-      name: Of the model.
-      costs: Whether a high score is bad: of each pair the rejected answer gets the higher one.
+    With `costs` a high score is bad: of each pair the rejected answer gets the higher one.
     """
     pairs = supervised.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
     if costs:
@@ -236,28 +223,27 @@ def _longest(task: Task) -> int:
 
 def _check_longest(config: SupervisedConfig, task: Task) -> None:
     longest, most = _longest(task), config.max_sequence_tokens
-    budget = config.microbatch_tokens
+    budget, needed = config.microbatch_tokens, packing.bucket(longest, smallest=32)
+    problems = []
     if longest > most:
-        raise ConfigError(
-            [
-                f"config.trainer.max_sequence_tokens: the longest row has {longest} tokens, more"
-                f" than {most}; raise it, or leave such rows out"
-            ]
+        problems.append(
+            f"config.trainer.max_sequence_tokens: the longest row has {longest} tokens, more than"
+            f" {most}; raise it, or leave such rows out"
         )
-    if packing.bucket(longest, smallest=32) > budget:
-        raise ConfigError(
-            [
-                f"config.trainer.max_tokens_per_microbatch: {budget} cannot hold the longest row of"
-                f" {longest} tokens; use at least {packing.bucket(longest, smallest=32)}"
-            ]
+    elif needed > budget:
+        problems.append(
+            f"config.trainer.max_tokens_per_microbatch: {budget} cannot hold the longest row of"
+            f" {longest} tokens; use at least {needed}"
         )
+    if problems:
+        raise ConfigError(problems)
 
 
 # Stages before RL.
 
 
 def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
-    """Returns the policy that RL begins with, after the warm start if there is one."""
+    """Returns the policy that RL begins with: after the warm start, if there is one."""
     initial = functools.partial(weights_lib.initial_policy, config, models)
     if not config.warm_start.num_steps:
         return initial()
@@ -269,7 +255,7 @@ def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
 def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) -> dict[str, Params]:
     """Returns the parameters of every reward and cost model without a folder, by name.
 
-    Body from the policy, score from zero; each is trained on preference pairs of its own.
+    Each begins as the policy with a score head of zeros, and learns from its own preference pairs.
     """
     scorers = {**config.rewards.models, **config.rewards.cost_models}
     shardings = models_lib.train_shardings(models.value, models.meshes["reward"])
@@ -297,7 +283,7 @@ def _stage(
     abstract: Params,
     initial: Callable[[], Params],
 ) -> Params:
-    """Returns what a stage makes of `initial()`, or made of it in an earlier start of the run."""
+    """Returns the product of a stage, trained now from `initial()` or in an earlier start."""
     product = run.workdir / folder / "product"
     if product.exists():
         return saver.load_tree(product, abstract)[0]

@@ -279,3 +279,15 @@ def test_the_whole_run_as_a_function(tmp_path):
     }
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.count("val-core/arithmetic/mean@1") == 3 and text.count("reward/judge/mean") == 2
+
+
+def test_a_job_whose_steps_are_all_done_says_so(tmp_path, caplog):
+    settings = {name: VALUES[name] for name in ("model", "data", "metrics")}
+    trainer = {"num_steps": 1, "batch_size": 8, "max_sequence_tokens": 64}
+    config = from_config_dict({"job": "sft", **settings, "trainer": trainer})
+    once = supervised.train(config, tmp_path)
+    said = f"{tmp_path}: all 1 steps of this run are done; for more, raise trainer.num_steps"
+    assert said not in caplog.messages
+    again = supervised.train(config, tmp_path)
+    assert said in caplog.messages
+    assert same_bits(once.params, again.params)
