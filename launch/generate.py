@@ -81,7 +81,7 @@ def main():
         top_p=TOP_P.value,
         stop_tokens=models.eos_tokens,
     )
-    rollouts = episodes.rollout(
+    rollouts, _ = episodes.rollout(
         _engine(source.sampler.engine, longest + answer, len(texts) * SAMPLES.value),
         source.weights(),
         models.tokenizer,

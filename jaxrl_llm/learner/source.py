@@ -117,7 +117,9 @@ class SampledNow:
             data = jax.device_get(jax.random.key_data(key))
             agreement.check("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
-            rollouts = episodes.rollout(engine, weights, tokenizer, prompts, self._samples, key)
+            rollouts, done = episodes.rollout(
+                engine, weights, tokenizer, prompts, self._samples, key
+            )
         with clock("reward"):
             rewards = self._score(rollouts)
         if jax.process_count() > 1:
@@ -137,7 +139,7 @@ class SampledNow:
             )
             rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
             rollouts, rewards = take_rows(rollouts, rewards, np.flatnonzero(~uniform))
-        return Samples(rollouts, rewards, engine.statistics)
+        return Samples(rollouts, rewards, done)
 
 
 def take_rows(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.packing import bucket
-from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.engine import Engine, Statistics
 from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
 
@@ -102,8 +102,8 @@ def rollout(
     samples: Sequence[SamplingParams],
     key: jax.Array,
     begin: Callable[[Prompt, int], Episode] = one_turn,
-) -> Rollouts:
-    """Returns `len(samples)` sequences of every prompt, prompt-major.
+) -> tuple[Rollouts, Statistics]:
+    """Returns `len(samples)` sequences of every prompt, prompt-major, and the work for all turns.
 
     Args:
       engine: What samples.
@@ -124,9 +124,11 @@ def rollout(
         for p, prompt in enumerate(prompts.prompts)
     ]
     sequences = [sequence for group in groups for sequence in group]
+    done = Statistics()
     while groups:
         requests = [_request(group) for group in groups]
         turns = engine.generate(weights.params, requests, weights.version)
+        done += engine.statistics
         going_on = [
             sequence
             for group, completions in zip(groups, turns, strict=True)
@@ -150,7 +152,7 @@ def rollout(
         response_mask[row, response] = s.chosen
         log_probs[row, response] = s.log_probs
         versions[row, response] = s.versions
-    return Rollouts(
+    rollouts = Rollouts(
         tokens=tokens,
         response_mask=response_mask,
         rollout_log_probs=log_probs,
@@ -163,6 +165,7 @@ def rollout(
             str(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences
         ),
     )
+    return rollouts, done
 
 
 def _request(group: Sequence[_Sequence]) -> Request:

@@ -61,7 +61,7 @@ class Evaluator:
         waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
         for wave, of_wave in enumerate(screen.each("evaluating", waves)):
             prompts = PromptBatch(of_wave)
-            rollouts = episodes.rollout(
+            rollouts, _ = episodes.rollout(
                 self._sampler.engine,
                 weights,
                 models.tokenizer,

@@ -166,7 +166,7 @@ class FakeRun:
         assert weights.version == 7
         self.keys.append(jax.random.key_data(key).tolist())
         self.samples.append(tuple(samples))
-        return rollouts_of(prompts.prompts, len(samples))
+        return rollouts_of(prompts.prompts, len(samples)), Statistics(decode_tokens=5)
 
     def score(self, rollouts):
         scores = [self.score_of(*map(int, text.split("."))) for text in rollouts.responses]

@@ -40,7 +40,7 @@ def prompts(*texts):
 
 def test_fields(setup):
     batch = prompts("a", "two words", "and a longer one than those")
-    rollouts = episodes.rollout(*setup, TOKENIZER, batch, SAMPLES, jax.random.key(3))
+    rollouts, _ = episodes.rollout(*setup, TOKENIZER, batch, SAMPLES, jax.random.key(3))
     np.testing.assert_array_equal(rollouts.group_ids, np.repeat([0, 1, 2], 3))
     assert rollouts.prompts == batch.prompts
     assert rollouts.tokens.shape[1] in (32, 64)
@@ -65,10 +65,12 @@ def test_fields(setup):
 
 def test_a_sample_depends_on_key_and_number_alone(setup):
     one, two = (
-        episodes.rollout(*setup, TOKENIZER, prompts("x", last), SAMPLES[:2], jax.random.key(0))
+        episodes.rollout(*setup, TOKENIZER, prompts("x", last), SAMPLES[:2], jax.random.key(0))[0]
         for last in ("yz", "something else")
     )
-    other = episodes.rollout(*setup, TOKENIZER, prompts("x", "yz"), SAMPLES[:2], jax.random.key(1))
+    other, _ = episodes.rollout(
+        *setup, TOKENIZER, prompts("x", "yz"), SAMPLES[:2], jax.random.key(1)
+    )
     width = min(one.tokens.shape[1], two.tokens.shape[1])
     np.testing.assert_array_equal(one.tokens[:2, :width], two.tokens[:2, :width])
     assert one.responses[:2] != other.responses[:2]
@@ -124,9 +126,12 @@ def test_an_episode_of_several_turns(setup):
         begun.append(Conversation(answers[len(begun)]))
         return begun[-1]
 
-    rollouts = episodes.rollout(
+    rollouts, done = episodes.rollout(
         engine, weights, TOKENIZER, batch, samples, jax.random.key(key), begin
     )
+    num_turns = sum(len(episode.turns) for episode in begun)  # prefill samples the first token
+    assert done.decode_tokens + num_turns == rollouts.response_mask.sum()
+    assert done.prefill_tokens > engine.statistics.prefill_tokens
     forced = np.asarray(
         tiny.teacher_forced(rollouts.tokens, np.ones(6, np.float32), NETWORK, tiny.params(NETWORK))
     )
