@@ -56,7 +56,7 @@ def start(
     ]
 
 
-def finish(processes: Sequence[subprocess.Popen], timeout_s: float = 240.0) -> list[str]:
+def finish(processes: Sequence[subprocess.Popen], timeout_s: float = 480.0) -> list[str]:
     """Returns what each process said on standard error; ends all if one is too slow."""
     try:
         return [process.communicate(timeout=timeout_s)[1] for process in processes]
