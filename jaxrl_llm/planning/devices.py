@@ -16,6 +16,9 @@ from jaxrl_llm.config import ConfigError
 
 GIB = 2**30
 
+# Python, libraries, the tokenizer, and what compilers leave behind: docs/memory.md measures it.
+_PROCESS_BYTES = 5 * GIB // 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -29,6 +32,7 @@ class Device:
     domain: int  # devices that links join
     network_bandwidth: float  # of each device, between domains
     jax_kind: str = ""  # a regular expression for what JAX calls it
+    process_bytes: int = 0  # of a CPU: held by the process beside arrays, this device's share
 
 
 def _tpu(name, pattern, memory_gib, teraflops, memory_gbs, link_gbs, domain) -> Device:
@@ -84,7 +88,8 @@ def present(devices: Sequence[Any]) -> Device | None:
         return of_kind(first.device_kind)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     local = sum(device.process_index == first.process_index for device in devices)
-    return Device("cpu", pages // local, 0.0, 0.0, 0.0, len(devices), 0.0)
+    no_speeds = 0.0, 0.0, 0.0, len(devices), 0.0
+    return Device("cpu", pages // local, *no_speeds, process_bytes=_PROCESS_BYTES // local)
 
 
 def peak_flops(devices: Sequence[Any]) -> float:

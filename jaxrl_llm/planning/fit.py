@@ -36,8 +36,8 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Most bytes on a device during a step."""
-        return max(parts.total for parts in self.programs.values())
+        """Most bytes on a device during a step; of a CPU, the process's own too."""
+        return max(parts.total for parts in self.programs.values()) + self.device.process_bytes
 
     @property
     def room(self) -> float:

@@ -186,7 +186,7 @@ def _pool(setting: Setting, device: Device, roles: tuple[str, ...]) -> Pool:
         sum(costs[name].seconds for role in roles for name in stage.get(role, ()) if name in costs)
         for stage in _STAGES
     )
-    needed = memory.peak(setting, roles)
+    needed = memory.peak(setting, roles) + device.process_bytes
     return Pool(roles, setting.num_devices, setting.mesh, needed, (generate, score, learn))
 
 

@@ -148,6 +148,14 @@ def test_a_saved_state_is_updated_in_its_own_memory(tmp_path):
     saver.close()
 
 
+def test_arrays_are_not_compressed(tmp_path):
+    """Compressing them would take twice their memory while a step is learned."""
+    saver = Saver(tmp_path, CheckpointConfig())
+    saver.save(1, {"zeros": jnp.zeros((1024, 256))}, {})
+    saver.close()
+    assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) > 1024 * 256 * 4
+
+
 def test_keeps_by_count_and_is_due_on_multiples_and_at_the_end(tmp_path):
     saver = Saver(tmp_path, CheckpointConfig(every=2, keep=2))
     state = {"w": jnp.arange(4.0)}
