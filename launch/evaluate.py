@@ -61,7 +61,7 @@ def main():
         message = f"{folder}: its rewards are models; set evaluation.functions"
         program.refuse([("workdir" if WORKDIR.value else "config", message)])
     only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
-    with rewards_lib.build(only_functions, {}) as scorer:
+    with rewards_lib.Scorer(only_functions, {}) as scorer:
         key = jax.random.key(SEED.value)
         evaluate = Evaluator(config, source.sampler, held_out, scorer.score, key)
         weights = source.weights()

@@ -1,11 +1,10 @@
 """What a response is worth: the weighted sum of reward functions and reward models.
 
-The functions run in processes (`pool.py`); the models run where the learner put them and come
-here as plain callables.
+The functions run in processes (`pool.py`); the models are callables that the learner gives.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,31 +24,15 @@ ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
 TermConfig = RewardFunctionConfig | RewardModelConfig
 
 
-def build(config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]) -> "Scorer":
-    """Returns the scorer of a run, its worker processes started and its functions found.
-
-    Args:
-      model_scorers: for each name in `models` and `cost_models`, the function that scores all
-        sequences by that model.
-
-    Raises:
-      RewardError: a function cannot be found, or the models given are not those of the config.
-    """
-    return Scorer(config, model_scorers)
-
-
 def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
-    """Raises RewardError if a function cannot be found or always fails; before any allocation.
+    """Raises RewardError if a row has no reward, or a function cannot be found or always fails.
 
     A user's file is run in a process of its own, so that it can neither end nor hang this one.
-    Its functions are called on a few rows: on the ground truth, on an empty response and on a
-    sentence, until one call succeeds. A function that fails every time would fail on samples
-    too; with `on_failure="score"` that is a warning.
-
-    Args:
-      config: Of the rewards.
-      prompts: Rows of the run; none: no function is called.
+    Its functions are called on a few rows of `prompts` until one call succeeds: on the ground
+    truth, on an empty response and on a sentence. With `on_failure="score"`, a function that
+    always fails is a warning.
     """
+    check_sources(config, [prompt.data_source for prompt in prompts])
     terms = {**config.functions, **config.cost_functions}
     if any(is_import_path(term.function) for term in terms.values()):
         with _pool(config, [term.function for term in terms.values()], num_workers=1) as pool:
@@ -62,6 +45,20 @@ def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
             functions.location(term.function)  # the project's own: it can be imported
         except ValueError as error:
             raise RewardError(str(error)) from error
+
+
+def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
+    """Raises RewardError if no reward applies to a row, given the data sources of all rows."""
+    terms: dict[str, TermConfig] = {**config.functions, **config.models}
+    known = {name: term.data_source for name, term in terms.items()}
+    if "*" in known.values():
+        return
+    for row, source in enumerate(sources):
+        if source not in known.values():
+            raise RewardError(
+                f"row {row}: no reward applies to data source {source!r}; the terms of"
+                f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
+            )
 
 
 def _probe(config: RewardsConfig, pool: RewardPool, name: str, prompts: Sequence[Prompt]) -> None:
@@ -101,12 +98,18 @@ class Scorer:
     """Scores rollouts; a context manager that ends its processes."""
 
     def __init__(self, config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]):
+        """Starts the workers; `model_scorers` score by each of `models` and `cost_models`.
+
+        Raises:
+          RewardError: a function cannot be found, or the models are not those of the config.
+        """
         wanted = {*config.models, *config.cost_models}
         if wanted != set(model_scorers):
             raise RewardError(
                 f"config.rewards names the models {sorted(wanted)}, scorers were given for"
                 f" {sorted(model_scorers)}; give one for each"
             )
+        self._config = config
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         shared = sorted(set(self._reward_terms) & set(self._cost_terms))
@@ -143,7 +146,7 @@ class Scorer:
         terms = {**self._reward_terms, **self._cost_terms}
         sources = [rollouts.prompt_of(row).data_source for row in range(len(rollouts.responses))]
         applies = {name: _applies(term, sources) for name, term in terms.items()}
-        self._check_every_row_has_a_reward(applies, sources)
+        check_sources(self._config, sources)
         details: list[dict[str, Any]] = [{} for _ in sources]
         values = {name: np.zeros(len(sources)) for name in terms}
         num_calls, num_failures = self._call_functions(rollouts, applies, values, details)
@@ -153,7 +156,7 @@ class Scorer:
                 values[name] = np.where(applies[name], scores, 0.0)
         weights = {name: term.weight * applies[name] for name, term in terms.items()}
 
-        def weighted_sum(names):
+        def weighted_sum(names: Collection[str]) -> Float[np.ndarray, " B"]:
             total = sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
             for row in np.flatnonzero(np.abs(total) > LARGEST_SCORE):
                 raise RewardError(
@@ -173,15 +176,6 @@ class Scorer:
             num_calls=num_calls,
         )
 
-    def _check_every_row_has_a_reward(self, applies, sources) -> None:
-        rewarded = np.any([applies[name] for name in self._reward_terms], axis=0)
-        for row in np.flatnonzero(~rewarded):
-            known = {name: term.data_source for name, term in self._reward_terms.items()}
-            raise RewardError(
-                f"row {row}: no reward applies to data source {sources[row]!r}; the terms of"
-                f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
-            )
-
     def _call_functions(self, rollouts, applies, values, details) -> tuple[int, int]:
         """Fills the functions' part of `values` and `details`; returns calls and failures."""
         terms = {**self._reward_terms, **self._cost_terms}
@@ -191,17 +185,9 @@ class Scorer:
                 continue
             for row in np.flatnonzero(applies[name]).tolist():
                 prompt = rollouts.prompt_of(row)
+                given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
                 names.append(name)
-                calls.append(
-                    Call(
-                        function=term.function,
-                        row=row,
-                        data_source=prompt.data_source,
-                        solution_str=rollouts.responses[row],
-                        ground_truth=prompt.ground_truth,
-                        extra_info=prompt.extra_info,
-                    )
-                )
+                calls.append(Call(term.function, row, *given, prompt.extra_info))
         outcomes = self._outcomes(calls, hosts.own_part(len(rollouts.responses)))
         for name, call, outcome in zip(names, calls, outcomes, strict=True):
             values[name][call.row] = outcome.score
@@ -216,10 +202,8 @@ class Scorer:
 
         def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
             outcomes = self._pool.run(list(own.values())) if own else []
-            return [
-                (i, outcome.score, outcome.details, outcome.failure)
-                for i, outcome in zip(own, outcomes, strict=True)
-            ]
+            parts = ((each.score, each.details, each.failure) for each in outcomes)
+            return [(i, *part) for i, part in zip(own, parts, strict=True)]
 
         found = {i: Outcome(*rest) for part in hosts.together(run) for i, *rest in part}
         return [found[i] for i in range(len(calls))]

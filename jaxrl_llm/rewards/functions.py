@@ -1,9 +1,8 @@
 """Reward functions: the built-in ones, and how a user's own are found.
 
-Each has the signature `f(data_source, solution_str, ground_truth, extra_info)` and returns a
-number, or a dict with `score` and whatever else should be logged; `pred`, the answer that was
-found in the solution, is what maj@k votes on. This module runs in the worker
-processes and must not import jax.
+Each is `f(data_source, solution_str, ground_truth, extra_info)` and returns a number, or a dict
+with `score` and what else should be logged; maj@k votes on `pred`, the answer in the solution.
+Worker processes import this module, so it must not import jax.
 """
 
 import importlib
@@ -25,10 +24,9 @@ DEFAULT_MAX_CHARACTERS = 1024
 def arithmetic(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns 1.0 as `score` if all that stands behind the first `#` is the ground truth, else 0.0.
+    """Returns 1.0 as `score` if all text after the first `#` is the ground truth, else 0.0.
 
-    White space around it is ignored. Only the first `#` counts and nothing may follow the answer,
-    so that a policy can neither guess twice nor go on for ever.
+    White space around it is ignored. So a policy can neither guess twice nor go on for ever.
     """
     _, _, answer = solution_str.partition("#")
     return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
@@ -37,12 +35,10 @@ def arithmetic(
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns 1.0 as `score` if the last `#### number` of the text's end is the ground truth.
+    """Returns 1.0 as `score` if the last `#### number` is the ground truth, else 0.0.
 
-    The end is the last 300 characters.
-
-    Commas in it are dropped; then the texts must be equal, as in verl: `12.0` is not `12`, and
-    neither is `12.` at the end of a sentence.
+    It is looked for in the last 300 characters. Commas are dropped; then the texts must be equal,
+    as in verl: `12.0` is not `12`, and neither is `12.` at the end of a sentence.
     """
     numbers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARACTERS:])
     answer = numbers[-1].replace(",", "") if numbers else ""
@@ -52,10 +48,9 @@ def gsm8k(
 def answer_format(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """Returns 1.0 if the solution contains the form that was asked for, else 0.0.
+    """Returns 1.0 if the solution contains a match of `extra_info["format_regex"]`, else 0.0.
 
-    Args:
-      extra_info: `format_regex` is the form; without it `#### number`. `.` matches newlines too.
+    The default is `#### number`; `.` matches newlines too.
     """
     pattern = extra_info.get("format_regex", DEFAULT_FORMAT)
     return float(re.search(pattern, solution_str, re.DOTALL) is not None)
@@ -64,21 +59,17 @@ def answer_format(
 def length_penalty(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """Returns 0.0 up to a number of characters, then less and less down to -1.0.
+    """Returns -min(1, (characters - max_characters) / buffer_characters), 0.0 of fewer characters.
 
-        -min(1, (characters - max_characters) / buffer_characters)
-
-    Args:
-      extra_info: `max_characters`, 1024 if missing; `buffer_characters`, positive, the same as
-        `max_characters` if missing.
+    `extra_info` may have `max_characters` (1024) and `buffer_characters` (as `max_characters`).
     """
     allowed = extra_info.get("max_characters", DEFAULT_MAX_CHARACTERS)
     excess = max(0, len(solution_str) - allowed)
     return -min(1.0, excess / extra_info.get("buffer_characters", allowed)) if excess else 0.0
 
 
-# Where each is: what it needs is imported when it is looked up, not by runs without it and not
-# within the time limit of its first call.
+# What a function needs is imported when it is looked up: by no run without it, and not within the
+# time limit of its first call.
 REWARD_FUNCTIONS: Mapping[str, str] = {
     "arithmetic": f"{__name__}:arithmetic",
     "gsm8k": f"{__name__}:gsm8k",
@@ -90,9 +81,7 @@ REWARD_FUNCTIONS: Mapping[str, str] = {
 
 
 def location(name: str) -> tuple[str, str]:
-    """Returns the module or file of the function that a config names, and its name there.
-
-    Nothing is imported.
+    """Returns the module or file of a function, and its name there; imports nothing.
 
     Args:
       name: a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
@@ -110,10 +99,7 @@ def location(name: str) -> tuple[str, str]:
 
 
 def resolve(name: str) -> RewardFunction:
-    """Returns the function that a config names, what it needs imported.
-
-    Args:
-      name: see `location`.
+    """Returns the function of a name as of `location`.
 
     Raises:
       ValueError: there is no such name, module, file or function, its module fails when imported,

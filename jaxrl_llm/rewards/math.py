@@ -17,26 +17,17 @@ def math_answer(
 
     A boxed answer counts first, then LaTeX, then a plain expression near the end of the text.
     Several different boxed answers are one set, so that a second guess is no help. An answer that
-    cannot be read, or takes too long to compare, is wrong.
-
-    Args:
-      ground_truth: a number or LaTeX without delimiters.
+    cannot be read, or takes too long to compare, is wrong. The ground truth is a number or LaTeX
+    without delimiters.
 
     Raises:
       ValueError: the ground truth itself cannot be read.
     """
-    target = parse(
-        f"\\boxed{{{ground_truth}}}",
-        [LatexExtractionConfig()],
-        parsing_timeout=EXPRESSION_TIMEOUT_S,
-    )
+    limit = {"parsing_timeout": EXPRESSION_TIMEOUT_S}
+    target = parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], **limit)
     if not target:
         raise ValueError(f"ground truth {ground_truth!r} is no mathematical expression")
-    answer = parse(
-        solution_str,
-        [LatexExtractionConfig(), ExprExtractionConfig()],
-        parsing_timeout=EXPRESSION_TIMEOUT_S,
-    )
+    answer = parse(solution_str, [LatexExtractionConfig(), ExprExtractionConfig()], **limit)
     right = verify(target, answer, timeout_seconds=EXPRESSION_TIMEOUT_S)
     return {"score": float(right), "pred": _text(answer)}
 

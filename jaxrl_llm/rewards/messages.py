@@ -1,4 +1,4 @@
-"""What pool and workers say to each other: JSON, for neither loads objects the other made.
+"""What pool and workers send to each other: JSON, so that neither unpickles the other's objects.
 
 Beside what JSON knows, a message may hold what the rows of a file can: bytes, dates, decimals,
 UUIDs, arrays (which arrive as lists), and mappings with keys of any such kind.

@@ -1,9 +1,8 @@
 """A pool of processes that call reward functions under a real time limit.
 
-A call that hangs is ended by killing its process; a call that takes its process down costs that
-process alone. Either is replaced and the other calls go on. The workers are started as fresh
-interpreters, not by `multiprocessing`, whose children would import the main module of the run and
-with it jax.
+A call that hangs is ended by killing its process, which a new one replaces; other calls go on. The
+workers are fresh interpreters: children of `multiprocessing` would import the run's main module and
+jax.
 """
 
 import contextlib
@@ -74,15 +73,12 @@ class RewardPool:
         memory_gib: float = math.inf,
         environment: Sequence[str] = (),
     ):
-        """Starts the workers and waits until each of them has found every function.
+        """Starts the workers and waits until each has found every function.
 
         Args:
           functions: built-in names, import paths or file paths; see `functions.resolve`.
-          num_workers: at least 1.
-          timeout_s: limit of a single call, in seconds.
-          on_failure: "stop" raises at the first call that fails; "score" gives it
-            `failure_score` and goes on.
-          failure_score: finite.
+          timeout_s: limit of a single call.
+          on_failure: "stop" raises at the first call that fails, "score" gives `failure_score`.
           memory_gib: address space of a worker.
           environment: variables of this process that the workers see, beside those that an
             interpreter needs to start.
@@ -127,25 +123,14 @@ class RewardPool:
           RewardError: a call failed and `on_failure` is "stop".
         """
         outcomes = self.attempt(calls, stop=self._on_failure == "stop")
-        failed = [index for index, outcome in enumerate(outcomes) if outcome.failure]
-        if failed:
-            first = calls[failed[0]]
-            logger.warning(
-                "%d of %d reward calls failed and score %g; the first: %s",
-                len(failed),
-                len(calls),
-                self._failure_score,
-                f"{_where(first)}: {outcomes[failed[0]].failure}",
-            )
+        if failed := [index for index, outcome in enumerate(outcomes) if outcome.failure]:
+            first = f"{_where(calls[failed[0]])}: {outcomes[failed[0]].failure}"
+            said = "%d of %d reward calls failed and score %g; the first: %s"
+            logger.warning(said, len(failed), len(calls), self._failure_score, first)
         return outcomes
 
     def attempt(self, calls: Sequence[Call], stop: bool = False) -> list[Outcome]:
-        """Returns the outcome of each call, without a word about failures.
-
-        Args:
-          calls: of any functions.
-          stop: whether to raise RewardError at the first that fails.
-        """
+        """Returns the outcome of each call; logs no failures, raises at the first if `stop`."""
         if not self._workers:
             raise RewardError("the reward pool is closed")
         outcomes: dict[int, Outcome] = {}
@@ -196,21 +181,22 @@ class RewardPool:
 
     def _outcome(self, worker: "_Worker") -> Outcome:
         """Returns what became of the worker's call, and replaces the worker if it is lost."""
+
+        def failed(failure: str) -> Outcome:
+            return Outcome(self._failure_score, failure=failure)
+
         if not worker.connection.poll():
             self._replace(worker)
-            return self._failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
+            return failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
         try:
             answer = worker.receive()
         except (EOFError, OSError, ValueError):  # gone, or it wrote to the socket of its own
             death = worker.end(CLOSE_TIMEOUT_S)
             self._replace(worker)
-            return self._failed(f"the process that called it ended with {death}")
+            return failed(f"the process that called it ended with {death}")
         if "error" in answer:
-            return self._failed(answer["error"])
+            return failed(answer["error"])
         return Outcome(answer["score"], answer["details"])
-
-    def _failed(self, failure: str) -> Outcome:
-        return Outcome(self._failure_score, failure=failure)
 
     def _replace(self, worker: "_Worker") -> None:
         worker.end(0.0)
@@ -259,12 +245,8 @@ class _Worker:
         return self.ready and self.call < 0
 
     def begin(self, index: int, call: Call, timeout_s: float) -> None:
-        arguments = {
-            "data_source": call.data_source,
-            "solution_str": call.solution_str,
-            "ground_truth": call.ground_truth,
-            "extra_info": dict(call.extra_info),
-        }
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        arguments = {name: getattr(call, name) for name in names}
         try:
             messages.send(self.connection, (call.function, arguments))
         except (TypeError, RecursionError) as error:

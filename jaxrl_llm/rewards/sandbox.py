@@ -1,9 +1,8 @@
-"""Programs that nobody has read, run in a process that can do little.
+"""Runs untrusted programs, as a policy writes them, in a process that can do little.
 
-What a policy writes is run here: with limits on time, memory, files and processes, in an empty
-folder of its own, without the environment of the run, and where the system permits it without a
-network and as nobody. What is in force on this machine is known (`protections`), so that nobody
-has to hope. It is no defence against a flaw of the kernel: for that, run in a virtual machine.
+It has limits on time, memory, files and processes, an empty folder of its own, and none of the
+run's environment. Where the system permits it, it has no network and runs as nobody; `protections`
+tells. Against a flaw of the kernel only a virtual machine helps.
 """
 
 import contextlib
@@ -23,13 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC, _CLONE_NEWNS, _CLONE_NEWPID = (
-    0x10000000,
-    0x40000000,
-    0x08000000,
-    0x00020000,
-    0x20000000,
-)
+_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
+_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 1, 38, 24, 41
 _NOBODY = 65534
@@ -86,15 +80,10 @@ class Protections:
 
 
 def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Runs a Python program that nobody has read.
+    """Runs the text of an untrusted Python program.
 
     The interpreter is this one, isolated (`-I`): neither the run's modules nor site-packages
     of the user are on its path, and its environment is empty.
-
-    Args:
-      program: Its text.
-      stdin: What it reads.
-      limits: What it may use.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="sandbox_"))
     try:

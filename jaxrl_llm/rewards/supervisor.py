@@ -1,9 +1,9 @@
 """The process between the pool and one worker: what the worker has started ends with it.
 
-Run by the pool as `python -m jaxrl_llm.rewards.supervisor FD`. It forks the worker and waits. When
-the worker ends, however it does, or the pool closes this process's stdin, it kills all that is
-left of the worker's descendants, those in sessions and groups of their own too, and then ends as
-the worker did. No privilege is needed: the kernel makes it the parent of every orphan below it.
+The pool runs it as `python -m jaxrl_llm.rewards.supervisor FD`. It forks the worker and waits. When
+the worker ends, or the pool closes this process's stdin, it kills all descendants of the worker,
+in whatever session or group, and ends as the worker did. It needs no privilege: the kernel makes it
+the parent of every orphan below it.
 """
 
 import contextlib

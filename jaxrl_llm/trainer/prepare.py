@@ -48,6 +48,8 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     if config.evaluation.wanted:
         held_out = datasets.load_dataset(config.data, models.tokenizer, "eval", config.seed)
     rewards_lib.check(config.rewards, training_set.prompts)
+    sources = [prompt.data_source for prompt in held_out.prompts]
+    rewards_lib.check_sources(config.evaluation_rewards, sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
     run.claim(models, training_set, held_out, planned_bytes=planned_bytes)
@@ -59,10 +61,10 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
-    scorer = run.open(rewards_lib.build(config.rewards, model_scorers))
+    scorer = run.open(rewards_lib.Scorer(config.rewards, model_scorers))
     judge = scorer
     if config.evaluation.functions:
-        judge = run.open(rewards_lib.build(config.evaluation_rewards, {}))
+        judge = run.open(rewards_lib.Scorer(config.evaluation_rewards, {}))
     samples = sampler.build(config, models, frozen.base)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     return Prepared(

@@ -15,6 +15,7 @@ from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.finite import NotFiniteError
 from jaxrl_llm.models.safetensors_file import open_folder
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.trainer import rl
 
 
@@ -149,11 +150,8 @@ def test_a_prompt_longer_than_allowed(tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_a_data_source_without_a_reward(tmp_path, cache):
-    """Known only when the row is scored; the run stops with the terms that there are."""
+def test_a_data_source_without_a_reward(tmp_path):
     terms = {"answer": {"function": "arithmetic", "data_source": "products"}}
     settings = from_rows(tmp_path, GOOD, GOOD) | {"rewards.functions": terms}
-    arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={tmp_path / 'run'}"]
-    said = runs.refused("train", arguments, cache)
+    said = refused(tmp_path, settings, RewardError)
     assert "no reward applies to data source 'sums'" in said

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
-from jaxrl_llm.rewards.base import build
+from jaxrl_llm.rewards.base import Scorer
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.types import Prompt, Rollouts
 
@@ -61,7 +61,7 @@ def test_weighted_terms_of_the_rows_they_apply_to(user_file):
         "harm": lambda r: np.full(4, 0.25),
     }
     batch = rollouts(["a", "b"], ["xx", "xxxx", "x", "xx"], samples_per_prompt=2)
-    with build(config, scorers) as scorer:
+    with Scorer(config, scorers) as scorer:
         rewards = scorer.score(batch)
     # Row 0: 0.5 * 2 + 2 / 2; row 1: 0.5 * 4 + 2 / 4; row 2: 2 / 1 - 5; row 3: 2 / 2 - 6.
     np.testing.assert_array_equal(rewards.scores, np.float32([2.0, 2.5, -3.0, -5.0]))
@@ -92,7 +92,7 @@ def test_failures_are_counted(user_file):
         on_failure="score",
         failure_score=-3.0,
     )
-    with build(config, {}) as scorer:
+    with Scorer(config, {}) as scorer:
         rewards = scorer.score(rollouts(["a"] * 3, ["", "xx", ""]))
     assert rewards.num_failures == 2
     np.testing.assert_array_equal(rewards.scores, np.float32([-6.0, 1.0, -6.0]))
@@ -105,7 +105,7 @@ def test_a_row_without_a_reward_is_named():
         cost_functions={"all": RewardFunctionConfig(function="length")},
         num_workers=1,
     )
-    with build(config, {}) as scorer:
+    with Scorer(config, {}) as scorer:
         with pytest.raises(RewardError, match="row 1: no reward applies to data source 'poems'"):
             scorer.score(rollouts(["arithmetic", "poems"], ["#9", "#9"]))
         # The arithmetic of the row: the ground truth is "truth 0".
@@ -115,7 +115,7 @@ def test_a_row_without_a_reward_is_named():
 def test_models_alone_need_no_processes():
     config = RewardsConfig(models={"judge": RewardModelConfig(data_source="a")})
     seen = []
-    with build(config, {"judge": lambda r: seen.append(r) or np.array([0.5, 7.0])}) as scorer:
+    with Scorer(config, {"judge": lambda r: seen.append(r) or np.array([0.5, 7.0])}) as scorer:
         batch = rollouts(["a", "a"], ["x", "y"])
         np.testing.assert_array_equal(scorer.score(batch).scores, np.float32([0.5, 7.0]))
     assert seen == [batch]
@@ -132,7 +132,7 @@ def test_models_alone_need_no_processes():
 def test_a_model_must_score_every_row(scores, message):
     config = RewardsConfig(models={"judge": RewardModelConfig()})
     with (
-        build(config, {"judge": lambda r: scores}) as scorer,
+        Scorer(config, {"judge": lambda r: scores}) as scorer,
         pytest.raises(RewardError, match=message),
     ):
         scorer.score(rollouts(["a", "a"], ["x", "y"]))
@@ -140,10 +140,10 @@ def test_a_model_must_score_every_row(scores, message):
 
 def test_the_models_given_must_be_those_of_the_config():
     with pytest.raises(RewardError, match=r"names the models \['judge'\].*given for \[\]"):
-        build(RewardsConfig(models={"judge": RewardModelConfig()}), {})
+        Scorer(RewardsConfig(models={"judge": RewardModelConfig()}), {})
 
 
 def test_an_unknown_function_is_an_error_of_the_start():
     config = RewardsConfig(functions={"f": RewardFunctionConfig(function="absent")}, num_workers=1)
     with pytest.raises(RewardError, match="unknown reward function 'absent'"):
-        build(config, {})
+        Scorer(config, {})

@@ -240,7 +240,7 @@ def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
     frozen = weights.frozen(CONFIG, models, policy, trained)
     pairs = examples.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
     sequences = [(prompt, answer) for prompt, *both in pairs for answer in both]
-    with rewards_lib.build(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
+    with rewards_lib.Scorer(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
         scores = scorer.score(as_rollouts(sequences)).scores.reshape(-1, 2)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
 
