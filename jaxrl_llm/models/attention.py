@@ -1,7 +1,7 @@
 """Attention of whole rows, as in training, scoring and prefill: one function, several kernels.
 
-XLA's own products everywhere, in blocks of queries so that long rows need little memory; the
-splash kernel on TPUs, which skips what no query sees; cuDNN's on GPUs.
+"xla" works everywhere, in blocks of queries so that long rows need little memory; "splash" on TPUs
+skips what no query sees; "cudnn" is for GPUs.
 """
 
 import functools
@@ -22,15 +22,15 @@ from jaxrl_llm.sharding.mesh import ACTIVATIONS, partition_spec
 
 Implementation = Literal["xla", "splash", "cudnn"]
 
-# `prefix_ids` of rows in which no two sequences share a beginning.
+# `prefix_ids` of rows in which no sequences share a prefix.
 NOTHING_SHARED = np.zeros((1, 0), np.int32)
 # `key_blocks` of rows whose queries are compared with all keys.
 ALL_BLOCKS = np.zeros((1, 0, 0), np.int32)
 KEY_BLOCK = 64  # keys that queries see together, or together do not
 
 QUERY_BLOCK = 512  # queries whose scores exist at one time
-MOST_KEYS = QUERY_BLOCK  # of the blocks that a query sees: its scores all exist at one time
-_SPLASH_LANES = 128  # splash works on multiples of it
+MOST_KEYS = QUERY_BLOCK  # of the blocks that a query sees: their scores exist at one time
+_SPLASH_LANES = 128  # splash works on rows of a multiple of it
 _SPLASH_BLOCK = 512
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # score of a key that is not seen
 
@@ -43,8 +43,8 @@ def implementation_for(
 ) -> Implementation:
     """Returns the kernel of a run.
 
-    "auto" is splash on TPUs, and cuDNN on GPUs where it can: numbers of 16 bits, heads of at
-    most 128 that divide by 8.
+    "auto" is splash on TPUs, and cuDNN on GPUs with bfloat16 and head sizes of at most 128 that
+    divide by 8.
     """
     if wanted != "auto":
         return wanted
@@ -55,26 +55,24 @@ def implementation_for(
 
 
 def shares_prefixes(implementation: Implementation) -> bool:
-    """Returns whether a kernel knows `prefix_ids`; splash compares one number a token."""
+    """Returns whether a kernel can use `prefix_ids`; splash compares one number a token."""
     return implementation != "splash"
 
 
 def segment_causal_mask(
-    segment_ids: Int[Array, "B S"],
+    segment_ids: Int[Array, "B T"],
     first: int | Int[Array, ""] = 0,
     length: int = 0,
     window: int = 0,
-    prefix_ids: Int[Array | np.ndarray, "_ P"] = NOTHING_SHARED,
-) -> Bool[Array, "B 1 Q S"]:
-    """Returns which key each query may see: its own segment, not the future. 0 is padding.
+    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NOTHING_SHARED,
+) -> Bool[Array, "B 1 queries keys"]:
+    """Returns which key each query may see: its own segment, not the future.
 
     Args:
-      segment_ids: Which sequence of the row each token belongs to.
-      first: The first query.
-      length: Of the queries; 0: the whole row.
+      first, length: Of the queries; length 0: the whole row.
       window: Tokens back from the query, itself included, that it sees; 0: all.
-      prefix_ids: The segment that each token continues and sees as well, which stands before it
-        in the row; its own where it continues none.
+      prefix_ids: The earlier segment of the row that each token continues and sees as well; its
+        own segment where it continues none.
     """
     length = length or segment_ids.shape[1]
     queries = (first + jnp.arange(length))[:, None]
@@ -88,7 +86,7 @@ def segment_causal_mask(
     return (same & sees)[:, None]
 
 
-def _of_segment(wanted, segment_ids, first, length: int) -> Bool[Array, "B Q S"]:
+def _of_segment(wanted, segment_ids, first, length: int) -> Bool[Array, "B queries keys"]:
     of_queries = jax.lax.dynamic_slice_in_dim(wanted, first, length, axis=1)
     return of_queries[:, :, None] == segment_ids[:, None, :]
 
@@ -103,30 +101,23 @@ def full_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     interpret: bool = False,
-    prefix_ids: Int[Array | np.ndarray, "_ P"] = NOTHING_SHARED,
-    key_blocks: Int[Array | np.ndarray, "_ Q C"] = ALL_BLOCKS,
+    prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NOTHING_SHARED,
+    key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = ALL_BLOCKS,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k / sqrt(H)) v inside each segment, causally.
 
-    Key and value heads are shared by groups of N/K query heads and never repeated in memory
-    (splash alone repeats them where the mesh splits heads further than there are key heads).
-    Rows of padding attend to padding; what they hold is of no consequence.
+    Groups of N/K query heads share a key and value head, which is not repeated in memory (splash
+    repeats it where the mesh splits heads further than there are key heads). Segment 0 is padding,
+    whose results mean nothing.
 
     Args:
-      q, k, v: Turned by their positions.
-      segment_ids: Which sequence of the row; 0 is padding.
-      implementation: The kernel; see `implementation_for`.
+      q, k, v: Rotated by their positions.
       window: Tokens back, itself included, that a query sees; 0: all.
-      soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0: as they are. cuDNN has none.
+      soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0: unchanged. cuDNN has none.
       interpret: Runs splash without a TPU, slowly.
-      prefix_ids: As of `segment_causal_mask`; not with splash or a window, which goes by places
-        in the row.
-      key_blocks: Of each of Q equal blocks of queries, all blocks of keys that hold what it sees;
-        Q fills the rest. A saving where XLA's products attend to prefixes, elsewhere without
-        effect.
-
-    Raises:
-      ValueError: If it is asked for prefixes that it cannot see.
+      prefix_ids: As of `segment_causal_mask`; not with splash or a window.
+      key_blocks: For each of several equal blocks of queries, the numbers of all blocks of keys
+        that it sees; the number of blocks fills the rest. Saves work for "xla" with prefixes.
     """
     if prefix_ids.shape[1] and (window or not shares_prefixes(implementation)):
         raise ValueError(
@@ -147,25 +138,24 @@ def _in_key_blocks(q, k, v, segment_ids, prefix_ids, key_blocks, soft_cap: float
     """Returns attention of every block of queries to the blocks of keys that it sees."""
     batch, length = segment_ids.shape
     count = key_blocks.shape[1]
-    there = jnp.repeat(key_blocks < count, length // count, axis=-1)
+    is_block = jnp.repeat(key_blocks < count, length // count, axis=-1)
     blocks = jnp.minimum(key_blocks, count - 1)
 
     def cut(x):
         return x.reshape(batch, count, length // count, *x.shape[2:])
 
     def found(x):
-        """Returns the keys of each block of queries, [B, Q, keys, ...]."""
+        """Returns the keys of each block of queries, [B, blocks, keys, ...]."""
         chosen = jax.vmap(lambda row, wanted: row[wanted])(cut(x), blocks)
         return chosen.reshape(batch, count, -1, *x.shape[2:])
 
-    places = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
+    positions = jnp.broadcast_to(jnp.arange(length), segment_ids.shape)
     ids = found(segment_ids)[:, :, None]
     sees = (cut(segment_ids)[..., None] == ids) | (cut(prefix_ids)[..., None] == ids)
-    sees &= found(places)[:, :, None] <= cut(places)[..., None]
-    sees &= there[:, :, None]
+    sees &= found(positions)[:, :, None] <= cut(positions)[..., None]
+    sees &= is_block[:, :, None]
     together = lambda x: x.reshape(batch * count, *x.shape[2:])  # noqa: E731
-    plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
+    attend = _xla(soft_cap)
     queries, keys, values = (together(x) for x in (cut(q), found(k), found(v)))
     return attend(queries, keys, values, mask=together(sees)[:, None]).reshape(q.shape)
 
@@ -173,11 +163,10 @@ def _in_key_blocks(q, k, v, segment_ids, prefix_ids, key_blocks, soft_cap: float
 def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):
     """Returns attention of one block of queries after another.
 
-    A block's scores are computed again in the backward pass: never more than one block's exist.
+    The backward pass computes scores again, so that only one block's exist at a time.
     """
     batch, length, num_heads, size = q.shape
-    plain = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    attend = functools.partial(_capped, soft_cap=soft_cap) if soft_cap else plain
+    attend = _xla(soft_cap)
     if length <= QUERY_BLOCK:
         mask = segment_causal_mask(segment_ids, window=window, prefix_ids=prefix_ids)
         return attend(q, k, v, mask=mask)
@@ -198,7 +187,13 @@ def _in_blocks(q, k, v, segment_ids, prefix_ids, window: int, soft_cap: float):
     return jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, num_heads, size)[:, :length]
 
 
-def _capped(q, k, v, mask: Bool[Array, "B 1 Q S"], soft_cap: float):
+def _xla(soft_cap: float):
+    if soft_cap:
+        return functools.partial(_capped, soft_cap=soft_cap)
+    return functools.partial(jax.nn.dot_product_attention, implementation="xla")
+
+
+def _capped(q, k, v, mask: Bool[Array, "B 1 queries keys"], soft_cap: float):
     batch, queries, _, size = q.shape
     grouped = q.reshape(batch, queries, k.shape[2], -1, size)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
@@ -207,15 +202,12 @@ def _capped(q, k, v, mask: Bool[Array, "B 1 Q S"], soft_cap: float):
     return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)
 
 
-# Splash.
-
-
 def _splash(q, k, v, segment_ids, window: int, soft_cap: float, interpret: bool):
     local = functools.partial(_splash_local, window=window, soft_cap=soft_cap, interpret=interpret)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
         return local(q, k, v, segment_ids)
-    # A kernel sees local arrays: its own rows, and the key heads of its own query heads.
+    # The kernel gets local arrays: its own rows, and the key heads of its own query heads.
     sizes = dict(mesh.shape)
     spec = functools.partial(partition_spec, rules=ACTIVATIONS, axis_sizes=sizes, units={})
     rows = spec(q.shape, ("batch", None, "heads", None))

@@ -1,8 +1,7 @@
-"""Weights of one dtype in arithmetic of another: cast layer by layer, differentiated as cast.
+"""Weights cast to the compute dtype layer by layer, with gradients in the compute dtype.
 
-Two copies that a compiler would make of all layers are avoided. It casts stacked weights before
-the loop over layers, whichever way it goes; and the gradient of a cast is as wide as what was cast,
-though it holds no more than the narrow numbers that the backward pass makes.
+This avoids two copies of all layers: the compiler would cast stacked weights before the loop over
+layers, and the gradient of a cast has the wide dtype although its numbers are narrow.
 """
 
 import dataclasses
@@ -21,20 +20,16 @@ _TILE = 128  # numbers side by side in a TPU's memory
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """A weight that takes no gradient, and what takes it instead, in the dtype of the arithmetic.
-
-    Only the shape and dtype of `variable` count: it adds nothing to the weight.
-    """
+    """A weight without a gradient, and the `variable` of the compute dtype that gets it instead."""
 
     weight: Array
     variable: Array
 
 
 def variables(params: Params, compute_dtype: str) -> Params:
-    """Returns what to differentiate by: matrices of layers as the arithmetic sees them.
+    """Returns what to differentiate by: zeros of the compute dtype for wider matrices of layers.
 
-    Where the arithmetic has fewer bits than they have, they are zeros of its dtype. All else is the
-    parameter itself. See `bound`.
+    All else is the parameter itself. See `bound`.
     """
     bits = jnp.dtype(compute_dtype).itemsize
 
@@ -51,15 +46,9 @@ def bound(params: Params, found: Params) -> Params:
 
 
 def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params:
-    """Returns one layer of stacked parameters as the arithmetic reads it.
-
-    Args:
-      layer: Of `params` or of `bound` parameters; matrices are cast, vectors are left as they are.
-      index: Number of the layer, from 0, as the loop counts them.
-      compute_dtype: Of the matrices returned.
-    """
-    # A factor that depends on the loop: a cast alone is moved out of it, and so done for all layers
-    # at once, through an optimization barrier too.
+    """Returns layer `index` of parameters, or of `bound` ones, with its matrices cast."""
+    # A factor that depends on the loop: a cast alone would be moved out of it, even through an
+    # optimization barrier, and done for all layers at once.
     one = index >= 0
 
     def cast(w: Array | Cast) -> Array:
@@ -74,11 +63,10 @@ def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params
 
 
 def _as_stored(w: Float[Array, "I O"]) -> Float[Array, "I O"]:
-    """Returns a matrix of one layer, told to lie in memory as all layers of it do: by rows.
+    """Returns a matrix of one layer, constrained to lie in memory by rows, as its stack does.
 
-    Columns are cheapest to gather from what lies by columns, and to have a slice so, the compiler
-    would turn all layers ahead of the loop, a copy that lasts until the loop's end. Shards whose
-    rows do not fill whole tiles lie by columns from the start and are left alone.
+    Otherwise the compiler transposes all layers before the loop, as columns are cheapest to gather.
+    Shards whose rows do not fill whole tiles lie by columns from the start.
     """
     devices = jax.sharding.get_abstract_mesh().size
     if devices <= 1 or w.shape[-1] % (devices * _TILE):

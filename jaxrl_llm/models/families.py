@@ -1,13 +1,13 @@
-"""What the supported model families are called on disk: config keys and tensor names.
+"""Names of the supported model families on disk: config keys and tensor names.
 
-Weights are not read here (see `huggingface`). A family is a value of `model_type` in
-config.json; adding one is a row of `FAMILIES`, and of the tables below where its blocks differ.
+A family is a value of `model_type` in config.json; adding one is a row of `FAMILIES`, and of the
+tables below where its blocks differ.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -44,22 +44,29 @@ _FIXED: Mapping[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-_LLAMA3_ROPE = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-
-
-# RLConfig.
+# Fields of a shape, and their keys in config.json: those that must be there, and all.
+_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "mlp_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_KEYS = {
+    **_REQUIRED,
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+}
+_LLAMA3_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -98,9 +105,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
-    """Returns the tokens that end a response: of generation_config.json, else config.json.
-
-    Empty if neither names one.
+    """Returns the tokens that end a response: of generation_config.json, else config.json, or ().
 
     Raises:
       CheckpointFormatError: If the folder or a readable config.json is missing.
@@ -119,12 +124,9 @@ def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
 def architecture(config: Mapping[str, Any], source: str = "config.json") -> tuple[str, str]:
     """Returns (family, head) of a model: ("llama", "lm"), ("qwen3", "scalar"), ...
 
-    Args:
-      config: Contents of config.json.
-      source: What errors call it.
-
     Raises:
-      CheckpointFormatError: If the model is of no known family, or has a head of another kind.
+      CheckpointFormatError: If the model is of no known family, or has a head of another kind;
+        begins with `source`.
     """
     family = str(config.get("model_type"))
     if family not in FAMILIES:
@@ -142,22 +144,17 @@ def architecture(config: Mapping[str, Any], source: str = "config.json") -> tupl
 
 
 def shape_from_config(config: Mapping[str, Any], source: str = "config.json") -> Shape:
-    """Returns the shape that a Hugging Face config describes.
+    """Returns the shape that the contents of a config.json describe.
 
-    Rotary settings are read in both spellings, `rope_theta` with `rope_scaling` and
-    `rope_parameters`.
-
-    Args:
-      config: Contents of config.json.
-      source: What errors call it.
+    Rotary settings are read as `rope_theta` with `rope_scaling`, and as `rope_parameters`.
 
     Raises:
       CheckpointFormatError: On an unknown family, a missing key, or an option that would
-        change the arithmetic in a way that is not implemented.
+        change the arithmetic in a way that is not implemented; begins with `source`.
     """
     name, _ = architecture(config, source)
     family = FAMILIES[name]
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    missing = [key for key in _REQUIRED.values() if not isinstance(config.get(key), int)]
     if missing:
         raise CheckpointFormatError(f"{source}: {', '.join(missing)} missing or no integer")
     for key, value in _FIXED.items():
@@ -213,12 +210,12 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling]:
             f"{source}: {key} is {dict(rope)}; rope_type must be 'default' or 'llama3', the same"
             " for all layers"
         )
-    missing = [name for name in _LLAMA3_ROPE if name not in rope]
+    missing = [name for name in _LLAMA3_ROPE.values() if name not in rope]
     if missing:
         raise CheckpointFormatError(f"{source}: {key} of type llama3 lacks {', '.join(missing)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointFormatError(f"{source}: {key}.partial_rotary_factor must be 1")
-    factor, low, high, original = (rope[name] for name in _LLAMA3_ROPE)
+    factor, low, high, original = (rope[name] for name in _LLAMA3_ROPE.values())
     return theta, RopeScaling(float(factor), float(low), float(high), int(original))
 
 
@@ -230,12 +227,8 @@ def to_hf_config(
 ) -> dict[str, Any]:
     """Returns the contents of a config.json; the inverse of `shape_from_config`.
 
-    Args:
-      shape: Of the network.
-      head: "lm" or "scalar"; the latter becomes a sequence classifier with one label.
-      dtype: Of the tensors beside it.
-      source_config: Contents of another config.json, whose other keys are kept (token ids,
-        dropout). What depends on shape, head and dtype is replaced.
+    The head "scalar" becomes a sequence classifier with one label. `dtype` is that of the tensors.
+    Keys of `source_config` that depend on none of these (token ids, dropout) are kept.
 
     Raises:
       CheckpointFormatError: If the family is unknown or the shape is not one it can have.
@@ -251,43 +244,22 @@ def to_hf_config(
                 f"shape.{switch} is {getattr(shape, switch)}, but {shape.family} models have"
                 f" {switch}={getattr(family, switch)}; another reader would compute otherwise"
             )
-    replaced = ("rope_parameters", "torch_dtype", "id2label", "label2id", "num_labels")
+    replaced = ("rope_parameters", "torch_dtype", "dtype", "id2label", "label2id", "num_labels")
     config = {k: v for k, v in (source_config or {}).items() if k not in replaced}
-    scaling = shape.rope_scaling
+    config |= {key: getattr(shape, field) for field, key in _KEYS.items()}
+    scaling = {key: getattr(shape.rope_scaling, field) for field, key in _LLAMA3_ROPE.items()}
+    stretched = shape.rope_scaling.factor != 1.0
     config.update(
         model_type=shape.family,
         architectures=[family.model_class + HEADS[head]],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.mlp_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_size,
         hidden_act="silu",
-        max_position_embeddings=shape.max_positions,
-        rms_norm_eps=shape.norm_eps,
-        tie_word_embeddings=shape.tie_embeddings,
-        # The older of the two spellings, as every reader knows it.
-        rope_theta=shape.rope_theta,
-        rope_scaling=None
-        if scaling.factor == 1.0
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
+        # The older of the two spellings, which every reader knows.
+        rope_scaling={"rope_type": "llama3", **scaling} if stretched else None,
         torch_dtype=dtype,
     )
-    config.pop("dtype", None)
     if head == "scalar":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     return config
-
-
-# Tensors.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +268,7 @@ class TensorName:
 
     path: tuple[str, ...]  # keys into the parameter tree
     name: str  # "{}" stands for the layer where the parameter is stacked
-    transposed: bool = False  # stored as [out, in], ours is [in, out]
+    transposed: bool = False  # [out, in] in the file, [in, out] in the tree
 
     @property
     def stacked(self) -> bool:
@@ -307,46 +279,42 @@ class TensorName:
         return [self.name.format(i) for i in range(num_layers)] if self.stacked else [self.name]
 
 
-def _projection(path: str, module: str, bias: bool) -> Iterator[TensorName]:
-    keys = ("layers", *path.split("."))
-    yield TensorName((*keys, "kernel"), f"model.layers.{{}}.{module}.weight", transposed=True)
-    if bias:
-        yield TensorName((*keys, "bias"), f"model.layers.{{}}.{module}.bias")
-
-
-def _norm(path: str, module: str) -> TensorName:
-    return TensorName(("layers", *path.split("."), "scale"), f"model.layers.{{}}.{module}.weight")
-
-
 def tensor_names(shape: Shape, head: str = "lm") -> tuple[TensorName, ...]:
     """Returns every parameter of a network with its name in a Hugging Face file."""
+    names = [TensorName(("embed",), "model.embed_tokens.weight")]
 
-    def names() -> Iterator[TensorName]:
-        yield TensorName(("embed",), "model.embed_tokens.weight")
-        yield _norm("attention_norm", "input_layernorm")
-        for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-            yield from _projection(f"attention.{ours}", f"self_attn.{theirs}", shape.qkv_bias)
-        yield from _projection("attention.o", "self_attn.o_proj", False)
-        if shape.qk_norm:
-            yield _norm("attention.q_norm", "self_attn.q_norm")
-            yield _norm("attention.k_norm", "self_attn.k_norm")
-        yield _norm("mlp_norm", "post_attention_layernorm")
-        for ours in ("gate", "up", "down"):
-            yield from _projection(f"mlp.{ours}", f"mlp.{ours}_proj", False)
-        yield TensorName(("norm", "scale"), "model.norm.weight")
-        if head == "scalar":
-            yield TensorName(("score",), "score.weight")
-        elif not shape.tie_embeddings:
-            yield TensorName(("head",), "lm_head.weight")
+    def add(path: str, module: str, bias: bool = False) -> None:
+        keys, name = ("layers", *path.split(".")), f"model.layers.{{}}.{module}"
+        if path.endswith("norm"):
+            names.append(TensorName((*keys, "scale"), f"{name}.weight"))
+            return
+        names.append(TensorName((*keys, "kernel"), f"{name}.weight", transposed=True))
+        if bias:
+            names.append(TensorName((*keys, "bias"), f"{name}.bias"))
 
-    return tuple(names())
+    add("attention_norm", "input_layernorm")
+    for ours in "qkv":
+        add(f"attention.{ours}", f"self_attn.{ours}_proj", shape.qkv_bias)
+    add("attention.o", "self_attn.o_proj")
+    if shape.qk_norm:
+        add("attention.q_norm", "self_attn.q_norm")
+        add("attention.k_norm", "self_attn.k_norm")
+    add("mlp_norm", "post_attention_layernorm")
+    for ours in ("gate", "up", "down"):
+        add(f"mlp.{ours}", f"mlp.{ours}_proj")
+    names.append(TensorName(("norm", "scale"), "model.norm.weight"))
+    if head == "scalar":
+        names.append(TensorName(("score",), "score.weight"))
+    elif not shape.tie_embeddings:
+        names.append(TensorName(("head",), "lm_head.weight"))
+    return tuple(names)
 
 
 def may_be_unused(name: str, shape: Shape, head: str) -> bool:
-    """Returns whether a stored tensor is rightly left unread by this network.
+    """Returns whether this network needs no such tensor.
 
-    A tied or scalar head has no use for a stored output projection; rotary frequencies, which
-    old writers stored, follow from the config.
+    A tied or scalar head does not use a stored output projection; rotary frequencies, which old
+    writers stored, follow from the config.
     """
     if name == "lm_head.weight":
         return head == "scalar" or shape.tie_embeddings

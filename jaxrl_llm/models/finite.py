@@ -26,12 +26,9 @@ _leaf_is_finite = jax.jit(all_finite)
 
 
 def check(tree: Tree, where: str, remedy: str) -> None:
-    """Raises NotFiniteError if weights are not finite; updates that begin so are all skipped.
+    """Raises NotFiniteError, with these words at its ends, if weights are not finite.
 
-    Args:
-      tree: Arrays, in host memory too: one at a time is brought to the devices.
-      where: They come from; the error begins with it.
-      remedy: What the user can do; the error ends with it.
+    Arrays in host memory are brought to the devices one at a time.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = [(path, _leaf_is_finite(resting.working(leaf))) for path, leaf in leaves]

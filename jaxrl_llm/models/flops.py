@@ -1,4 +1,4 @@
-"""How much arithmetic a network needs: counted from its shape, as the compiler cannot.
+"""Floating-point operations of a network, counted from its shape.
 
 A compiler's cost analysis counts the body of a scan once, however many layers run through it.
 """
@@ -19,28 +19,20 @@ def layer_products(shape: Shape) -> int:
 
 
 def attention_parity(shape: Shape) -> int:
-    """Returns how many keys of a query take as long as the products with a layer's weights.
+    """Returns how many keys of a query cost as much time as the matmuls of a layer.
 
-    Where all scores of a row are written out; what no query may see costs as much.
+    All scores of a row are computed, also those of keys that a query may not see.
     """
     per_key = shape.num_heads * (2 * shape.head_size + _SCORE_PRODUCTS)
     return max(1, layer_products(shape) // per_key)
 
 
 def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -> float:
-    """Returns the floating-point operations of one forward pass over whole sequences.
+    """Returns the operations of one forward pass over sequences of these lengths.
 
-    Products alone, two operations for each multiplication: `2 T` of all weights, and in each layer
-    `4 N H` for every pair of a query with a key that it sees, T (T + 1) / 2 of them. Norms,
-    rotations, softmax and embedding look-up are left out, as is usual.
-
-    Args:
-      shape: Of the network.
-      lengths: Tokens of each sequence.
-      num_labels: Width of the head; 0: the vocabulary.
-
-    Returns:
-      A float, as the numbers outgrow 64 bits for a long run.
+    Matmuls only: `2 T` for each weight, and in each layer `4 N H` for each of the T (T + 1) / 2
+    pairs of a query and a key that it sees. `num_labels` is the width of the head; 0: the
+    vocabulary. A float, as the numbers of a long run need more than 64 bits.
     """
     lengths = np.asarray(lengths, np.float64)
     tokens, pairs = lengths.sum(), (lengths * (lengths + 1) / 2).sum()
@@ -53,13 +45,8 @@ def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -
 def training(
     shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0, frozen: bool = False
 ) -> float:
-    """Returns the operations of forward and backward pass: three times the forward pass.
+    """Returns the operations of forward and backward pass, without rematerialization.
 
-    What rematerialization computes again does not count: it is the price of memory, not work.
-
-    Args:
-      shape, lengths, num_labels: As of `forward`.
-      frozen: Of a base below adapters, whose own gradients nobody computes; twice the forward
-        pass then, the adapters' few products left out.
+    Three times the forward pass; two times with a `frozen` base, whose adapters are not counted.
     """
     return (2 if frozen else 3) * forward(shape, lengths, num_labels)

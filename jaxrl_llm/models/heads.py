@@ -1,8 +1,7 @@
-"""What is read off the last hidden states: log-probs of tokens, values, sequence scores.
+"""What is computed from the last hidden states: log-probs of tokens, values, sequence scores.
 
-This is the only place where arrays are shifted: hidden state t-1 speaks about token t, and
-every result below has index t about `tokens[:, t]`. The language-model head never holds
-the logits of a whole batch, neither forward nor backward.
+Arrays are shifted only here: hidden state t-1 predicts token t, and every result below has index t
+about `tokens[:, t]`. The logits of a whole batch never exist, neither forward nor backward.
 """
 
 import dataclasses
@@ -18,24 +17,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
 
-_THINNEST = 128  # rows of a gathered piece, one for each token it speaks of
+_MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
 # What is computed of the entropy: nothing, its value, or its value with a gradient.
 Entropy = Literal["none", "value", "gradient"]
 
 
 def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int) -> int:
-    """Returns as many pieces as bring the logits of a piece down to `chunk` tokens' worth.
+    """Returns how many pieces the vocabulary is cut into.
 
-    Their number divides a device's rows of the vocabulary; it is the next that does. None is
-    thinner than a product with it is worth.
-
-    Args:
-      local_rows: Of the weight [V, D], on one device.
-      gathered_over: Devices that a piece is gathered from.
-      num_tokens: That a device computes logits of.
-      chunk: Tokens whose logits over the whole vocabulary may exist at one time.
+    A piece's logits take the memory of `chunk` tokens' logits over the whole vocabulary, or a
+    little less: the number divides `local_rows`, a device's rows of the weight [V, D]. Each piece
+    has at least 128 rows; smaller matmuls are inefficient. A piece is gathered from
+    `gathered_over` devices; a device computes logits of `num_tokens` tokens.
     """
-    wanted = max(1, min(-(-num_tokens // chunk), local_rows * gathered_over // _THINNEST))
+    wanted = max(1, min(-(-num_tokens // chunk), local_rows * gathered_over // _MIN_ROWS))
     return next((n for n in range(wanted, local_rows + 1) if local_rows % n == 0), local_rows)
 
 
@@ -43,10 +38,9 @@ def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int)
 class _Pieces:
     """How the output projection is cut along the vocabulary, so that logits exist piece by piece.
 
-    The weight is split over `outer` (tensor) times `inner` (the other axes that hold parameters)
-    devices; every piece has the same number of rows of each of them. So a piece is gathered over
-    the inner axes alone, its gradient is summed and scattered over them in one go, and no device
-    ever holds the whole weight or its whole gradient.
+    The weight is split over `outer` (tensor) times `inner` (the other parameter axes) devices;
+    every piece has the same number of rows of each. So a piece is gathered, and its gradient
+    reduced and scattered, over the inner axes alone; no device holds the whole weight or gradient.
     """
 
     outer: tuple[str, ...]  # axes that split the arithmetic
@@ -69,49 +63,39 @@ class _Pieces:
         count = num_pieces(local, sizes[1], -(-math.prod(rows) // shards), chunk)
         return cls(outer, inner, (sizes[0], sizes[1]), count, local // count)
 
-    def split(self, weight: Float[Array, "V D"]) -> Float[Array, "O I R D"]:
-        """Returns the weight by the devices that hold it, R rows each. No array moves."""
+    def split(self, weight: Float[Array, "V D"]) -> Float[Array, "outer inner rows D"]:
+        """Returns the weight by the devices that hold it, without moving data."""
         weight = weight.reshape(*self.sizes, -1, weight.shape[1])
         return self._placed(weight, self.outer, self.inner)
 
-    def join(self, weight: Float[Array, "O I R D"]) -> Float[Array, "V D"]:
-        return weight.reshape(-1, weight.shape[-1])
-
     def piece(
-        self, weight: Float[Array, "O I R D"], number: Int[Array, ""]
-    ) -> Float[Array, "O I r D"]:
-        """Returns a piece, in the parts that devices keep."""
+        self, weight: Float[Array, "outer inner rows D"], number: Int[Array, ""]
+    ) -> Float[Array, "outer inner piece D"]:
+        """Returns one piece on every device, split over the outer axes alone.
+
+        The parts of devices stay apart: putting them side by side moves every row where they fill
+        no whole tiles of a TPU's memory.
+        """
         piece = jax.lax.dynamic_slice_in_dim(weight, number * self.rows, self.rows, 2)
-        # Told so, or the whole weight would be gathered to take the piece from.
-        return self._placed(piece, self.outer, self.inner)
+        # Constrained first, or the whole weight would be gathered to take the piece from.
+        return self._placed(self._placed(piece, self.outer, self.inner), self.outer)
 
     def put(
         self,
-        weight: Float[Array, "O I R D"],
-        piece: Float[Array, "O I r D"],
+        weight: Float[Array, "outer inner rows D"],
+        bar: Float[Array, "outer inner piece D"],
         number: Int[Array, ""],
-    ) -> Float[Array, "O I R D"]:
-        """Returns the weight with one piece replaced."""
-        weight = jax.lax.dynamic_update_slice_in_dim(weight, piece, number * self.rows, 2)
+    ) -> Float[Array, "outer inner rows D"]:
+        """Returns the gradient with that of one piece, summed over the batch, in its place."""
+        bar = self._placed(bar, self.outer, self.inner).astype(weight.dtype)
+        weight = jax.lax.dynamic_update_slice_in_dim(weight, bar, number * self.rows, 2)
         return self._placed(weight, self.outer, self.inner)
 
-    def numbered(self) -> tuple[Int[np.ndarray, " C"], Int[np.ndarray, "C O I r"]]:
-        """Returns the pieces' numbers, and which tokens each speaks of."""
+    def numbered(self) -> tuple[Int[np.ndarray, " count"], Int[np.ndarray, "count outer inner r"]]:
+        """Returns the pieces' numbers, and the tokens of the vocabulary in each."""
         vocab = math.prod(self.sizes) * self.count * self.rows
         grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
         return np.arange(self.count, dtype=np.int32), np.moveaxis(grid, 2, 0)
-
-    def gathered(self, piece: Float[Array, "O I r D"]) -> Float[Array, "O I r D"]:
-        """Returns one piece on every device, split over the outer axes alone.
-
-        The parts of devices stay apart: where their rows fill no whole tiles of a TPU's memory,
-        putting them side by side moves every row, in a kernel that is slow to compile as well.
-        """
-        return self._placed(piece, self.outer)
-
-    def scattered(self, bar: Float[Array, "O I r D"]) -> Float[Array, "O I r D"]:
-        """Returns a piece's gradient, summed over the batch, in the parts that devices keep."""
-        return self._placed(bar, self.outer, self.inner)
 
     def _placed(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
         if not (self.outer or self.inner):
@@ -119,8 +103,8 @@ class _Pieces:
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "O I r D"], temperature):
-    """Returns float32 logits [B, T, O, I, r] of one piece, split over the vocabulary."""
+def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "outer inner piece D"], temperature):
+    """Returns float32 logits [B, T, outer, inner, piece], split over the vocabulary."""
     logits = jnp.einsum("btd,oird->btoir", hidden, piece, preferred_element_type=jnp.float32)
     return constrain(logits / temperature, "batch", "length", "vocab", None, None)
 
@@ -133,7 +117,7 @@ def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy):
 
 def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy):
     pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
-    # Sums of each outer shard [B, T, O], put together at the end: no reduction inside the loop.
+    # Sums of each outer shard [B, T, outer], merged at the end: no reduction inside the loop.
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
     zeros = constrain(zeros, "batch", "length", "vocab")
 
@@ -142,7 +126,7 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
     def body(carry, numbered):
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
         number, tokens = numbered
-        logits = _logits(hidden, pieces.gathered(pieces.piece(rows, number)), temperature)
+        logits = _logits(hidden, pieces.piece(rows, number), temperature)
         is_target = targets[..., None, None, None] == tokens
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
         top = jnp.max(logits, (-2, -1))
@@ -161,7 +145,7 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
     start = (lowest, zeros, zeros, zeros, zeros)
     sums, _ = jax.lax.scan(body, start, pieces.numbered())
     top, chosen, total, weighted, squares = _merged(*sums)
-    # Top and log-sum stay apart: their sum would cost large logits their last digits.
+    # Top and log-sum stay apart: their sum would lose the last digits of large logits.
     log_sum = jnp.log(total)
     log_probs = jnp.where(valid, chosen - top - log_sum, 0.0)
     entropies = squared = jnp.zeros_like(top)
@@ -206,7 +190,7 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
     def body(bars, numbered):
         hidden_bar, weight_bar = bars
         number, tokens = numbered
-        rows = pieces.gathered(pieces.piece(weight_rows, number))
+        rows = pieces.piece(weight_rows, number)
         log_p = _logits(h, rows, temperature) - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
@@ -218,18 +202,17 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
         # Each outer shard keeps its own sum: one reduction at the end, none per piece.
         hidden_bar += jnp.einsum("btoir,oird->obtd", bar, rows, preferred_element_type=jnp.float32)
         rows_bar = jnp.einsum("btoir,btd->oird", bar, h, preferred_element_type=jnp.float32)
-        rows_bar = pieces.scattered(rows_bar).astype(weight.dtype)
         hidden_bar = constrain(hidden_bar, "vocab", "batch", "length", None)
         return (hidden_bar, pieces.put(weight_bar, rows_bar, number)), None
 
     zeros = jnp.zeros((pieces.sizes[0], *hidden.shape), jnp.float32)
     zeros = constrain(zeros, "vocab", "batch", "length", None)
-    # In the weight's own order of rows: pieces stacked would be put together by a copy.
+    # In the weight's own order of rows: stacked pieces would need a copy.
     start = zeros, pieces.split(jnp.zeros_like(weight))
     (hidden_bar, weight_bar), _ = jax.lax.scan(body, start, pieces.numbered())
     return (
         constrain(hidden_bar.sum(0), "batch", "length", None).astype(hidden.dtype),
-        pieces.join(weight_bar),
+        weight_bar.reshape(weight.shape),
         np.zeros(targets.shape, jax.dtypes.float0),
         np.zeros(valid.shape, jax.dtypes.float0),
         jnp.zeros_like(temperature),
@@ -266,24 +249,13 @@ def token_statistics(
     entropy and sum of squares are of the same distribution. The first token of each segment
     has no predecessor and gets 0, as does padding.
 
-    Gradients flow to `hidden` and `weight` from log-probs and entropies. The backward pass
-    computes the logits of each chunk again and sums the gradient of `weight` in float32;
-    with low-precision `hidden` the products run in that dtype, accumulated in float32.
-    Under a mesh, logits stay split over the vocabulary and over the batch.
+    Gradients flow to `hidden` and `weight` from log-probs and entropies (in nats). The backward
+    pass computes logits again. Products run in the dtype of `hidden`, accumulated in float32.
 
     Args:
-      hidden: Last hidden states, normalized.
-      weight: Output projection; cast to the dtype of `hidden`.
-      tokens: Packed rows; what padding holds is of no consequence.
-      segment_ids: Which sequence of the row; 0 is padding.
-      temperature: Divides the logits; above 0. Takes no gradient.
+      temperature: Divides the logits; above 0. Has no gradient.
       chunk: Tokens whose logits exist at one time on each shard of the batch; at least 1.
-      entropy: "none" leaves the two other results at 0 and saves their work; "value" gives
-        them without a gradient.
-
-    Returns:
-      (log_probs, entropies in nats, sum over the vocabulary of p**2), float32; the last
-      carries no gradient.
+      entropy: "none" returns 0 for the two other results; "value" gives them no gradient.
     """
     valid = _continues(segment_ids)
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
@@ -297,8 +269,8 @@ def chosen_statistics(
     hidden: Float[Array, "B T D"],
     weight: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
-    places: Int[Array, "B K"],
-    before: Int[Array, "B K"],
+    places: Int[Array, "B chosen"],
+    before: Int[Array, "B chosen"],
     *,
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
@@ -306,14 +278,10 @@ def chosen_statistics(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns what `token_statistics` does at some positions of every row, zero elsewhere.
 
-    Prompts and padding need no head; where responses are a half of the tokens, this is half of
-    its work.
-
     Args:
-      hidden, weight, tokens, temperature, chunk, entropy: As in `token_statistics`.
-      places: Positions of the tokens asked about, each at most once in a row and none the
-        first of its sequence; T where there is none.
-      before: Where the token that each of them follows stands, in the same row.
+      places: Positions of tokens, each at most once in a row and none the first of its sequence;
+        T: no token.
+      before: Position of the token before each of them, in the same row.
     """
     length = tokens.shape[1]
     valid = places < length
@@ -348,15 +316,10 @@ def token_values(
 def chosen_values(
     hidden: Float[Array, "B T D"],
     weight: Float[Array, "1 D"],
-    places: Int[Array, "B K"],
-    before: Int[Array, "B K"],
+    places: Int[Array, "B chosen"],
+    before: Int[Array, "B chosen"],
 ) -> Float[Array, "B T"]:
-    """Returns what `token_values` does at some positions of every row, zero elsewhere.
-
-    Args:
-      hidden, weight: As in `token_values`.
-      places, before: As in `chosen_statistics`.
-    """
+    """Returns what `token_values` does at some positions, as `chosen_statistics`; else zero."""
     found = jnp.take_along_axis(_scores(hidden, weight), before, axis=1)
     rows = jnp.arange(hidden.shape[0])[:, None]
     values = jnp.zeros(hidden.shape[:2]).at[rows, places].set(found, mode="drop")
@@ -366,14 +329,6 @@ def chosen_values(
 def sequence_scores(
     hidden: Float[Array, "B T D"], weight: Float[Array, "1 D"], last_index: Int[Array, " B"]
 ) -> Float[Array, " B"]:
-    """Returns `hidden[b, last_index[b]] @ weight`: one score a row, float32.
-
-    Args:
-      hidden: Last hidden states, normalized.
-      weight: The scalar head.
-      last_index: Position of each row's last token (of a one-label sequence classifier: the
-        last that is not padding), in [0, T).
-    """
-    # Scores of all positions first: picking a number from each row is cheap on any mesh,
-    # picking a hidden state is a gather over a dim that may be split.
+    """Returns `hidden[b, last_index[b]] @ weight`: one score a row, float32."""
+    # All positions are scored first: a hidden state is a gather over a dim that may be split.
     return jnp.take_along_axis(_scores(hidden, weight), last_index[:, None], axis=1)[:, 0]

@@ -1,8 +1,7 @@
-"""Model folders in the Hugging Face layout: read into shards, written from shards.
+"""Model folders as Hugging Face writes them: read into shards, written from shards.
 
-A folder holds config.json, safetensors and, beside them, tokenizer files. Reading checks
-every header before the first byte goes to a device, then reads for each shard only its own
-part. Writing streams one tensor at a time. Neither holds a whole model on the host.
+Reading checks every header before it uses device memory, then reads for each shard its own part.
+Writing streams one tensor at a time. Neither holds a whole model on the host.
 """
 
 import collections
@@ -31,21 +30,13 @@ _MAX_LISTED = 8
 
 
 def read_shape(folder: str | pathlib.Path) -> Shape:
-    """Returns the shape that a model folder's config.json describes.
-
-    Raises:
-      CheckpointFormatError: If the folder is missing or the model is not supported.
-    """
+    """Returns the shape that a model folder's config.json describes; raises as `families` does."""
     config = families.read_config(folder)
     return families.shape_from_config(config, str(pathlib.Path(folder) / "config.json"))
 
 
 def check_vocabulary(shape: Shape, tokenizer: Any) -> None:
-    """Checks that every token of `tokenizer` has a row in the embedding.
-
-    Raises:
-      CheckpointFormatError: If the tokenizer has more tokens than the model.
-    """
+    """Raises CheckpointFormatError if the tokenizer has more tokens than the model."""
     if len(tokenizer) > shape.vocab_size:
         raise CheckpointFormatError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
@@ -53,15 +44,8 @@ def check_vocabulary(shape: Shape, tokenizer: Any) -> None:
         )
 
 
-# Reading.
-
-
 def check(folder: str | pathlib.Path, network: Network) -> None:
-    """Checks that `load` could read the folder into this network; reads no weights.
-
-    Raises:
-      CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
-    """
+    """Raises CheckpointFormatError as `load` does, but reads no weights."""
     _checked(pathlib.Path(folder), network)
 
 
@@ -71,29 +55,28 @@ def load(
     shardings: Any = None,
     dtype: Any = None,
 ) -> Params:
-    """Returns the parameters stored in a model folder, each shard read on its own.
+    """Returns the parameters stored in a model folder.
 
-    A scalar network takes its body from any folder of its family: the head is the folder's
-    one-label classifier, or zero if the folder is a causal language model.
+    A scalar network reads any folder of its family: the head is that of a classifier with one
+    label, or zero if the folder is a causal language model.
 
     Args:
-      folder: With config.json and `model.safetensors`, or shards and their index.
       network: Built with `read_shape(folder)`.
-      shardings: Tree of shardings like the parameters; None is the first local device.
+      shardings: Of each parameter; None is the first local device.
       dtype: Of the parameters; None is `network.param_dtype`.
 
     Raises:
-      CheckpointFormatError: If anything is missing, cut short, or does not fit the network.
-        Everything is checked before device memory is used.
+      CheckpointFormatError: If anything is missing, cut short, or does not fit the network;
+        checked before device memory is used.
       NotFiniteError: If a number is NaN or infinite.
     """
     names, stored, absent = _checked(pathlib.Path(folder), network)
     leaves = traverse_util.flatten_dict(network.abstract())
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        places = dict.fromkeys(leaves, one)
+        split = dict.fromkeys(leaves, one)
     else:
-        places = traverse_util.flatten_dict(shardings)
+        split = traverse_util.flatten_dict(shardings)
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
     for name in screen.each(f"loading {folder}", names):
@@ -102,7 +85,7 @@ def load(
         else:
             tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
             read = functools.partial(_read_block, name, tensors, dtype)
-        arrays[name.path] = _assemble(leaves[name.path].shape, places[name.path], read)
+        arrays[name.path] = _assemble(leaves[name.path].shape, split[name.path], read)
     params = traverse_util.unflatten_dict(arrays)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it")
     return params
@@ -184,7 +167,7 @@ def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
 def _read_block(
     name: TensorName, tensors: list[StoredTensor], dtype: np.dtype, block: Block
 ) -> np.ndarray:
-    """Returns one block of a parameter; of a stacked one, the layers in it are read in turn."""
+    """Returns one block of a parameter; of a stacked one, it reads the layers in turn."""
     layers = range(block[0].start, block[0].stop) if name.stacked else (0,)
     part = block[1:] if name.stacked else block
     out = np.empty([len(layers), *(p.stop - p.start for p in part)], dtype)
@@ -197,7 +180,7 @@ def _read_block(
 def _assemble(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Block], np.ndarray]
 ) -> jax.Array:
-    """Returns a sharded array of blocks that are each read once, for all devices that hold it."""
+    """Returns a sharded array; each block is read once for all devices that hold it."""
     holders = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None  # it is addressable
@@ -216,9 +199,6 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-# Writing.
-
-
 def save(
     folder: str | pathlib.Path,
     network: Network,
@@ -231,20 +211,15 @@ def save(
 ) -> None:
     """Writes a folder that transformers loads: weights, configs and tokenizer files.
 
-    The folder appears whole or not at all. An earlier export at the same place is replaced;
-    files that others put beside it are kept. A scalar head becomes a sequence classifier
-    with one label. On several hosts every process must call this; the first one writes.
+    The folder appears whole or not at all. An earlier export is replaced; other files in it are
+    kept. A scalar head becomes a sequence classifier with one label. On several hosts every
+    process must call this; the first one writes.
 
     Args:
-      folder: To be made; empty, absent, or an earlier export.
-      network: What `params` belong to.
-      params: Stacked parameters, sharded in any way.
-      tokenizer: With `save_pretrained`; None writes no tokenizer files.
       source_config: config.json the model came from, whose other keys are kept.
-      max_shard_bytes: Weights beyond this are split into several files.
+      max_shard_bytes: Larger weights are split into several files.
       dtype: Of the stored tensors; None is the dtype of the parameters.
-      eos_token_ids: Tokens that end a response; empty takes `source_config`'s, else the
-        tokenizer's.
+      eos_token_ids: Tokens that end a response; () takes `source_config`'s, else the tokenizer's.
 
     Raises:
       CheckpointFormatError: If the folder holds something else, or the tokenizer has more

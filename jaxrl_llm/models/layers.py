@@ -1,9 +1,8 @@
-"""The pieces of a decoder block as Flax modules.
+"""The pieces of a decoder block as Flax modules, which exist only during a trace.
 
-Modules define parameters and arithmetic; they own no state that outlives a trace
-(see `transformer.Network`). Every parameter carries the logical names of its dims in the
-metadata `logical_axes`; `sharding/mesh.py` maps the names to mesh axes. Activations that a
-backward pass may want to find again are named (see `transformer.REMAT_POLICIES`).
+Every parameter has the logical names of its dims in the metadata `logical_axes` (see
+`sharding/mesh.py`). Activations that a backward pass may keep are named (see
+`transformer.REMAT_POLICIES`).
 """
 
 import dataclasses
@@ -24,18 +23,16 @@ from jaxrl_llm.sharding.mesh import constrain
 Attend = Callable[[Array, Array, Array], tuple[Array, object]]
 
 NO_ADAPTERS = LoraConfig()
-
-
-def _param(init, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> nnx.Param:
-    return nnx.Param(init(rngs.params(), shape, dtype), logical_axes=axes)
+_NORMAL = nnx.initializers.normal(0.02)
+_ZEROS = nnx.initializers.zeros_init()
 
 
 @jax.custom_vjp
 def product(x: Float[Array, "... I"], kernel: Float[Array, "I O"]) -> Float[Array, "... O"]:
     """Returns `x @ kernel`; its backward pass moves no array.
 
-    The gradient of the kernel is one contraction over all positions. Left to autodiff it is the
-    transpose of a product, for which XLA on CPU writes the incoming gradient transposed first.
+    The gradient of the kernel is one contraction over all positions. With autodiff, XLA on CPU
+    would write the incoming gradient transposed first.
     """
     return x @ kernel
 
@@ -52,7 +49,7 @@ def _product_backward(residuals, bar):
 
 
 def _afterwards(x, bar, of_x):
-    """The contraction once the gradient of `x` is there, which is the last to need the kernel."""
+    """The contraction, after the gradient of `x`, which is the last to need the kernel."""
     bar, _ = jax.lax.optimization_barrier((bar, of_x))
     return jnp.einsum("...i,...o->io", x, bar)
 
@@ -61,7 +58,7 @@ def _narrower_first(x, bar, _):
     """The same contraction; XLA on CPU writes the first operand transposed: the narrower one."""
     if x.shape[-1] <= bar.shape[-1]:
         return jnp.einsum("...i,...o->io", x, bar)
-    # Without the barrier the compiler turns it round again.
+    # Without the barrier the compiler swaps the operands again.
     return jax.lax.optimization_barrier(jnp.einsum("...o,...i->oi", bar, x)).T
 
 
@@ -101,10 +98,9 @@ PLAIN = Products()
 
 @jax.custom_vjp
 def gated(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
-    """Returns `silu(gate) * up`; its backward pass needs the two inputs and nothing else.
+    """Returns `silu(gate) * up`; its backward pass keeps the two inputs alone.
 
-    Left to autodiff, the sigmoid and `silu(gate)` would be kept as well: two more of a layer's
-    widest arrays.
+    With autodiff it would keep the sigmoid and `silu(gate)` as well.
     """
     return jax.nn.silu(gate) * up
 
@@ -122,45 +118,59 @@ def _gated_backward(residuals, bar):
 gated.defvjp(_gated_forward, _gated_backward)
 
 
-def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I R"]:
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What modules make their parameters with."""
+
+    rngs: nnx.Rngs
+    dtype: Any
+    lora: LoraConfig = NO_ADAPTERS
+    products: Products = PLAIN
+
+    def param(self, init, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
+        return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), logical_axes=axes)
+
+    def normal(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+        return self.param(_NORMAL, shape, axes)
+
+    def zeros(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+        return self.param(_ZEROS, shape, axes)
+
+
+def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I rank"]:
     """Returns the first factor of an adapter, uniform as `peft` draws it; the second is zero."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`; `products` say whether the kernel is stored transposed.
+    """`x @ kernel (+ bias)`; the products say whether the kernel is stored transposed.
 
     With adapters of rank r, `x @ lora_a @ lora_b * alpha / r` is added (arXiv:2106.09685, Eq. 3).
     """
 
     def __init__(
         self,
-        in_size,
-        out_size,
-        axes,
-        *,
-        bias=False,
-        lora: LoraConfig = NO_ADAPTERS,
-        products: Products = PLAIN,
-        rngs: nnx.Rngs,
-        dtype,
+        build: Build,
+        name: str,
+        in_size: int,
+        out_size: int,
+        axes: tuple[str, str],
+        bias: bool = False,
     ):
         sizes, names = (in_size, out_size), axes
         self.product: Callable[[Array, Array], Array] = product
-        if products.transposes(in_size, out_size):
-            sizes, names, self.product = sizes[::-1], names[::-1], products.product
-        self.kernel = _param(nnx.initializers.normal(0.02), rngs, sizes, names, dtype)
+        if build.products.transposes(in_size, out_size):
+            sizes, names, self.product = sizes[::-1], names[::-1], build.products.product
+        self.kernel = build.normal(sizes, names)
         if bias:
-            self.bias = _param(nnx.initializers.zeros_init(), rngs, (out_size,), axes[1:], dtype)
-        if lora.rank:
-            # Few numbers, and small steps: float32 whatever the dtype of the frozen kernel.
-            wide = {"rngs": rngs, "dtype": jnp.float32}
-            zeros = nnx.initializers.zeros_init()
-            self.lora_a = _param(
-                _as_peft, shape=(in_size, lora.rank), axes=(axes[0], "rank"), **wide
-            )
-            self.lora_b = _param(zeros, shape=(lora.rank, out_size), axes=("rank", axes[1]), **wide)
+            self.bias = build.zeros((out_size,), axes[1:])
+        lora = build.lora
+        if lora.rank and name in lora.targets:
+            # float32 whatever the dtype of the frozen kernel: few numbers, and small steps.
+            first, second = (axes[0], "rank"), ("rank", axes[1])
+            self.lora_a = build.param(_as_peft, (in_size, lora.rank), first, jnp.float32)
+            self.lora_b = build.param(_ZEROS, (lora.rank, out_size), second, jnp.float32)
             self.scale = lora.scale
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
@@ -171,16 +181,11 @@ class Linear(nnx.Module):
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
-def of(lora: LoraConfig, projection: str) -> LoraConfig:
-    """Returns the adapters of one projection: as configured, or none."""
-    return lora if projection in lora.targets else NO_ADAPTERS
-
-
 class RMSNorm(nnx.Module):
     """Root mean square normalization over the last dim, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, size, *, eps, rngs: nnx.Rngs, dtype, axes=("norm",)):
-        self.scale = _param(nnx.initializers.ones_init(), rngs, (size,), axes, dtype)
+    def __init__(self, build: Build, size: int, eps: float):
+        self.scale = build.param(nnx.initializers.ones_init(), (size,), ("norm",))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -191,12 +196,11 @@ class RMSNorm(nnx.Module):
 
 def rotary_table(
     positions: Int[Array, "B T"], head_size: int, theta: float, scaling: RopeScaling
-) -> tuple[Float[Array, "B T 1 H2"], Float[Array, "B T 1 H2"]]:
-    """Returns cosine and sine of every position's rotation angles, float32.
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """Returns cosine and sine of every position's rotation angles (arXiv:2104.09864), float32.
 
-    Reference: Su et al., arXiv:2104.09864; the stretching of long wavelengths is
-    Llama 3's (arXiv:2407.21783, Sec. 3.2): wavelengths longer than
-    original/low_freq_factor are divided by `factor`, those shorter than
+    Scaling is Llama 3's (arXiv:2407.21783, Sec. 3.2): frequencies of wavelengths longer than
+    original/low_freq_factor are divided by `factor`, those of wavelengths shorter than
     original/high_freq_factor are kept, between them the two are blended.
     """
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
@@ -211,34 +215,26 @@ def rotary_table(
 
 
 def rotate(x: Float[Array, "B T N H"], rotary) -> Float[Array, "B T N H"]:
-    """Returns `x` with each pair (i, i + H/2) turned by its position's angle."""
+    """Returns `x` with each pair (i, i + H/2) rotated by its position's angle."""
     cos, sin = rotary
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return rotated.astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; where keys and values are kept is the caller's business."""
+    """Grouped-query attention; `attend` keeps keys and values where it likes."""
 
-    def __init__(
-        self, shape: Shape, *, lora: LoraConfig, products: Products, rngs: nnx.Rngs, dtype
-    ):
+    def __init__(self, build: Build, shape: Shape):
         d, h = shape.hidden_size, shape.head_size
-        norm: dict[str, Any] = {"eps": shape.norm_eps, "rngs": rngs, "dtype": dtype}
-        kinds: dict[str, Any] = {"products": products, "rngs": rngs, "dtype": dtype}
-
-        def linear(name, in_size, out_size, axes, bias=False):
-            return Linear(in_size, out_size, axes, bias=bias, lora=of(lora, name), **kinds)
-
-        keys = shape.num_kv_heads * h
-        self.q = linear("q", d, shape.num_heads * h, ("embed", "heads"), shape.qkv_bias)
-        self.k = linear("k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
-        self.v = linear("v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
-        self.o = linear("o", shape.num_heads * h, d, ("heads", "embed"))
+        queries, keys = shape.num_heads * h, shape.num_kv_heads * h
+        self.q = Linear(build, "q", d, queries, ("embed", "heads"), shape.qkv_bias)
+        self.k = Linear(build, "k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.v = Linear(build, "v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
+        self.o = Linear(build, "o", queries, d, ("heads", "embed"))
         if shape.qk_norm:
-            self.q_norm = RMSNorm(h, **norm)
-            self.k_norm = RMSNorm(h, **norm)
+            self.q_norm = RMSNorm(build, h, shape.norm_eps)
+            self.k_norm = RMSNorm(build, h, shape.norm_eps)
         self.head_size = h
 
     def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
@@ -258,15 +254,13 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
 
-    def __init__(
-        self, shape: Shape, *, lora: LoraConfig, products: Products, rngs: nnx.Rngs, dtype
-    ):
+    def __init__(self, build: Build, shape: Shape):
         d, f = shape.hidden_size, shape.mlp_size
-        kinds: dict[str, Any] = {"products": products, "rngs": rngs, "dtype": dtype}
-        self.gate = Linear(d, f, ("embed", "mlp"), lora=of(lora, "gate"), **kinds)
-        self.up = Linear(d, f, ("embed", "mlp"), lora=of(lora, "up"), **kinds)
-        self.down = Linear(f, d, ("mlp", "embed"), lora=of(lora, "down"), **kinds)
-        self.fused = None if lora.rank else products.mlp
+        self.gate = Linear(build, "gate", d, f, ("embed", "mlp"))
+        self.up = Linear(build, "up", d, f, ("embed", "mlp"))
+        self.down = Linear(build, "down", f, d, ("mlp", "embed"))
+        adapted = any(hasattr(linear, "lora_a") for linear in (self.gate, self.up, self.down))
+        self.fused = None if adapted else build.products.mlp
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.fused is not None:
@@ -280,21 +274,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        lora: LoraConfig = NO_ADAPTERS,
-        products: Products = PLAIN,
-        rngs: nnx.Rngs,
-        dtype,
-    ):
-        kinds: dict[str, Any] = {"rngs": rngs, "dtype": dtype}
-        linear: dict[str, Any] = {"lora": lora, "products": products, **kinds}
-        self.attention_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.attention = Attention(shape, **linear)
-        self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, **kinds)
-        self.mlp = MLP(shape, **linear)
+    def __init__(self, build: Build, shape: Shape):
+        self.attention_norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
+        self.attention = Attention(build, shape)
+        self.mlp_norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
+        self.mlp = MLP(build, shape)
 
     def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
         x = checkpoint_name(x, "stream")

@@ -1,8 +1,7 @@
-"""Low-rank adapters (arXiv:2106.09685): their place in a parameter tree, and what they amount to.
+"""Low-rank adapters (arXiv:2106.09685) in a parameter tree; `layers` computes with them.
 
-The adapters of a projection lie beside its kernel: `lora_a` [in, rank] and `lora_b` [rank, out],
-stacked as the kernel is. A tree of adapters alone holds nothing else; put on a frozen base
-it is the tree that a network computes with. How a projection uses them stands in `layers`.
+The adapters of a projection are beside its kernel: `lora_a` [in, rank] and `lora_b` [rank, out],
+stacked as the kernel is.
 """
 
 from collections.abc import Mapping
@@ -46,12 +45,9 @@ def joined(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> Params:
 
 
 def merged(tree: Mapping[str, Any], scale: float) -> Params:
-    """Returns the tree of plain kernels, `kernel + scale * lora_a @ lora_b`, summed in float32.
+    """Returns a tree, stacked or not, of plain kernels `kernel + scale * lora_a @ lora_b`.
 
-    Args:
-      tree: Of one layer, of stacked layers, or of a whole network; without adapters it comes
-        back as it is.
-      scale: `LoraConfig.scale`.
+    The sum is in float32. A tree without adapters comes back as it is.
     """
     found: Params = {}
     for name, value in tree.items():

@@ -18,18 +18,12 @@ _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 def save(
     folder: str | pathlib.Path, network: Network, adapters: Params, base_model: str = ""
 ) -> None:
-    """Writes the adapters of a policy; the folder appears whole or not at all.
+    """Writes the adapters of a network, as `written_folder.write`.
 
-    On several hosts every process must call this; the first one writes.
-
-    Args:
-      folder: To be made; empty, absent, or an earlier export.
-      network: What the adapters belong to, with the `lora` that they were trained with.
-      adapters: As `Network.init_adapters` makes them, sharded in any way.
-      base_model: Folder of the frozen weights, as readers are told; "" tells none.
+    `base_model` is the folder of the frozen weights that the file names; "" names none.
 
     Raises:
-      CheckpointFormatError: If the folder holds something else.
+      CheckpointFormatError: If the folder holds something other than an earlier export.
     """
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)

@@ -1,7 +1,7 @@
 """The safetensors file format: a JSON header, then the bytes of the tensors.
 
-Read and written here rather than through the library so that a shard of a tensor is read
-without the rest, a file is written without holding it, and every fault is named.
+Unlike the library, this reads a shard of a tensor alone, writes a file without holding it, and
+names every fault.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies; nothing of it is read before `view` is sliced."""
+    """Where a tensor is stored; slices of `view` read it."""
 
     file: pathlib.Path
     name: str
@@ -43,13 +43,12 @@ class StoredTensor:
         return self.code in _DTYPES
 
     def view(self) -> np.ndarray:
-        """Returns the tensor mapped into memory; pages are read where it is touched."""
         return np.memmap(self.file, _DTYPES[self.code], "r", self.offset, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor whose contents are asked for only when its turn comes."""
+    """A tensor whose contents are computed when it is written."""
 
     name: str
     dtype: np.dtype
@@ -84,17 +83,13 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", None) or {}
-            tensors = {
-                name: StoredTensor(
-                    path,
-                    name,
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                    8 + length + entry["data_offsets"][0],
-                )
-                for name, entry in header.items()
-            }
-            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
+            begin = 8 + length
+            tensors, ends = {}, {}
+            for name, entry in header.items():
+                first, end = entry["data_offsets"][:2]
+                shape = tuple(entry["shape"])
+                tensors[name] = StoredTensor(path, name, entry["dtype"], shape, begin + first)
+                ends[name] = begin + end
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointFormatError(
                 f"{path}: the header is not valid: {type(error).__name__} {error}"
@@ -126,17 +121,13 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         return read_header(folder / SINGLE)[0]
     index = folder / INDEX
     if not index.exists():
-        pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
-            p.name for p in folder.glob("*.pt*")
+        pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(folder.glob(end))]
+        hint = (
+            f", only {', '.join(pickles[:3])}; pickled weights can run code and are never"
+            " read, convert them with transformers' save_pretrained"
         )
         raise CheckpointFormatError(
-            f"{folder}: has neither {SINGLE} nor {INDEX}"
-            + (
-                f", only {', '.join(pickles[:3])}; pickled weights can run code and are never"
-                " read, convert them with transformers' save_pretrained"
-                if pickles
-                else ""
-            )
+            f"{folder}: has neither {SINGLE} nor {INDEX}" + (hint if pickles else "")
         )
     try:
         weight_map = json.loads(index.read_text())["weight_map"]

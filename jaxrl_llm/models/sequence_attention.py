@@ -1,11 +1,8 @@
 """Attention of rows whose length is split over the mesh's sequence axis.
 
-Two forms. `all_to_all` (Ulysses, arXiv:2309.14509) swaps the split of the length for a split of
-the heads, attends to whole rows, and swaps back: two exchanges of what is local, heads must
-divide. `ring` (arXiv:2310.01889) leaves queries where they are and sends keys and values around:
-any number of heads, and no device ever holds a whole row.
-
-Both are `shard_map`s over the whole mesh, so what attends inside sees local arrays only.
+`all_to_all` (Ulysses, arXiv:2309.14509) splits the heads instead of the length, attends to whole
+rows, and swaps back; heads must divide. `ring` (arXiv:2310.01889) sends keys and values around:
+any number of heads, and no device holds a whole row.
 """
 
 import functools
@@ -34,17 +31,13 @@ def attention(
     form: Form,
     whole_rows: Callable[[Array, Array, Array, Array], Array],
 ) -> Float[Array, "B T N H"]:
-    """Returns causal attention inside each segment, whatever the mesh splits.
+    """Returns causal attention inside each segment; segment 0 is padding.
 
-    Args:
-      q, k, v: Turned by their positions. N/K query heads share a key head.
-      segment_ids: Which sequence of the row; 0 is padding, whose results are of no consequence.
-      form: How the shards of a row work together.
-      whole_rows: Attention of rows that are not split; what runs where the mesh has no sequence
-        axis, and on every device's own heads in the form "all_to_all".
+    `whole_rows` is attention of rows that are not split: it runs where the mesh has no sequence
+    axis, and on every device's own heads in the form "all_to_all".
 
     Raises:
-      ValueError: If length or heads do not divide; `check` and `row_width` see to it before.
+      ValueError: If length or heads do not divide; see `row_width` and `problem`.
     """
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     shards = sizes.get(AXIS, 1)
@@ -56,8 +49,8 @@ def attention(
     head_shards = sizes.get("tensor", 1) if num_heads % sizes.get("tensor", 1) == 0 else 1
     ways = head_shards * shards if form == "all_to_all" else head_shards
     if num_heads % ways:
-        raise ValueError(f"{num_heads} heads over {ways} devices: see `check`")
-    # Every device gets the key heads of its own query heads, each repeated as little as that takes.
+        raise ValueError(f"{num_heads} heads over {ways} devices: see `problem`")
+    # Every device gets the key heads of its own query heads, repeated as little as possible.
     repeats = ways // int(np.gcd(k.shape[2], ways))
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
@@ -85,7 +78,7 @@ def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
 
 
 def row_width(width: int, shards: int) -> int:
-    """Returns the least width not below `width` that divides into what the shards work on."""
+    """Returns the smallest width from `width` on that the shards can divide into blocks."""
     if shards == 1:
         return width
     # Two pieces a shard; of long rows, pieces that divide into blocks of nearly `_BLOCK`.
@@ -102,9 +95,9 @@ def _over_heads(whole_rows, q, k, v, segment_ids):
     return exchange(whole_rows(q, k, v, whole_ids), split_axis=1, concat_axis=2)
 
 
-# The ring. A row of 2S pieces lies on S devices as (0, 1), (2, 3), ...: causally, the last device
-# would have almost all the work. So device d is dealt the pieces d and 2S-1-d, and then every
-# device sees just as much of every other's keys: two of four pairs of pieces.
+# The ring. S devices hold 2S pieces of a row as (0, 1), (2, 3), ...: with a causal mask, the last
+# device would do almost all the work. So device d gets the pieces d and 2S-1-d, and every device
+# sees as much of every other's keys: two of four pairs of pieces.
 
 
 def _around(shards: int, q, k, v, segment_ids):
@@ -145,15 +138,15 @@ def _joined(x: Array) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _places(device, shards: int, blocks: int, size: int) -> Int[Array, " P"]:
-    """Returns where in the row each block of a device begins; even pieces lie before odd ones."""
+def _places(device, shards: int, blocks: int, size: int) -> Int[Array, " blocks"]:
+    """Returns where in the row each block of a device begins; even pieces come first."""
     pair = jnp.stack([device, 2 * shards - 1 - device])
     pieces = jnp.where(device % 2 == 0, pair, pair[::-1])
     each = blocks // 2
     return ((pieces[:, None] * each + jnp.arange(each)) * size).reshape(-1)
 
 
-def _sees(of_q, of_k) -> Bool[Array, "B Q S"]:
+def _sees(of_q, of_k) -> Bool[Array, "B queries keys"]:
     """Returns which keys of a block each query of another sees; both are (place, ids)."""
     (q_place, q_ids), (k_place, k_ids) = of_q, of_k
     past = (q_place + jnp.arange(q_ids.shape[1]))[:, None] >= k_place + jnp.arange(k_ids.shape[1])
@@ -161,26 +154,28 @@ def _sees(of_q, of_k) -> Bool[Array, "B Q S"]:
     return same & past
 
 
-def _scores(q: Float[Array, "B Q K G H"], k: Float[Array, "B S K H"]) -> Float[Array, "B K G Q S"]:
+def _scores(
+    q: Float[Array, "B queries K group H"], k: Float[Array, "B keys K H"]
+) -> Float[Array, "B K group queries keys"]:
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32)
     return scores * (q.shape[-1] ** -0.5)
 
 
-def _pairs(blocks: int) -> Int[np.ndarray, "PP 2"]:
+def _pairs(blocks: int) -> Int[np.ndarray, "pairs 2"]:
     return np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), -1).reshape(-1, 2)
 
 
 def _revolve(shards: int, ids, work, result, travels, stays):
-    """Returns `result` and what came home after `work` saw the blocks of every device.
+    """Returns `result` and `travels` after `work` saw the blocks of every device.
 
-    `work(result, travels, pair, sees)` is called for each pair of own and visiting block that
-    have anything to see. `travels` goes around the ring once, `stays` alike but its last way.
+    `work(stays, pair, sees, (result, travels))` is called for each pair of an own and a visiting
+    block that see anything. `travels` goes once around the ring, `stays` all but the last step.
     """
-    # Under a scan over layers JAX takes out, and keeps, all that is the same for every layer: which
-    # key every query sees, broadcast to heads. Bound to the keys it is not the same.
+    # A scan over layers hoists, and keeps, what is the same for every layer: which key every query
+    # sees, broadcast to heads. The barrier binds it to the keys, which differ.
     me, ids, stays = lax.optimization_barrier((lax.axis_index(AXIS), ids, stays))
     blocks, _, size = ids.shape
-    all_ids = lax.all_gather(ids, AXIS)  # [S, P, B, C]: numbers, not worth sending in turns
+    all_ids = lax.all_gather(ids, AXIS)  # [shards, blocks, B, size]: too small to send in turns
     own = _places(me, shards, blocks, size)
     onward = functools.partial(
         lax.ppermute, axis_name=AXIS, perm=[(i, (i + 1) % shards) for i in range(shards)]
@@ -211,7 +206,7 @@ def _revolve(shards: int, ids, work, result, travels, stays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(shards: int, q, k, v, ids):
-    """Returns attention of [P, B, C, K, G, H] queries to keys and values [P, B, C, K, H]."""
+    """Attention of [blocks, B, size, K, group, H] queries; keys and values have no group."""
     return _ring_forward(shards, q, k, v, ids)[0]
 
 

@@ -1,8 +1,7 @@
 """One decoder network: what its parameters are, and what it computes from them.
 
-Flax defines the network, JAX owns the state: modules are split once into a graph
-definition and a plain nested dict of arrays, and merged again only inside a trace. One
-`Network` serves any number of parameter trees (policy, reference, critic, rollout copy).
+Parameters are a plain nested dict of arrays; Flax modules exist only inside a trace. One `Network`
+serves any number of parameter trees (policy, reference, critic, rollout copy).
 
 Training and scoring scan over stacked layers (`params["layers"]` leaves are [L, ...]). The
 rollout copy is a tuple of layers instead; `block` takes one layer of either.
@@ -28,9 +27,9 @@ from jaxrl_llm.models.layers import (
     PLAIN,
     Attend,
     Block,
+    Build,
     Products,
     RMSNorm,
-    _param,
     rotary_table,
 )
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
@@ -40,9 +39,9 @@ from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 Params = dict[str, Any]  # nested dict of arrays
 
-# What the backward pass finds again; all else it computes anew. Of a layer, "full" keeps its input
-# alone, "attention" what surrounds the scores, "projections" the MLP's two inner products too,
-# "dots" the result of every product with a weight. The last two keep them in the host's memory.
+# What the forward pass keeps for the backward pass, which computes the rest again. Of a layer,
+# "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's two inner
+# products too, "dots" the result of every product with a weight; the last two keep it on the host.
 _AROUND_SCORES = ("q", "k", "v", "mixed")
 _save = jax.checkpoint_policies.save_only_these_names
 
@@ -75,25 +74,23 @@ DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
 class _Ends(nnx.Module):
     """Everything that is not a block: embedding, final norm, head."""
 
-    def __init__(self, shape: Shape, head: str, *, rngs: nnx.Rngs, dtype):
+    def __init__(self, build: Build, shape: Shape, head: str):
         table = (shape.vocab_size, shape.hidden_size)
-        normal = nnx.initializers.normal(0.02)
-        self.embed = _param(normal, rngs, table, ("vocab", "embed"), dtype)
-        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps, rngs=rngs, dtype=dtype)
+        self.embed = build.normal(table, ("vocab", "embed"))
+        self.norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
         if head == "scalar":
             # Zero: a critic begins by predicting nothing, so the first advantages are the returns.
-            zeros = nnx.initializers.zeros_init()
-            self.score = _param(zeros, rngs, (1, shape.hidden_size), ("one", "embed"), dtype)
+            self.score = build.zeros((1, shape.hidden_size), ("one", "embed"))
         elif not shape.tie_embeddings:
-            self.head = _param(normal, rngs, table, ("vocab", "embed"), dtype)
+            self.head = build.normal(table, ("vocab", "embed"))
 
 
 @jax.custom_vjp
 def _row_major_gradient(table: Float[Array, "V D"]) -> Float[Array, "V D"]:
-    """Returns `table`; its gradient lies in memory as it does.
+    """Returns `table`; its gradient lies in memory by rows.
 
-    What an exchange between devices leaves is cheapest to read column by column, and with the
-    gradient the compiler would turn the table and both of its moments, there and back.
+    An exchange between devices leaves columns that are cheap to read; the compiler would transpose
+    the table and both of its moments, to columns and back.
     """
     return table
 
@@ -125,13 +122,11 @@ class Network:
     """A decoder of one shape with a language-model or a scalar head.
 
     Attributes:
-      shape: Sizes and switches of the architecture.
       head: "lm" predicts tokens; "scalar" gives one number a position (critic, reward model).
       param_dtype, compute_dtype: Of the parameters as created, and of the activations.
       remat: What the backward pass recomputes; a key of `REMAT_POLICIES` or "none".
       kernel: Of attention over whole rows.
-      lora: Of the adapters that a parameter tree may have; one without them computes as if there
-        were none.
+      lora: Of the adapters that a parameter tree may have.
       sequence_attention: How devices that share a row's length attend together.
       products: Functions for its matmuls; `for_decoding` chooses faster ones.
     """
@@ -156,26 +151,20 @@ class Network:
     def stored(self, layer: Params) -> Params:
         """Returns one layer with plain kernels as this network stores it: some transposed."""
         plain, ours = (
-            _axes(dataclasses.replace(self, products=products)._definitions[1])
+            _axes(_definition(dataclasses.replace(self, products=products), "block")[1])
             for products in (PLAIN, self.products)
         )
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
         return jax.tree.map(turn, layer, plain, ours)
 
-    @property
-    def _definitions(self):
-        """Graph definitions and states of a block, of the ends, and of a block with adapters."""
-        return _definitions(self)
+    def _build(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Build:
+        return Build(rngs, jnp.dtype(self.param_dtype), adapters, self.products)
 
     def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
-        dtype = jnp.dtype(self.param_dtype)
-        kinds: dict[str, Any] = {"products": self.products, "rngs": rngs, "dtype": dtype}
-        return Block(self.shape, lora=adapters, **kinds)
+        return Block(self._build(rngs, adapters), self.shape)
 
     def _ends(self, rngs: nnx.Rngs) -> _Ends:
-        return _Ends(self.shape, self.head, rngs=rngs, dtype=jnp.dtype(self.param_dtype))
-
-    # Parameters.
+        return _Ends(self._build(rngs), self.shape, self.head)
 
     @property
     def units(self) -> dict[str, int]:
@@ -195,7 +184,7 @@ class Network:
 
     def logical_axes(self) -> Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
-        _, block, _, ends, _, _ = self._definitions
+        block, ends = (_definition(self, part)[1] for part in ("block", "ends"))
         return {**_axes(ends), "layers": _axes(block, ("layers",))}
 
     def init_adapters(self, key: jax.Array) -> Params:
@@ -209,23 +198,20 @@ class Network:
 
     def adapter_axes(self) -> Params:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
-        *_, adapted = self._definitions
-        return lora.only({"layers": _axes(adapted, ("layers",))})
-
-    # Arithmetic.
+        return lora.only({"layers": _axes(_definition(self, "adapted")[1], ("layers",))})
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         table = params["embed"].astype(self.compute_dtype)
         return constrain(table[tokens], "batch", "length", "embed")
 
     def _embed_rows(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Returns `embed` where the table is split over devices that share no rows.
+        """Returns `embed`; no device holds the whole table or its whole gradient.
 
-        Split by features instead, it gives every device a slice of every token, and the slices
-        are exchanged: no device holds the whole table or the whole of its gradient.
+        The table is split by features, so that each device looks up a slice of every token; then
+        the slices are exchanged.
         """
         table = _row_major_gradient(params["embed"]).astype(self.compute_dtype)
-        # Told its own split as well, so that the gradient comes back in it.
+        # Constrained to its own split as well, so that the gradient comes back in it.
         table = constrain_as_weight(table, "vocab", None)
         slices = constrain_as_weight(table, None, "vocab")[tokens]
         slices = constrain_as_weight(slices, None, None, "vocab")
@@ -238,19 +224,13 @@ class Network:
 
     def block(self, layer: Params, x: Float[Array, "B T D"], rotary, attend: Attend):
         """Returns one layer's output and what `attend` kept."""
-        block_def, block_state, _, _, adapted_def, adapted_state = self._definitions
-        if lora.present(layer):
-            block_def, block_state = adapted_def, adapted_state
-        state = jax.tree.map(lambda v: v, block_state)
-        nnx.replace_by_pure_dict(state, layer)
-        return nnx.merge(block_def, state)(x, rotary, attend)
+        part = "adapted" if lora.present(layer) else "block"
+        return _merged(self, part, layer)(x, rotary, attend)
 
     def norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the final normalization of the residual stream."""
-        _, _, ends_def, ends_state, _, _ = self._definitions
-        state = jax.tree.map(lambda v: v, ends_state)
-        nnx.replace_by_pure_dict(state, {k: v for k, v in params.items() if k != "layers"})
-        return nnx.merge(ends_def, state).norm(x)
+        ends = {k: v for k, v in params.items() if k != "layers"}
+        return _merged(self, "ends", ends).norm(x)
 
     def head_weight(self, params: Params) -> Float[Array, "V D"]:
         """Returns the output projection: [V, D], or [1, D] of a scalar head."""
@@ -268,17 +248,13 @@ class Network:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
-        prefix_ids: Int[Array | np.ndarray, "_ P"] = attention.NOTHING_SHARED,
-        key_blocks: Int[Array | np.ndarray, "_ Q C"] = attention.ALL_BLOCKS,
+        prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NOTHING_SHARED,
+        key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_BLOCKS,
     ) -> Float[Array, "B T D"]:
         """Returns the normalized last hidden state of every token of packed rows.
 
-        Args:
-          params: Stacked parameters.
-          tokens: Right-padded rows; several sequences may share a row.
-          positions: Of each token in its own sequence.
-          segment_ids: Which sequence of the row; 0 is padding.
-          prefix_ids, key_blocks: As of `full_attention`; of rows whose length no devices share.
+        `positions` are within each token's own sequence. `prefix_ids` and `key_blocks` are as of
+        `full_attention`, for rows whose length is not split over devices.
         """
 
         def attend(q, k, v):
@@ -308,16 +284,23 @@ class Network:
 # Traced once for equal networks: a run makes the same one several times.
 
 
-@functools.lru_cache(maxsize=32)
-def _definitions(network: Network):
+@functools.lru_cache(maxsize=96)
+def _definition(network: Network, part: str):
+    """Returns the graph definition and the state of a block, the ends, a block with adapters."""
+    make: dict[str, Callable[[], nnx.Module]] = {
+        "block": lambda: network._block(nnx.Rngs(0)),
+        "ends": lambda: network._ends(nnx.Rngs(0)),
+        "adapted": lambda: network._block(nnx.Rngs(0), network.lora),
+    }
     with nnx.use_eager_sharding(False):
-        block = nnx.split(nnx.eval_shape(lambda: network._block(nnx.Rngs(0))))
-        ends = nnx.split(nnx.eval_shape(lambda: network._ends(nnx.Rngs(0))))
-        adapted = block
-        if network.lora.rank:
-            adapters = nnx.eval_shape(lambda: network._block(nnx.Rngs(0), network.lora))
-            adapted = nnx.split(adapters)
-    return *block, *ends, *adapted
+        return nnx.split(nnx.eval_shape(make[part]))
+
+
+def _merged(network: Network, part: str, params: Params) -> Any:
+    graph, state = _definition(network, part)
+    state = jax.tree.map(lambda v: v, state)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
 
 
 @functools.lru_cache(maxsize=32)

@@ -20,11 +20,7 @@ _WRITER = {"format": "pt", "writer": "jaxrl_llm"}
 
 
 def check_replaceable(folder: pathlib.Path) -> None:
-    """Checks that an export may be written there: nothing, or an earlier one.
-
-    Raises:
-      CheckpointFormatError: If the folder holds something else.
-    """
+    """Raises CheckpointFormatError if the folder holds something other than an earlier export."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     for path in sorted(folder.glob("*model*.safetensors")):
@@ -45,15 +41,10 @@ def write(
     documents: Mapping[str, Mapping[str, Any]],
     tokenizer: Any = None,
 ) -> None:
-    """Writes a folder, in the place of an earlier export if there is one.
+    """Writes a folder that `check_replaceable` accepts; it replaces an earlier export.
 
+    `files` has the tensors of each safetensors file, `documents` the contents of each JSON file.
     On several hosts every process must call this; the first one writes.
-
-    Args:
-      folder: Passed by `check_replaceable`.
-      files: Tensors of each safetensors file; with several, an index is written too.
-      documents: Contents of each JSON file.
-      tokenizer: With `save_pretrained`; None writes no tokenizer files.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     if jax.process_index() == 0:
@@ -93,6 +84,7 @@ def fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.
 
 
 def _write_weights(folder: pathlib.Path, files: dict[str, list[TensorToWrite]]) -> None:
+    """Writes the files, and an index if there are several."""
     for name, tensors in files.items():
         safetensors_file.write_file(folder / name, tensors, _WRITER)
     if len(files) > 1:

@@ -28,7 +28,7 @@ def dense_statistics(hidden, weight, tokens, segment_ids, temperature):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Vocabularies here are small, and cut all the same."""
-    monkeypatch.setattr(heads, "_THINNEST", 1)
+    monkeypatch.setattr(heads, "_MIN_ROWS", 1)
 
 
 @pytest.fixture
