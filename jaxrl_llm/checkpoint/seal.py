@@ -98,9 +98,9 @@ class Digests:
     def _files(self, min_bytes: int) -> dict[str, tuple[epath.Path, State]]:
         found = {}
         for path in _files(self._folder):
-            if (stat := path.stat()).length >= min_bytes:
-                # Parts of the folder, too, have other names while they are written.
-                name = os.path.relpath(path, self._folder).replace(_UNNAMED, "")
+            # Parts of the folder, too, have other names while they are written.
+            name = os.path.relpath(path, self._folder).replace(_UNNAMED, "")
+            if name != SEAL and (stat := path.stat()).length >= min_bytes:
                 found[name] = path, (stat.length, stat.mtime)
         return found
 

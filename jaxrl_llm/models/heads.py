@@ -66,7 +66,7 @@ class _Pieces:
     def split(self, weight: Float[Array, "V D"]) -> Float[Array, "outer inner rows D"]:
         """Returns the weight by the devices that hold it, without moving data."""
         weight = weight.reshape(*self.sizes, -1, weight.shape[1])
-        return self._placed(weight, self.outer, self.inner)
+        return self._constrained(weight, self.outer, self.inner)
 
     def piece(
         self, weight: Float[Array, "outer inner rows D"], number: Int[Array, ""]
@@ -78,7 +78,7 @@ class _Pieces:
         """
         piece = jax.lax.dynamic_slice_in_dim(weight, number * self.rows, self.rows, 2)
         # Constrained first, or the whole weight would be gathered to take the piece from.
-        return self._placed(self._placed(piece, self.outer, self.inner), self.outer)
+        return self._constrained(self._constrained(piece, self.outer, self.inner), self.outer)
 
     def put(
         self,
@@ -87,9 +87,9 @@ class _Pieces:
         number: Int[Array, ""],
     ) -> Float[Array, "outer inner rows D"]:
         """Returns the gradient with that of one piece, summed over the batch, in its place."""
-        bar = self._placed(bar, self.outer, self.inner).astype(weight.dtype)
+        bar = self._constrained(bar, self.outer, self.inner).astype(weight.dtype)
         weight = jax.lax.dynamic_update_slice_in_dim(weight, bar, number * self.rows, 2)
-        return self._placed(weight, self.outer, self.inner)
+        return self._constrained(weight, self.outer, self.inner)
 
     def numbered(self) -> tuple[Int[np.ndarray, " count"], Int[np.ndarray, "count outer inner r"]]:
         """Returns the pieces' numbers, and the tokens of the vocabulary in each."""
@@ -97,7 +97,7 @@ class _Pieces:
         grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
         return np.arange(self.count, dtype=np.int32), np.moveaxis(grid, 2, 0)
 
-    def _placed(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
+    def _constrained(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
         if not (self.outer or self.inner):
             return x
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
@@ -269,7 +269,7 @@ def chosen_statistics(
     hidden: Float[Array, "B T D"],
     weight: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
-    places: Int[Array, "B chosen"],
+    positions: Int[Array, "B chosen"],
     before: Int[Array, "B chosen"],
     *,
     temperature: float | Float[Array, ""] = 1.0,
@@ -279,20 +279,22 @@ def chosen_statistics(
     """Returns what `token_statistics` does at some positions of every row, zero elsewhere.
 
     Args:
-      places: Positions of tokens, each at most once in a row and none the first of its sequence;
+      positions: Positions of tokens, each at most once in a row and none the first of its sequence;
         T: no token.
       before: Position of the token before each of them, in the same row.
     """
     length = tokens.shape[1]
-    valid = places < length
-    inside = jnp.minimum(places, length - 1)
+    valid = positions < length
+    inside = jnp.minimum(positions, length - 1)
     follows = jnp.take_along_axis(hidden, before[..., None], axis=1)
     targets = jnp.take_along_axis(tokens, inside, axis=1)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     found = _statistics(follows, weight, targets, valid, temperature, chunk, entropy)
     rows = jnp.arange(tokens.shape[0])[:, None]
     log_probs, entropies, squared = (
-        constrain(jnp.zeros(tokens.shape).at[rows, places].set(x, mode="drop"), "batch", "length")
+        constrain(
+            jnp.zeros(tokens.shape).at[rows, positions].set(x, mode="drop"), "batch", "length"
+        )
         for x in found
     )
     return log_probs, entropies, jax.lax.stop_gradient(squared)
@@ -316,13 +318,13 @@ def token_values(
 def chosen_values(
     hidden: Float[Array, "B T D"],
     weight: Float[Array, "1 D"],
-    places: Int[Array, "B chosen"],
+    positions: Int[Array, "B chosen"],
     before: Int[Array, "B chosen"],
 ) -> Float[Array, "B T"]:
     """Returns what `token_values` does at some positions, as `chosen_statistics`; else zero."""
     found = jnp.take_along_axis(_scores(hidden, weight), before, axis=1)
     rows = jnp.arange(hidden.shape[0])[:, None]
-    values = jnp.zeros(hidden.shape[:2]).at[rows, places].set(found, mode="drop")
+    values = jnp.zeros(hidden.shape[:2]).at[rows, positions].set(found, mode="drop")
     return constrain(values, "batch", "length")
 
 

@@ -138,7 +138,7 @@ def _joined(x: Array) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _places(device, shards: int, blocks: int, size: int) -> Int[Array, " blocks"]:
+def _starts(device, shards: int, blocks: int, size: int) -> Int[Array, " blocks"]:
     """Returns where in the row each block of a device begins; even pieces come first."""
     pair = jnp.stack([device, 2 * shards - 1 - device])
     pieces = jnp.where(device % 2 == 0, pair, pair[::-1])
@@ -147,9 +147,9 @@ def _places(device, shards: int, blocks: int, size: int) -> Int[Array, " blocks"
 
 
 def _sees(of_q, of_k) -> Bool[Array, "B queries keys"]:
-    """Returns which keys of a block each query of another sees; both are (place, ids)."""
-    (q_place, q_ids), (k_place, k_ids) = of_q, of_k
-    past = (q_place + jnp.arange(q_ids.shape[1]))[:, None] >= k_place + jnp.arange(k_ids.shape[1])
+    """Returns which keys of a block each query of another sees; both are (start, ids)."""
+    (q_start, q_ids), (k_start, k_ids) = of_q, of_k
+    past = (q_start + jnp.arange(q_ids.shape[1]))[:, None] >= k_start + jnp.arange(k_ids.shape[1])
     same = (q_ids[:, :, None] == k_ids[:, None, :]) & (k_ids != 0)[:, None, :]
     return same & past
 
@@ -176,18 +176,18 @@ def _revolve(shards: int, ids, work, result, travels, stays):
     me, ids, stays = lax.optimization_barrier((lax.axis_index(AXIS), ids, stays))
     blocks, _, size = ids.shape
     all_ids = lax.all_gather(ids, AXIS)  # [shards, blocks, B, size]: too small to send in turns
-    own = _places(me, shards, blocks, size)
+    own = _starts(me, shards, blocks, size)
     onward = functools.partial(
         lax.ppermute, axis_name=AXIS, perm=[(i, (i + 1) % shards) for i in range(shards)]
     )
 
     def visit(step, result, travels, stays):
         source = (me - step) % shards
-        places, visiting = _places(source, shards, blocks, size), all_ids[source]
+        starts, visiting = _starts(source, shards, blocks, size), all_ids[source]
 
         def body(carry, pair):
             a, b = pair
-            sees = _sees((own[a], ids[a]), (places[b], visiting[b]))
+            sees = _sees((own[a], ids[a]), (starts[b], visiting[b]))
             step = functools.partial(work, stays, pair, sees)
             return lax.cond(sees.any(), step, lambda c: c, carry), None
 

@@ -78,12 +78,12 @@ class Resharder:
         axes = {**logical_axes, "layers": jax.tree.map(lambda _, names: names[1:], layer, stacked)}
         rules, computing = mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout]
         # One layer and the ends: what rollout wants, and how training splits the same arrays.
-        self._target = _placed(
+        self._target = _abstract(
             shapes, mesh_lib.shardings(shapes, axes, mesh, rules, units, computing)
         )
         self._held = mesh_lib.shardings(shapes, axes, mesh, mesh_lib.TRAIN, units)
         # What `reshard` is given; until then plain weights in the training layout.
-        self._given = _placed(
+        self._given = _abstract(
             abstract, mesh_lib.shardings(abstract, logical_axes, mesh, mesh_lib.TRAIN, units)
         )
         self._seen = False
@@ -161,7 +161,7 @@ class Resharder:
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
         if not self._seen:
-            self._given = _placed(params, jax.tree.map(lambda a: a.sharding, params))
+            self._given = _abstract(params, jax.tree.map(lambda a: a.sharding, params))
             self._seen = True
         layers = tuple(
             self._move_layer(layer, params["layers"], i)
@@ -174,7 +174,7 @@ def _ends(tree: Params) -> Params:
     return {k: v for k, v in tree.items() if k != "layers"}
 
 
-def _placed(tree: Params, shardings: Params) -> Params:
+def _abstract(tree: Params, shardings: Params) -> Params:
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings
     )

@@ -326,6 +326,7 @@ def test_several_files_are_hashed_at_once(tmp_path, monkeypatch):
     found = seal.Digests(epath.Path(tmp_path)).of(epath.Path(tmp_path))
     wanted = {str(i): hashlib.sha256(bytes([i]) * 1000).hexdigest() for i in range(4)}
     assert found == wanted
+    (tmp_path / SEAL).write_text('{"0')  # of a process that was killed
     seal.write(epath.Path(tmp_path), seal.Digests(epath.Path(tmp_path)))
     assert json.loads((tmp_path / SEAL).read_text()) == wanted
     assert seal.damage(epath.Path(tmp_path)) == ""

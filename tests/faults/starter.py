@@ -78,10 +78,10 @@ def halved(function, die):
         die()
         return file.write(data[len(data) // 2 :])
 
-    def write(folder):
+    def write(folder, digests):
         (folder / seal.SEAL).write_text('{"meta/')
         die()
-        return function(folder)
+        return function(folder, digests)
 
     return {"write_all": write_all, "write": write}[function.__name__]
 

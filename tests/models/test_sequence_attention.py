@@ -144,10 +144,10 @@ def test_rows_become_as_wide_as_the_shards_need(shards):
 
 def test_every_device_sees_as_much():
     shards, blocks, size = 4, 4, 5
-    places = np.array(
-        [sequence_attention._places(jnp.int32(d), shards, blocks, size) for d in range(shards)]
+    starts = np.array(
+        [sequence_attention._starts(jnp.int32(d), shards, blocks, size) for d in range(shards)]
     )
-    assert sorted(places.flat) == list(range(0, shards * blocks * size, size))
+    assert sorted(starts.flat) == list(range(0, shards * blocks * size, size))
     for turn in range(1, shards):
-        pairs = [(places[d][:, None] >= places[(d - turn) % shards]).sum() for d in range(shards)]
+        pairs = [(starts[d][:, None] >= starts[(d - turn) % shards]).sum() for d in range(shards)]
         assert len(set(pairs)) == 1
