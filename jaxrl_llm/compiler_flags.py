@@ -1,7 +1,7 @@
-"""XLA flags that let communication overlap with arithmetic, in one place.
+"""XLA flags that let communication overlap with arithmetic.
 
-The compilers read them from the environment when a backend is made, so a program sets them before
-it asks for devices. A flag that the user has set, to whatever value, is left alone.
+Compilers read them from the environment when a backend is made: a program sets them before it asks
+for devices. A flag that the user has set is not changed.
 """
 
 import importlib.util
@@ -15,9 +15,8 @@ _ASYNC = "xla_tpu_enable_async_collective_fusion"
 FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "tpu": {
         "LIBTPU_INIT_ARGS": {
-            # Collectives run beside the products that do not need them yet, over several of them.
-            # Which ones is left to the compiler: all-gathers in this form, when asked for, are an
-            # error on all TPUs but v5e.
+            # Collectives run beside matmuls that do not need them yet. The compiler chooses which:
+            # to ask for all-gathers in this form is an error on all TPUs but v5e.
             _ASYNC: "true",
             f"{_ASYNC}_multiple_steps": "true",
             "xla_tpu_overlap_compute_collective_tc": "true",
@@ -26,10 +25,10 @@ FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "gpu": {
         "XLA_FLAGS": {
-            # Starts what waits for the network as early, and asks for it as late, as memory allows.
+            # Starts communication as early, and waits for it as late, as memory allows.
             "xla_gpu_enable_latency_hiding_scheduler": "true",
-            # In a scan over layers: the next layer's weights are gathered during this one, and
-            # the last one's gradients scattered.
+            # In a scan over layers, during one layer: the next one's weights are gathered, the
+            # last one's gradients scattered.
             "xla_gpu_enable_pipelined_all_gather": "true",
             "xla_gpu_enable_pipelined_reduce_scatter": "true",
             "xla_gpu_enable_pipelined_all_reduce": "true",
@@ -39,7 +38,7 @@ FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 
 
 def platform(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns what this process will compute on, as far as can be told without a backend."""
+    """Returns the platform of this process, as far as it is known before a backend is made."""
     wanted = environment.get("JAX_PLATFORMS", "").partition(",")[0]
     if wanted:
         return {"cuda": "gpu", "rocm": "gpu"}.get(wanted, wanted)

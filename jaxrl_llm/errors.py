@@ -1,4 +1,4 @@
-"""The root of all errors that a user can mend, and what they must name."""
+"""The root of all errors that a user can mend."""
 
 import contextlib
 import importlib
@@ -39,9 +39,9 @@ def check_package(package: str, extra: str, where: str) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to end before its last step, and ends as soon as nothing is lost.
+    """The run was asked to end before its last step.
 
-    Not an `Exception`: nothing on the way may take it for a failure of its own.
+    Not an `Exception`: nothing on the way may handle it as a failure of its own.
     """
 
     def __init__(self, reason: str, exit_code: int):
@@ -52,7 +52,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """Puts `path` into an OSError raised inside: that of a failed write does not name the file."""
+    """Adds `path` to an OSError raised inside: that of a failed write names no file."""
     try:
         yield
     except OSError as error:

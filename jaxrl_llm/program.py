@@ -14,13 +14,13 @@ from absl import app, flags, logging
 from jaxrl_llm import compiler_flags
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import parse_flags
-from jaxrl_llm.console import compiling, screen
+from jaxrl_llm.console import screen
 from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, Problem, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
-# Libraries that report at INFO what only their own developers want to know.
+# Libraries whose INFO lines are for their developers.
 _CHATTY = ("orbax", "tensorboardX", "xla_bridge")
-# A folder that cannot be written or read is the user's to mend, whoever noticed it.
+# The user can mend a folder that cannot be written or read.
 _DISK_ERRORS = frozenset(
     {
         errno.EACCES,
@@ -47,14 +47,16 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which one this is; -1: the
 def run(main: Callable[[], None]) -> None:
     """Parses flags, joins the other processes of the run, if any, and runs `main`.
 
-    What the user can mend ends it with a message, not a trace. On several processes, one that
-    ends before its time ends the others.
+    A `UserError` ends it with a message, not a trace. A process that fails ends the others.
     """
 
     def guarded(_):
         compiler_flags.set_defaults()
         logging.set_verbosity(logging.INFO)
-        _speak()
+        root = std_logging.getLogger()
+        root.removeHandler(logging.get_absl_handler())
+        root.addHandler(_HANDLER)  # once
+        screen.show_compilations()
         try:
             address = cluster.Address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
             hosts.join(cluster.find(_START.value, address))
@@ -83,14 +85,6 @@ def run(main: Callable[[], None]) -> None:
     app.run(guarded, flags_parser=parse_flags)
 
 
-def _speak() -> None:
-    """Sends the log to people: plain lines, above the bars that show what is going on."""
-    root = std_logging.getLogger()
-    root.removeHandler(logging.get_absl_handler())
-    root.addHandler(_HANDLER)  # once
-    compiling.show()
-
-
 def _end(message: str) -> NoReturn:
     screen.SCREEN.close()
     print(f"error: {message}", file=sys.stderr, flush=True)
@@ -101,8 +95,8 @@ def _end(message: str) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """Ends the process without waiting for its threads; what had to be saved is on disk.
 
-    A signal may have cut a library short between the start of a thread and the note that it is to
-    be told of the end: Python would wait for that thread for ever.
+    A signal may have stopped a library just after it started a thread, before it registered how to
+    end it: Python would wait for that thread for ever.
     """
     screen.SCREEN.close()
     logging.flush()
@@ -119,7 +113,7 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 def _is_ours(record: std_logging.LogRecord) -> bool:
     if "orbax" in record.pathname and record.exc_info:
-        return False  # raised once more, and reported by who asked for the save
+        return False  # it is raised again where the save was asked for
     chatty = any(name in record.pathname for name in _CHATTY)
     return record.levelno >= std_logging.WARNING or not chatty
 

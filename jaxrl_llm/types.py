@@ -1,10 +1,9 @@
 """What travels between the phases of a step.
 
-`PromptBatch -> Rollouts -> Rewards -> Predictions -> Estimates -> Minibatch`. Index `t` of
-every [B, T] array is about `tokens[:, t]`: its log-prob, the value just before it was
-emitted, the reward for emitting it. Letters: B sequences, T tokens, P prompts.
-No field is optional; a model that a run does not have is an identity (`values` are zero,
-`ref_log_probs` equal `old_log_probs`, `costs` are zero).
+`PromptBatch -> Rollouts -> Rewards -> Predictions -> Estimates -> Minibatch`. Index `t` of every
+[B, T] array is about `tokens[:, t]`: its log-prob, the value just before it, the reward for it. No
+field is optional: without a model `values` are zero, `ref_log_probs` are `old_log_probs`, `costs`
+are zero. Letters: B sequences, T tokens, P prompts.
 """
 
 import dataclasses
@@ -60,10 +59,6 @@ class Rollouts:
     stopped: Bool[np.ndarray, " B"]  # ended by a stop token, not by the length limit
     prompts: tuple[Prompt, ...]
     responses: tuple[str, ...]  # text of each of the B responses
-
-    def prompt_of(self, row: int) -> Prompt:
-        """Returns the prompt that sequence `row` answers."""
-        return self.prompts[int(self.group_ids[row])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +124,7 @@ class Minibatch:
 
     @classmethod
     def zeros(cls, num_rows: int, num_tokens: int) -> "Minibatch":
-        """Returns rows of zeros with empty masks: what an example or a test need not name."""
+        """Returns rows of zeros with empty masks, for examples and tests."""
         dtypes = {"tokens": "int32", "response_mask": "bool", "loss_mask": "bool"}
         names = [field.name for field in dataclasses.fields(cls)]
         fields = {n: jnp.zeros((num_rows, num_tokens), dtypes.get(n, "float32")) for n in names}

@@ -91,7 +91,11 @@ def main():
     )
     for row, response in enumerate(rollouts.responses):
         log_prob = float(rollouts.rollout_log_probs[row].sum())
-        line = {"prompt": rollouts.prompt_of(row).text, "output": response, "log_prob": log_prob}
+        line = {
+            "prompt": rollouts.prompts[rollouts.group_ids[row]].text,
+            "output": response,
+            "log_prob": log_prob,
+        }
         print(json.dumps(line, ensure_ascii=False))
 
 

@@ -1,24 +1,32 @@
 """What a program says of its work while it goes on, and where its log goes.
 
-On a terminal: bars at the bottom, gone when the work is done, the log above them. Elsewhere: a
-line when work turns out to be long, one now and then, and one at its end.
+On a terminal: bars at the bottom, gone when the work is done, the log above them. Elsewhere: lines,
+for long work only.
 """
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from jax import monitoring
 from rich import console as rich_console
 from rich import progress
 
-PATIENCE_S = 2.0  # shorter work is not spoken of
+PATIENCE_S = 2.0  # shorter work is not shown
 LONGEST_SILENCE_S = 60.0
 _LOOK_S = 0.2
+
+# Events of JAX; of a compilation with a cache, in this order.
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 T = TypeVar("T")
 
@@ -27,43 +35,37 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Work:
-    """Something that is going on.
+    """Something that is going on."""
 
-    Attributes:
-      what: It, as "reading rows".
-      total: Steps of it; 0: not known.
-      note: What stands behind its bar.
-    """
-
-    what: str
-    total: int = 0
-    note: str = ""
+    what: str  # as "reading rows"
+    total: int = 0  # steps; 0: not known
+    note: str = ""  # stands behind the bar
     done: int = 0
     begin: float = dataclasses.field(default_factory=time.monotonic)
     next_line: float = PATIENCE_S  # seconds from its begin
     bar: progress.TaskID | None = None
 
     def advance(self, steps: int = 1) -> None:
-        """Says that so many steps more are done."""
+        """Counts more steps as done."""
         self.done += steps
 
 
 class Screen:
-    """Shows works as long as they last; one a process, `SCREEN`."""
+    """Shows all work that goes on; one a process, `SCREEN`."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._bars: progress.Progress | None = None  # while there is one to be seen
-        self.silent = False  # true of all processes of a run but the first
+        self.silent = False  # true in all processes of a run but the first
 
     def is_terminal(self) -> bool:
-        """Returns whether somebody looks: both outputs are a terminal."""
+        """Returns whether both outputs are a terminal."""
         return sys.stderr.isatty() and sys.stdout.isatty()
 
     def begin(self, work: Work) -> None:
-        """Takes notice of a work."""
+        """Shows a work from now on."""
         with self._changed:
             self._works.append(work)
             if self._thread is None:
@@ -72,7 +74,7 @@ class Screen:
             self._changed.notify()
 
     def end(self, work: Work) -> None:
-        """Takes a work away; says how long it was if it has been spoken of."""
+        """Removes a work; logs how long it was if it has been shown."""
         with self._changed:
             if work not in self._works:
                 return
@@ -85,7 +87,7 @@ class Screen:
             logger.info("%s: done in %s", work.what, duration(time.monotonic() - work.begin))
 
     def close(self) -> None:
-        """Takes all away, before the process ends."""
+        """Removes all, before the process ends."""
         with self._changed:
             self._works.clear()
             self._stop_bars()
@@ -106,7 +108,7 @@ class Screen:
             time.sleep(_LOOK_S)
 
     def _shown(self, work: Work) -> str:
-        """Brings a work's bar up to date; returns the line to log of it, if it is time."""
+        """Updates a work's bar; returns the line to log, if it is time for one."""
         seconds = time.monotonic() - work.begin
         share = f"{100 * work.done / work.total:.0f} %" if work.total else ""
         if self.is_terminal():
@@ -146,14 +148,9 @@ SCREEN = Screen()
 
 @contextlib.contextmanager
 def work(what: str, total: int = 0) -> Iterator[Callable[[int], None]]:
-    """Says what is done inside, if it takes longer than `PATIENCE_S`.
+    """Shows the work inside, if it takes longer than `PATIENCE_S`.
 
-    Args:
-      what: "reading rows", "compiling the update".
-      total: Steps of it; 0: not known.
-
-    Yields:
-      A function to call with the number of steps that are done since the last call.
+    Yields a function to call with the number of steps done since the last call.
     """
     mine = Work(what, total)
     SCREEN.begin(mine)
@@ -164,7 +161,7 @@ def work(what: str, total: int = 0) -> Iterator[Callable[[int], None]]:
 
 
 def each(what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yields the items; says what is done with them and how far it is, as `work` does."""
+    """Yields the items; shows how many are done, as `work` does."""
     with work(what, len(items)) as advance:
         for item in items:
             yield item
@@ -172,7 +169,7 @@ def each(what: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time as people say it.
+    """Returns a time in the units that people use.
 
     >>> duration(3.21), duration(75), duration(7384)
     ('3.2 s', '1 min 15 s', '2 h 03 min')
@@ -185,8 +182,31 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+@functools.cache
+def show_compilations() -> None:
+    """Shows every compilation from now on, if there is a compilation cache."""
+    here = threading.local()
+
+    def on_event(event: str, **_: Any) -> None:
+        if event == _BEGUN:
+            SCREEN.end(getattr(here, "work", Work("")))  # one that failed
+            name = re.sub(r"^jit\(_*|\)$", "", getattr(here, "name", "a program"))
+            here.work = Work(f"compiling {name.replace('_', ' ')}")
+            SCREEN.begin(here.work)
+
+    def on_duration(event: str, duration_secs: float, **about: Any) -> None:
+        del duration_secs
+        if event == _LOWERED:
+            here.name = str(about.get("fun_name", "a program"))
+        elif event == _COMPILED:
+            SCREEN.end(getattr(here, "work", Work("")))
+
+    monitoring.register_event_listener(on_event)
+    monitoring.register_event_duration_secs_listener(on_duration)
+
+
 class LogHandler(logging.Handler):
-    """Writes the log for people: time, level where it matters, text; above the bars if any."""
+    """Writes the log for people: time, level from warning on, text."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record to stderr, whatever that is now."""

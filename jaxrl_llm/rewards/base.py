@@ -144,7 +144,7 @@ class Scorer:
             row, or a function failed and `on_failure` is "stop".
         """
         terms = {**self._reward_terms, **self._cost_terms}
-        sources = [rollouts.prompt_of(row).data_source for row in range(len(rollouts.responses))]
+        sources = [rollouts.prompts[group].data_source for group in rollouts.group_ids]
         applies = {name: _applies(term, sources) for name, term in terms.items()}
         check_sources(self._config, sources)
         details: list[dict[str, Any]] = [{} for _ in sources]
@@ -184,7 +184,7 @@ class Scorer:
             if not isinstance(term, RewardFunctionConfig):
                 continue
             for row in np.flatnonzero(applies[name]).tolist():
-                prompt = rollouts.prompt_of(row)
+                prompt = rollouts.prompts[rollouts.group_ids[row]]
                 given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
                 names.append(name)
                 calls.append(Call(term.function, row, *given, prompt.extra_info))

@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from jaxrl_llm.console import compiling, screen
+from jaxrl_llm.console import screen
 from jaxrl_llm.console.screen import duration
 
 
@@ -60,8 +60,8 @@ def test_bars_on_a_terminal(monkeypatch):
 
 def test_what_is_compiled_has_its_name(monkeypatch, tmp_path):
     begun = []
-    monkeypatch.setattr(compiling.SCREEN, "begin", lambda work: begun.append(work.what))
-    compiling.show()
+    monkeypatch.setattr(screen.SCREEN, "begin", lambda work: begun.append(work.what))
+    screen.show_compilations()
 
     def _take_update(x):
         return x * 3 + 1

@@ -130,9 +130,10 @@ def test_a_weighted_sum_that_no_float_holds_is_refused():
             (),
             {
                 "responses": ("x",),
-                "prompt_of": lambda self, row: type(
-                    "Prompt", (), {"data_source": "s", "ground_truth": "", "extra_info": {}}
-                ),
+                "group_ids": [0],
+                "prompts": [
+                    type("Prompt", (), {"data_source": "s", "ground_truth": "", "extra_info": {}})
+                ],
             },
         )()
         with pytest.raises(UserError, match=r"row 0: weight times score of .* add up to 1e\+68"):

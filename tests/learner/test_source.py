@@ -66,7 +66,7 @@ def assert_consistent(rollouts, rewards):
     drawn = np.where(rollouts.response_mask, rollouts.tokens - 49, 0)
     np.testing.assert_array_equal(rollouts.versions, drawn)
     for row in range(count):
-        index = rollouts.prompt_of(row).index
+        index = rollouts.prompts[rollouts.group_ids[row]].index
         assert rollouts.tokens[row, 0] == index
         assert rollouts.responses[row].startswith(f"{index}.")
         assert rewards.details[row]["score"] == rewards.terms["a"][row] / 2 == -rewards.costs[row]

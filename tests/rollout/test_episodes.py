@@ -46,7 +46,7 @@ def test_fields(setup):
     assert rollouts.tokens.shape[1] in (32, 64)
     columns = np.arange(rollouts.tokens.shape[1])
     for row, params in enumerate(SAMPLES * 3):
-        prompt, length = rollouts.prompt_of(row), rollouts.lengths[row]
+        prompt, length = rollouts.prompts[rollouts.group_ids[row]], rollouts.lengths[row]
         assert prompt is batch.prompts[row // 3]
         tokens, start = rollouts.tokens[row], len(prompt.tokens)
         assert tuple(tokens[:start]) == prompt.tokens
@@ -136,7 +136,7 @@ def test_an_episode_of_several_turns(setup):
         tiny.teacher_forced(rollouts.tokens, np.ones(6, np.float32), NETWORK, tiny.params(NETWORK))
     )
     for row, (episode, params) in enumerate(zip(begun, samples * 2, strict=True)):
-        prompt, turns = rollouts.prompt_of(row).tokens, episode.turns
+        prompt, turns = rollouts.prompts[rollouts.group_ids[row]].tokens, episode.turns
         response, chosen = list(turns[0]), [True] * len(turns[0])
         for turn in turns[1:]:
             response += [*APPENDED, *turn]
