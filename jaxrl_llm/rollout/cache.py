@@ -1,9 +1,8 @@
-"""Keys and values of all slots: a long part that decode steps only read, a short one they write.
+"""KV cache of all slots: a long part that decode steps only read, a short one they write.
 
-A step writes one token a slot, each at a place of its own: into the cache, that would be a
-scatter a layer and step, and a program that writes an array it also reads part of has to copy that
-part. So the tokens of a chunk of steps lie side by side, in the order of the steps, and
-join the cache when the chunk ends. Pure functions of arrays.
+A step writes one token a slot, each at its own position. In the cache that would be a scatter per
+layer and step, and a program that writes an array copies the part it reads. So the tokens of a
+chunk of steps lie side by side, in the order of the steps, and join the cache when the chunk ends.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ NOWHERE = np.iinfo(np.int32).max  # the position of no token: past every query
 class Cache:
     """Keys and values by position: for each layer, blocks of consecutive positions.
 
-    Keys lie with the position innermost, so that a query meets them in the order of memory.
+    The position is the last dim of keys, so that a matmul reads them in the order of memory.
     """
 
     keys: tuple[tuple[Float[Array, "S K H _"], ...], ...]
@@ -42,11 +41,11 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recent:
-    """Keys and values of N tokens a slot that have not joined the cache."""
+    """Keys and values of tokens of each slot that have not joined the cache."""
 
-    keys: tuple[Float[Array, "S K H N"], ...]  # one per layer
-    values: tuple[Float[Array, "S K N H"], ...]
-    positions: Int[Array, "S N"]  # `NOWHERE`: no token, or one that does not count
+    keys: tuple[Float[Array, "S K H recent"], ...]  # one per layer
+    values: tuple[Float[Array, "S K recent H"], ...]
+    positions: Int[Array, "S recent"]  # `NOWHERE`: no token, or one that does not count
 
 
 def empty(shape: Shape, num_slots: int, blocks: Sequence[int], dtype) -> Cache:
@@ -68,12 +67,12 @@ def no_recent(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Recent:
     )
 
 
-def _keys(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K H N"]:
+def _keys(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K H recent"]:
     zeros = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
     return constrain(zeros, *AXES)
 
 
-def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K N H"]:
+def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K recent H"]:
     zeros = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
     return constrain(zeros, *AXES)
 
@@ -94,9 +93,7 @@ def fill(
 ) -> Cache:
     """Returns the cache with W tokens in these slots, from position 0 on.
 
-    Args:
-      slots: Past the last one: nowhere.
-      keys, values: One array per layer.
+    Slots past the last one are dropped. There is one array of keys and of values per layer.
     """
 
     def put(blocks, rows, axis):
@@ -141,7 +138,7 @@ def add(
     start: Int[Array, ""],
     keys: Float[Array, "S Q K H"],
     values: Float[Array, "S Q K H"],
-) -> tuple[Float[Array, "S K H N"], Float[Array, "S K N H"]]:
+) -> tuple[Float[Array, "S K H recent"], Float[Array, "S K recent H"]]:
     """Returns a layer's recent keys and values with Q more, from entry `start` on."""
     into_k, into_v = recent.keys[layer], recent.values[layer]
     new_k = keys.transpose(0, 2, 3, 1).astype(into_k.dtype)
@@ -153,11 +150,7 @@ def add(
 
 
 def join(cache: Cache, recent: Recent, end: int) -> Cache:
-    """Returns the cache with the recent tokens of its first slots where they belong.
-
-    Args:
-      end: No recent token stands there or behind; static.
-    """
+    """Returns the cache with the recent tokens of its first slots, all at positions below `end`."""
     num_slots, num_heads, _, num_tokens = recent.keys[0].shape
     slots = jnp.arange(num_slots)[:, None, None]
     heads = jnp.arange(num_heads)[None, :, None]
@@ -168,9 +161,9 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
             if first < end:
                 size = block.shape[axis]
                 at = recent.positions - first
-                # What belongs elsewhere goes behind the block, each to a place of its own: dropped.
+                # Tokens of other blocks get indices past the end, all different: dropped.
                 outside = size + jnp.arange(num_tokens)
-                at = jnp.where((at >= 0) & (at < size), at, outside)[:, None]  # [S, 1, N]
+                at = jnp.where((at >= 0) & (at < size), at, outside)[:, None]  # [S, 1, recent]
                 index = (slots, heads, slice(None), at) if axis == 3 else (slots, heads, at)
                 block = block.at[index].set(rows, mode="drop", unique_indices=True)
             written.append(block)
@@ -187,17 +180,16 @@ def attention(
     q: Float[Array, "S Q N H"],
     keys: Sequence[Float[Array, "S K H _"]],
     values: Sequence[Float[Array, "S K _ H"]],
-    seen: Bool[Array, "S Q W"],
+    seen: Bool[Array, "S Q window"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns attention of a few queries a slot, with the same roundings as `full_attention`.
+    """Returns attention of a few queries a slot, with the same rounding as `full_attention`.
 
     Args:
-      keys, values: Blocks of W positions together.
-      seen: Which of them a query may see.
+      keys, values: Blocks of "window" positions together.
     """
     slots, width, num_heads, size = q.shape
     heads = keys[0].shape[1]
-    # The queries of all heads that share keys, and of all places, are the rows of one product.
+    # The queries of all heads that share keys, and of all positions, are the rows of one matmul.
     grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
     rows = grouped.reshape(slots, heads, -1, size)
     wide = {"preferred_element_type": jnp.float32}

@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.requests import (
     Request,
     SamplingParams,
 )
-from jaxrl_llm.rollout.scheduler import Placement, Reader, Sampled, Scheduler
+from jaxrl_llm.rollout.scheduler import Placement, Reader, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 
 
@@ -310,7 +310,7 @@ class Engine:
             ),
             **self._switches([params for _, params in drawn]),
         )
-        self._scheduler.take_first(placements, _read(outputs, version))
+        self._scheduler.take_first(placements, _read(outputs), version)
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode.
@@ -367,13 +367,13 @@ class Engine:
 
     def _take(self, chunk: _Chunk) -> None:
         """Reads what a chunk sampled."""
-        sampled = _read(chunk.outputs, chunk.version)
-        # [N, S]: an active slot gets a token in every step, whatever was guessed.
+        sampled = _read(chunk.outputs)
+        # [steps, S]: an active slot gets a token in every step, whatever was guessed.
         given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
         active = np.any(given, axis=1)
         steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
         self._sums += Statistics(
-            decode_tokens=self._scheduler.take(sampled),
+            decode_tokens=self._scheduler.take(sampled, chunk.version),
             decode_steps=steps,
             slot_steps=slot_steps,
             guesses=slot_steps * (self._step_tokens - 1),
@@ -391,6 +391,6 @@ class Engine:
         }
 
 
-def _read(outputs: programs.Outputs, version: int) -> Sampled:
-    o = jax.device_get(outputs)
-    return Sampled(o.tokens, o.log_probs, o.top_tokens, o.top_log_probs, o.remaining, version)
+def _read(outputs: programs.Outputs) -> programs.Outputs:
+    """Waits for the device; returns its outputs as numpy arrays."""
+    return jax.device_get(outputs)

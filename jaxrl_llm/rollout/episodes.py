@@ -1,7 +1,6 @@
-"""From rows to sequences: an episode says what follows each thing that the policy says.
+"""Prompts in, sequences out: an episode appends tokens to each answer of the policy, or ends.
 
-Token ids throughout: an episode's sequence is its prompt, what was sampled, and what was appended
-in between. Nothing is ever tokenized again.
+A sequence holds the prompt, sampled tokens, and appended ones; nothing is tokenized again.
 """
 
 import dataclasses
@@ -23,10 +22,7 @@ class Episode(Protocol):
     """One sample of a row, from its prompt to its end."""
 
     def advance(self, sampled: Completion) -> Sequence[int]:
-        """Returns the tokens that follow what was sampled; the policy goes on after them.
-
-        None of them: the episode has ended.
-        """
+        """Returns the tokens that follow what was sampled; none: the episode has ended."""
         ...
 
 
@@ -34,14 +30,7 @@ class OneTurn:
     """The plain case: one answer, and the end."""
 
     def advance(self, sampled: Completion) -> Sequence[int]:
-        del sampled
         return ()
-
-
-def one_turn(prompt: Prompt, sample: int) -> Episode:
-    """Begins an episode of one turn."""
-    del prompt, sample
-    return OneTurn()
 
 
 def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> SamplingParams:
@@ -59,7 +48,7 @@ def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> Samplin
 
 @dataclasses.dataclass
 class _Sequence:
-    """What one episode holds so far; the lists are about the tokens after the prompt."""
+    """One episode so far; the lists are about the tokens after the prompt."""
 
     prompt: Prompt
     params: SamplingParams
@@ -73,20 +62,20 @@ class _Sequence:
 
     def take(self, sampled: Completion) -> bool:
         """Takes in a turn; returns whether the policy goes on."""
-        self._extend(sampled.tokens, True, sampled.log_probs, sampled.versions)
+        self.tokens += sampled.tokens
+        self.chosen += [True] * len(sampled.tokens)
+        self.log_probs += sampled.log_probs
+        self.versions += sampled.versions
         self.stopped = sampled.stopped
         following = self.episode.advance(sampled)
-        if not following or self.room <= len(following):
-            return False
         count = len(following)
-        self._extend(following, False, [0.0] * count, [0] * count)
+        if not 0 < count < self.room:
+            return False
+        self.tokens += following
+        self.chosen += [False] * count
+        self.log_probs += [0.0] * count
+        self.versions += [0] * count
         return True
-
-    def _extend(self, tokens, chosen, log_probs, versions) -> None:
-        self.tokens.extend(tokens)
-        self.chosen.extend([chosen] * len(tokens))
-        self.log_probs.extend(log_probs)
-        self.versions.extend(versions)
 
     @property
     def room(self) -> int:
@@ -101,15 +90,12 @@ def rollout(
     prompts: PromptBatch,
     samples: Sequence[SamplingParams],
     key: jax.Array,
-    begin: Callable[[Prompt, int], Episode] = one_turn,
+    begin: Callable[[Prompt, int], Episode] = lambda prompt, sample: OneTurn(),
 ) -> tuple[Rollouts, Statistics]:
     """Returns `len(samples)` sequences of every prompt, prompt-major, and the work for all turns.
 
     Args:
-      engine: What samples.
       weights: Rollout parameters and their version.
-      tokenizer: Turns responses into text for rewards and dumps; tokens are never re-tokenized.
-      prompts: P of them.
       samples: How each sample of a prompt is drawn; `max_tokens` bounds all turns together.
       key: Of this call; sample i of prompt p uses `fold_in(key, p * len(samples) + i)`.
       begin: Begins the episode of a prompt's i-th sample.
@@ -169,7 +155,7 @@ def rollout(
 
 
 def _request(group: Sequence[_Sequence]) -> Request:
-    """Returns what is asked of the engine next; several sequences stand at the same prompt."""
+    """Returns what is asked of the engine next; sequences of a group continue the same tokens."""
     return Request(
         (*group[0].prompt.tokens, *group[0].tokens),
         np.stack([s.key for s in group]),

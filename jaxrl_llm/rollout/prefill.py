@@ -1,8 +1,4 @@
-"""Reading prompts: short ones several to a row, long ones in pieces.
-
-A pure function of (network, rollout parameters, prompts); which prompts share a row is decided
-in `prefixes`.
-"""
+"""Reading prompts: several short ones to a row, long ones in pieces."""
 
 import dataclasses
 
@@ -21,12 +17,12 @@ PIECE_TOKENS = 2048  # of one row, read at one time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """P prompts in R rows of T tokens. Places without a prompt name any token."""
+    """P prompts in R rows of T tokens. Entries of P without a prompt name any token."""
 
     tokens: Int[Array, "R T"]
     positions: Int[Array, "R T"]  # of each token in its own prompt
     segment_ids: Int[Array, "R T"]  # which prompt of the row; 0 is padding
-    starts: Int[Array, " P"]  # of each prompt, the rows laid end to end
+    starts: Int[Array, " P"]  # of each prompt in the rows end to end
     lengths: Int[Array, " P"]
 
 
@@ -35,13 +31,13 @@ class Prompts:
 class Prefix:
     """P prompts that were read: their keys and values, and what follows them.
 
-    N tokens of all rows laid end to end; where prompts share rows, a row of nothing behind them,
-    so that a row's width can be cut out wherever a prompt begins.
+    The "tokens" of all rows end to end. Where prompts share rows an empty row follows, so that a
+    row's width can be cut out wherever a prompt begins.
     """
 
-    keys: tuple[Float[Array, "K N H"], ...]  # one per layer
-    values: tuple[Float[Array, "K N H"], ...]
-    tokens: Int[Array, " N"]
+    keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
+    values: tuple[Float[Array, "K tokens H"], ...]
+    tokens: Int[Array, " tokens"]
     logits: Float[Array, "P V"]  # of the first response token
     starts: Int[Array, " P"]
     lengths: Int[Array, " P"]
@@ -54,8 +50,8 @@ def prefill(
     """Reads prompts. No token attends to another prompt or to padding.
 
     Args:
-      piece_tokens: Wider rows hold one prompt each and are read so many tokens at a time, each
-        piece attending to those before it, so that activations are of one piece; static.
+      piece_tokens: Wider rows hold one prompt each and are read in pieces of so many tokens, to
+        hold the activations of one piece only; static.
     """
     rows, width = prompts.tokens.shape
     shared = prompts.starts.shape[0] > rows
@@ -77,7 +73,7 @@ def prefill(
         caches, last = _read_in_pieces(network, params, tokens, lengths, piece_tokens)
     logits = network.logits(params, network.norm(params, last))[:, 0]
 
-    def end_to_end(kept: Float[Array, "R T K H"]) -> Float[Array, "K N H"]:
+    def end_to_end(kept: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
         kept = jnp.pad(kept[:, :width], ((0, int(shared)), (0, 0), (0, 0), (0, 0)))
         kept = kept.reshape(-1, *kept.shape[2:]).swapaxes(0, 1)
         return constrain(kept, "kv_heads", None, None)  # any slot may want any prompt

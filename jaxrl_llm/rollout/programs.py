@@ -1,7 +1,6 @@
 """What the device runs during rollout once prompts are read: insert, move, release, generate.
 
-Pure functions of (network, rollout parameters, decode state). Rollout parameters hold one
-dict per layer instead of stacked layers, and the cache arrays of each layer: a decode step
+Rollout parameters and the cache have one entry per layer instead of stacked layers: a decode step
 that scans stacked arrays copies the whole cache every step.
 """
 
@@ -42,14 +41,14 @@ class DecodeState:
 class Outputs:
     """What was sampled; shares no memory with the state, so it outlives the next call.
 
-    N places: steps (one for `insert`) times the tokens that a step may give a slot. S slots (for
+    Rounds: steps (one for `insert`) times the tokens that a step may give a slot. S slots (for
     `insert`: admitted samples), k likeliest tokens.
     """
 
-    tokens: Int[Array, "N S"]  # -1: none, the slot was not active or a guess was wrong
-    log_probs: Float[Array, "N S"]
-    top_tokens: Int[Array, "N S k"]
-    top_log_probs: Float[Array, "N S k"]
+    tokens: Int[Array, "rounds S"]  # -1: none, the slot was not active or a guess was wrong
+    log_probs: Float[Array, "rounds S"]
+    top_tokens: Int[Array, "rounds S k"]
+    top_log_probs: Float[Array, "rounds S k"]
     remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
 
 
@@ -79,8 +78,7 @@ def empty_state(
     Args:
       blocks: Positions of each block of the cache (see `cache.Cache`).
       num_stops: Tokens that may end a sample.
-      dtype: Of the cache.
-      keeps_history: Speculation needs a state that does.
+      keeps_history: Whether all tokens are kept, which speculation needs.
     """
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
@@ -111,10 +109,7 @@ def insert(
 ) -> tuple[DecodeState, Outputs]:
     """Copies prefixes into slots and samples the first token of each.
 
-    Samples of one prompt name the same prompt of the prefix: it was read once.
-
-    Returns:
-      The state; and one step's outputs, a column for each admitted sample.
+    Returns the state, and one step's outputs with a column for each admitted sample.
     """
     a = admission
     lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
@@ -124,7 +119,7 @@ def insert(
     width, starts = prefix.width, prefix.starts[a.prompts]
 
     def cut(rows, axis):
-        # What follows a prompt is of no consequence: it is written over before it is seen.
+        # What follows a prompt is overwritten before it is read.
         return jax.vmap(lambda at: lax.dynamic_slice_in_dim(rows, at, width, axis))(starts)
 
     def put(target, value):
@@ -182,26 +177,23 @@ def generate(
     draft_tokens: int = 0,
     ngram_tokens: int = 0,
 ) -> tuple[DecodeState, Outputs]:
-    """Decodes until `num_steps` are done or `free_target` slots are free.
+    """Decodes until `num_steps` are done or `free_target` slots are free, to be refilled soon.
 
-    The second lets the host refill slots soon without looking after every token.
-
-    Args:
-      num_steps, num_slots, window: Static. Slots from `num_slots` on are free and cost nothing; no
-        slot has more than `window` tokens before the first step.
-      gather: Whether a part of the cache is copied out before the steps where not all of it is
-        read; static. On a CPU a product with part of an array copies that part each time; on
-        accelerators it does not, and the copy would cost memory.
+    Args, all static:
+      num_slots: Slots from this one on are free and cost nothing.
+      window: No slot has more tokens before the first step.
+      gather: Whether the part of the cache that is read is copied out before the steps. On a CPU
+        each matmul with part of an array copies that part; accelerators do not.
       filtered: See `sampling.sample`.
-      num_top: Likeliest tokens to report; static.
-      draft_tokens, ngram_tokens: See `speculation.propose`; static. 0: no speculation.
+      num_top: Likeliest tokens to report.
+      draft_tokens, ngram_tokens: See `speculation.propose`. 0: no speculation.
     """
     width = 1 + draft_tokens
     read = functools.partial(cache_lib.front, state.cache, num_slots, window)
     gathered = read() if gather else None
     small = dataclasses.replace(state, cache=Cache((), ()))
     live = jax.tree.map(lambda a: a[:num_slots], small)
-    # What the cache holds behind a slot's tokens is left from others.
+    # After a slot's tokens the cache holds those of earlier samples.
     in_cache = jnp.arange(window) < live.positions[:, None]
     size = num_steps * width
     recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.values[0][0].dtype)
@@ -209,7 +201,7 @@ def generate(
     angles = network.rotary(first + jnp.arange(size))
 
     def rotary(places: Int[Array, "S Q"]):
-        """Looks up what would else be computed anew in each layer of each step."""
+        """Looks up what each layer of each step would compute again."""
         steps = (places - first)[:, :, None, None]
         return tuple(jnp.take_along_axis(table, steps, axis=1) for table in angles)
 
@@ -261,7 +253,7 @@ def _decode_step(
     live: DecodeState,
     *,
     rotary: Callable[[Int[Array, "S Q"]], Any],
-    in_cache: Bool[Array, "S W"],
+    in_cache: Bool[Array, "S window"],
     filtered: bool,
     num_top: int,
     draft_tokens: int,
@@ -269,19 +261,18 @@ def _decode_step(
 ) -> tuple[DecodeState, Recent, tuple[Array, ...]]:
     """Feeds every active slot its last token and samples the next.
 
-    With speculation it feeds guesses behind that token, samples after each of them, and keeps what
-    follows right ones. Inactive slots compute along and keep their place.
+    With speculation it feeds Q - 1 guesses after that token, samples after each of them, and keeps
+    what follows right ones. Inactive slots compute too and change nothing.
 
     Args:
       cache: The part that is read, of these slots.
-      recent: What was fed since that was written; this step's entries are those from `start` on.
+      recent: Tokens fed since the cache was written; this step's are those from `start` on.
       live: Slots, without their cache.
-      rotary: Gives the rotary tables of positions (see `Network.rotary`).
       in_cache: Which positions of the cache a slot has filled.
 
     Returns:
-      The slots; recent tokens, wrong guesses nowhere; tokens (-1: none), log-probs [Q, S],
-      likeliest tokens and theirs [Q, S, k]; Q is 1 and the guesses.
+      The slots; recent tokens; (tokens (-1: none), log-probs [Q, S], likeliest tokens and theirs
+      [Q, S, k]).
     """
     active = live.remaining > 0
     fed = live.tokens[:, None]  # [S, Q]
@@ -298,7 +289,7 @@ def _decode_step(
     slots, width = fed.shape
     places = live.positions[:, None] + jnp.arange(width)
 
-    def placed(count: Int[Array, " S"]) -> Int[Array, "S N"]:
+    def placed(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
         positions = jnp.where(jnp.arange(width) < count[:, None], places, NOWHERE)
         return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
 

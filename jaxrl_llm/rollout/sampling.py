@@ -1,8 +1,6 @@
 """Next tokens from logits: exact, filtered, and reproducible sample by sample.
 
-The random number of a token depends on the key of its sample and on its position, on
-nothing else: not on the slot it was decoded in, its neighbours, or how many steps the
-host lets the device run at a time.
+The random number of a token depends on the key of its sample and on its position alone.
 """
 
 import dataclasses
@@ -42,8 +40,7 @@ def sample(
 
     Args:
       logits: Unscaled, float32.
-      positions: Where in its sequence each sampled token will stand.
-      sampler: Keys and parameters of the rows.
+      positions: Of the sampled tokens in their sequences.
       filtered: Whether any row uses top_k, top_p or min_p; static, False skips their cost.
     """
     scaled = _scaled(logits, sampler)
@@ -64,10 +61,7 @@ def top_log_probs(
 ) -> tuple[Int[Array, "S k"], Float[Array, "S k"]]:
     """Returns the likeliest tokens of each row and their log-probs, as `sample` reports them.
 
-    Args:
-      logits: Unscaled, float32.
-      sampler: Of the rows.
-      count: How many; static, at most V. Without any there is no cost.
+    `count` is static and at most V; 0 costs nothing.
     """
     if not count:
         shape = (logits.shape[0], 0)
@@ -79,8 +73,8 @@ def top_log_probs(
 def _scaled(logits: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S V"]:
     """Returns the logits at each row's temperature (1 for greedy rows), less their largest.
 
-    The largest is taken off first: a difference of quotients is rounded as the quotients are, and
-    those are as large as the temperature is small.
+    The largest is subtracted first: at a small temperature quotients are large, and so is the
+    rounding of their difference.
     """
     temperature = jnp.where(sampler.temperature == 0.0, 1.0, sampler.temperature)
     return (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
@@ -96,9 +90,8 @@ def _uniforms(keys, positions) -> Float[Array, "S 2"]:
 def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> Int[Array, " S"]:
     """Returns an entry of each row, drawn in proportion to `mass`.
 
-    Two short searches instead of V Gumbel numbers: for a block of entries, then for the entry
-    in it. Each has a uniform of its own: the bits of one alone could not tell rare entries
-    of a large vocabulary apart.
+    Two short searches instead of V Gumbel numbers: for a block of entries, then for the entry in
+    it. Each has its own uniform: one alone has too few bits for rare entries of a large vocabulary.
     """
     size = mass.shape[-1]
     blocks = jnp.pad(mass, ((0, 0), (0, -size % _BLOCK))).reshape(mass.shape[0], -1, _BLOCK)
@@ -108,7 +101,7 @@ def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> In
     return jnp.minimum(block * _BLOCK + _search(row, uniforms[:, 1]), size - 1)
 
 
-def _search(mass: Float[Array, "S N"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
+def _search(mass: Float[Array, "S entries"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
     """Returns the first entry with mass at which the running sum passes `uniform` of its total.
 
     Sums in parallel are not monotone to the last bit, so mass is asked for, not inferred.

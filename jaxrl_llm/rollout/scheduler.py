@@ -17,7 +17,7 @@ from jaxrl_llm.data.packing import bucket, pack
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import prefill, stopping
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
-from jaxrl_llm.rollout.programs import Admission
+from jaxrl_llm.rollout.programs import Admission, Outputs
 from jaxrl_llm.rollout.requests import (
     NUM_STOP_TOKENS,
     Completion,
@@ -41,18 +41,6 @@ class Placement:
     slot: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """What the device sampled, read by the host: `programs.Outputs` in numpy."""
-
-    tokens: np.ndarray  # [N, S] int32; -1: none
-    log_probs: np.ndarray  # [N, S]
-    top_tokens: np.ndarray  # [N, S, k]
-    top_log_probs: np.ndarray  # [N, S, k]
-    remaining: np.ndarray  # [S]; 0: the sample ended
-    version: int = 0  # of the weights
-
-
 class _Sample:
     """One sample from its submission to its end."""
 
@@ -63,13 +51,13 @@ class _Sample:
         self.num_reported = 0
         self.error: Exception | None = None
 
-    def extend(self, sampled: Sampled, column: int) -> int:
+    def extend(self, sampled: Outputs, column: int, version: int) -> int:
         """Takes in one column; returns how many tokens it held."""
         given = sampled.tokens[:, column] >= 0
         c = self.completion
         c.tokens.extend(sampled.tokens[given, column].tolist())
         c.log_probs.extend(sampled.log_probs[given, column].tolist())
-        c.versions.extend([sampled.version] * int(given.sum()))
+        c.versions.extend([version] * int(given.sum()))
         if k := self.params.num_top_log_probs:
             tops = zip(
                 sampled.top_tokens[given, column, :k].tolist(),
@@ -166,11 +154,13 @@ class Scheduler:
                 placements.append(Placement(sample.request, sample.index, slot))
         return placements
 
-    def take_first(self, placements: Sequence[Placement], sampled: Sampled) -> None:
+    def take_first(
+        self, placements: Sequence[Placement], sampled: Outputs, version: int = 0
+    ) -> None:
         """Takes in what `insert` sampled; the columns are in the order of `placements`."""
         for column, placement in enumerate(placements):
             self._stale.discard(placement.slot)
-            self._take(placement.slot, sampled, column)
+            self._take(placement.slot, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
         """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
@@ -182,19 +172,19 @@ class Scheduler:
             self._stale.discard(target)
         return moves
 
-    def take(self, sampled: Sampled) -> int:
+    def take(self, sampled: Outputs, version: int = 0) -> int:
         """Takes in what `generate` sampled in the first slots; returns how many tokens."""
         return sum(
-            self._take(slot, sampled, slot)
+            self._take(slot, sampled, slot, version)
             for slot in range(len(sampled.remaining))
             if self._owners[slot] is not None
         )
 
-    def _take(self, slot: int, sampled: Sampled, column: int) -> int:
+    def _take(self, slot: int, sampled: Outputs, column: int, version: int) -> int:
         sample = self._owners[slot]
         assert sample is not None
         c, num_seen = sample.completion, len(sample.completion.tokens)
-        count = sample.extend(sampled, column)
+        count = sample.extend(sampled, column, version)
         if sampled.remaining[column] <= 0:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and (strings := sample.params.stop_strings):

@@ -1,13 +1,9 @@
 """Guesses at the next tokens from the sequence itself, checked by one pass over all of them.
 
-Prompt lookup: where the sequence's last tokens stood before, what followed them then is the guess.
-Pure functions of arrays; `programs.decode_step` feeds the guesses and samples at every place.
-
-A guess counts when it is the token that the sampler draws at its place, with the random number of
-that place. So every token is the sampler's own draw after the tokens before it: samples are those
-of an engine that guesses nothing, token for token where rounding allows, and exact in distribution.
-This is speculative sampling (2211.17192, algorithm 1) with drafts that are certain: a draft x is
-kept with probability p(x), and a draw that is not x has the distribution of what remains of p.
+Prompt lookup: the guess is what followed the sequence's last tokens where they stood before.
+`programs.generate` feeds the guesses and samples at every position. A guess is kept if the sampler
+draws it at its position, so samples are the same with and without guesses, where rounding allows.
+This is speculative sampling (2211.17192, algorithm 1) with drafts that are certain.
 """
 
 import jax.numpy as jnp
@@ -23,15 +19,13 @@ def propose(
 ) -> Int[Array, "S k"]:
     """Returns what may follow each sequence; -1 everywhere if its last token is new to it.
 
-    The longest ending of up to `ngram_tokens` tokens that occurs earlier, and of several such
-    places the latest. Where the guess would run past the end, the sequence is taken to repeat
-    itself from that place on.
+    The longest ending of up to `ngram_tokens` tokens that occurs earlier decides, at its latest
+    occurrence. A guess that reaches the end goes on as if the sequence repeated itself.
 
     Args:
-      history: Tokens by position; what stands behind the last one is not looked at.
+      history: Tokens by position; those after the last one are ignored.
       positions: Of the last token of each sequence.
-      draft_tokens: How many to guess; static.
-      ngram_tokens: Static, at least 1.
+      draft_tokens, ngram_tokens: Static; at least 1.
     """
     size = history.shape[1]
     places = jnp.arange(size)
@@ -59,9 +53,8 @@ def kept(
 
     Args:
       drawn: Token i was drawn after the last token and drafts 0 to i - 1; Q is k + 1.
-      drafts: -1 is none.
-      stops: A token among them is the last of its sample; -1 is none.
-      remaining: Tokens that may still be sampled; none is kept beyond.
+      drafts, stops: -1 is none.
+      remaining: Tokens that may still be sampled.
     """
     before = drawn[:, :-1]
     goes_on = (before == drafts) & (before[:, :, None] != stops[:, None]).all(-1)

@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import operator
 import reprlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,7 @@ from jaxrl_llm.serving.driver import Driver, Event, Refused
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.middleware import BodyLimit, Count
 from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
-from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Format, Piece
+from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece
 from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript, decoder
 from jaxrl_llm.serving.wanted import Served, Wanted
 
@@ -68,7 +69,10 @@ def make_app(
             )
 
     async def answer(
-        request: fastapi.Request, body: Any, read: Callable[..., Wanted], kind: type[Format]
+        request: fastapi.Request,
+        body: Any,
+        read: Callable[..., Wanted],
+        kind: type[CompletionFormat],
     ) -> Response:
         """Returns the reply, or the stream of it, with the engine already at work."""
         check_model(body.model)
@@ -221,7 +225,9 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncIterator[bytes]:
+async def _server_sent(
+    work: _Work, form: CompletionFormat, include_usage: bool
+) -> AsyncIterator[bytes]:
     def event(chunk: dict[str, Any]) -> bytes:
         if include_usage:
             chunk = {"usage": None, **chunk}
@@ -247,10 +253,10 @@ async def _server_sent(work: _Work, form: Format, include_usage: bool) -> AsyncI
         yield f"data: {json.dumps(error.body)}\n\n".encode()
 
 
-async def _whole(work: _Work, form: Format) -> Response:
+async def _whole(work: _Work, form: CompletionFormat) -> Response:
     samples = [Piece()] * len(work.wanted.params)
     async for index, piece in work.pieces():
-        samples[index] += piece
+        samples[index] = Piece(*map(operator.add, samples[index], piece))
     return JSONResponse(form.reply(samples))
 
 
@@ -284,7 +290,7 @@ _REFUSALS: dict[type[Refused], tuple[int, str, str, int]] = {
 
 def _as_api_error(error: Refused) -> ApiError:
     status, kind, code, retry_after_s = _REFUSALS[type(error)]
-    return ApiError(status, str(error), kind=kind, code=code, retry_after_s=retry_after_s)
+    return ApiError(status, str(error), kind, code, retry_after_s=retry_after_s)
 
 
 def _malformed(error: RequestValidationError) -> ApiError:

@@ -1,21 +1,17 @@
 """What a Prometheus server may read about serving."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import prometheus_client
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from jaxrl_llm.serving.driver import Driver
 
 
-class Metrics(Collector):
+class Metrics:
     """Counters and histograms of one server, with gauges that are read from its driver."""
 
     def __init__(self, driver: Driver):
-        self._driver = driver
         self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(self)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()):
             return prometheus_client.Counter(
@@ -50,28 +46,28 @@ class Metrics(Collector):
             *(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
         )
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        driver, engine = self._driver, self._driver.engine
-        active = engine.num_active
-        for name, text, value in (
-            ("slots", "Decode slots.", engine.num_slots),
-            ("active_slots", "Samples that stand in a slot.", active),
-            (
-                "queue_samples",
-                "Samples that wait for a slot.",
-                max(0, driver.num_unfinished - active),
-            ),
-            ("compilations", "Programs compiled so far.", engine.num_compilations()),
-            (
-                "warm_up_programs",
-                "Programs still to be compiled ahead of need.",
-                len(driver.programs),
-            ),
-            (
-                "tokens_per_forward",
-                "Tokens that a sample got in a decode step.",
-                engine.statistics.tokens_per_forward,
-            ),
-            ("ready", "1 while requests are accepted.", driver.state == "ready"),
-        ):
-            yield GaugeMetricFamily(f"jaxrl_llm_{name}", text, value=float(value))
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            prometheus_client.Gauge(f"jaxrl_llm_{name}", text, registry=self.registry).set_function(
+                value
+            )
+
+        engine = driver.engine
+        gauge("slots", "Decode slots.", lambda: engine.num_slots)
+        gauge("active_slots", "Samples that stand in a slot.", lambda: engine.num_active)
+        gauge(
+            "queue_samples",
+            "Samples that wait for a slot.",
+            lambda: max(0, driver.num_unfinished - engine.num_active),
+        )
+        gauge("compilations", "Programs compiled so far.", engine.num_compilations)
+        gauge(
+            "warm_up_programs",
+            "Programs still to be compiled ahead of need.",
+            lambda: len(driver.programs),
+        )
+        gauge(
+            "tokens_per_forward",
+            "Tokens that a sample got in a decode step.",
+            lambda: engine.statistics.tokens_per_forward,
+        )
+        gauge("ready", "1 while requests are accepted.", lambda: driver.state == "ready")

@@ -46,7 +46,6 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        *,
         kind: str = "invalid_request_error",
         code: str = "",
         param: str = "",

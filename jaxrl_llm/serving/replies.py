@@ -1,11 +1,10 @@
 """What a client gets, in the two forms that OpenAI has for it, whole or in pieces."""
 
-import dataclasses
 import math
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.rollout.requests import TopLogProbs
 from jaxrl_llm.serving.transcript import TokenNames
@@ -14,8 +13,7 @@ from jaxrl_llm.serving.wanted import Wanted
 Json = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one turn of the engine added to one sample, its text certain."""
 
     text: str = ""
@@ -25,21 +23,11 @@ class Piece:
     offsets: tuple[int, ...] = ()  # where in the sample's text each token begins
     finish_reason: str = ""  # "" while the sample is running
 
-    def __add__(self, other: "Piece") -> "Piece":
-        return Piece(
-            self.text + other.text,
-            self.tokens + other.tokens,
-            self.log_probs + other.log_probs,
-            self.top_log_probs + other.top_log_probs,
-            self.offsets + other.offsets,
-            other.finish_reason,
-        )
 
+class CompletionFormat:
+    """The reply to one request at `/v1/completions`; the first line has OpenAI's names for it."""
 
-class Format:
-    """One kind of reply, to one request; `prefix`, `whole` and `part` are OpenAI's names."""
-
-    prefix = whole = part = ""
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, names: TokenNames, wanted: Wanted):
         self._names, self._wanted = names, wanted
@@ -51,9 +39,7 @@ class Format:
 
     def reply(self, samples: Sequence[Piece]) -> Json:
         """Returns the reply with all samples."""
-        choices = [
-            self._choice(i, piece, self._whole_text(piece)) for i, piece in enumerate(samples)
-        ]
+        choices = [self._choice(i, p, self._whole_text(p)) for i, p in enumerate(samples)]
         usage = self._usage(sum(len(piece.tokens) for piece in samples))
         return {**self._head, "object": self.whole, "choices": choices, "usage": usage}
 
@@ -89,21 +75,6 @@ class Format:
         }
 
     def _whole_text(self, piece: Piece) -> Json:
-        raise NotImplementedError
-
-    def _part_text(self, piece: Piece) -> Json:
-        raise NotImplementedError
-
-    def _log_probs(self, piece: Piece) -> Json:
-        raise NotImplementedError
-
-
-class CompletionFormat(Format):
-    """`/v1/completions`."""
-
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
-
-    def _whole_text(self, piece: Piece) -> Json:
         return {"text": piece.text}
 
     _part_text = _whole_text
@@ -119,8 +90,8 @@ class CompletionFormat(Format):
         }
 
 
-class ChatFormat(Format):
-    """`/v1/chat/completions`."""
+class ChatFormat(CompletionFormat):
+    """The same at `/v1/chat/completions`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

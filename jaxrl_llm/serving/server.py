@@ -66,11 +66,27 @@ def run(
     Args:
       programs: Compiled while no request is there.
       reload: Reads other weights when SIGHUP comes.
-      grace_s: For accepted requests to finish after SIGTERM or SIGINT.
+      grace_s: For accepted requests to finish after the signal.
 
     Raises:
       ServerError: If the engine broke.
     """
+
+    def finish() -> None:
+        begun = time.monotonic()
+        driver.refuse()
+        if not driver.drain(grace_s):
+            logging.warning("%d samples did not finish in time", driver.num_unfinished)
+        driver.close()
+        logging.info("stopped after %.1f s", time.monotonic() - begun)
+
+    def renew() -> None:
+        try:
+            driver.use(reload())
+            logging.info("serving the newest weights")
+        except Exception:  # whatever it is, serving goes on
+            logging.exception("weights were not reloaded; serving those from before")
+
     settings = uvicorn.Config(
         app,
         http="h11",
@@ -88,9 +104,7 @@ def run(
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(
-            signal.SIGHUP, lambda: loop.run_in_executor(None, _reload, driver, reload)
-        )
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, renew))
         server = _Uvicorn(settings)
         driver.start(programs, loop.call_soon_threadsafe)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -103,7 +117,7 @@ def run(
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)
         logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
-        await loop.run_in_executor(None, _finish, driver, grace_s)
+        await loop.run_in_executor(None, finish)
         server.should_exit = True
         await serving
 
@@ -111,20 +125,3 @@ def run(
     asyncio.run(serve())
     if driver.state == "failed":
         raise ServerError("the engine failed; its error is above. Start the server again")
-
-
-def _finish(driver: Driver, grace_s: float) -> None:
-    begun = time.monotonic()
-    driver.refuse()
-    if not driver.drain(grace_s):
-        logging.warning("%d samples did not finish in time", driver.num_unfinished)
-    driver.close()
-    logging.info("stopped after %.1f s", time.monotonic() - begun)
-
-
-def _reload(driver: Driver, read: Callable[[], Params]) -> None:
-    try:
-        driver.use(read())
-        logging.info("serving the newest weights")
-    except Exception:  # whatever it is, serving goes on
-        logging.exception("weights were not reloaded; serving those from before")

@@ -333,9 +333,9 @@ def order_of_chunks(engine, budgets, monkeypatch, **params):
         events.append("d")
         return generate(*args, **kwargs)
 
-    def read_chunk(outputs, version):
+    def read_chunk(outputs):
         events.append("r")
-        return read(outputs, version)
+        return read(outputs)
 
     random = np.random.default_rng(1)
     asked = [request(random, 8, [SamplingParams(n, **params)], i) for i, n in enumerate(budgets)]

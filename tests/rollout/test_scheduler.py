@@ -1,14 +1,13 @@
 """The scheduler on its own: replayed decisions, no device."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.rollout.programs import Outputs
 from jaxrl_llm.rollout.requests import Progress, Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Placement, Sampled, Scheduler
+from jaxrl_llm.rollout.scheduler import Placement, Scheduler
 
 
 def text_of(tokens):
@@ -30,7 +29,7 @@ def outputs(columns, steps, slots, remaining):
         tokens[: len(column), slot] = column
     log_probs = np.where(tokens >= 0, tokens / -10.0, 0.0)
     tops = np.stack([tokens, tokens + 1], -1)
-    return Sampled(tokens, log_probs, tops, tops / -10.0, np.array(remaining))
+    return Outputs(tokens, log_probs, tops, tops / -10.0, np.array(remaining))
 
 
 def first(tokens, remaining):
@@ -89,8 +88,8 @@ def test_one_run_by_hand():
 def test_likeliest_tokens_are_as_many_as_asked_for():
     scheduler = Scheduler(1, text_of)
     scheduler.add(request(2, top=1))
-    scheduler.take_first(scheduler.admit(), dataclasses.replace(first([3], [1]), version=5))
-    scheduler.take(dataclasses.replace(outputs({0: [4]}, 2, 1, [0]), version=6))
+    scheduler.take_first(scheduler.admit(), first([3], [1]), version=5)
+    scheduler.take(outputs({0: [4]}, 2, 1, [0]), version=6)
     (found,) = scheduler.progress()
     tops = ((3, -0.3),), ((4, -0.4),)
     assert found == Progress(0, 0, (3, 4), (-0.3, -0.4), (5, 6), tops, "length")

@@ -1,14 +1,13 @@
-"""google-jetstream 0.2, made fit for use: without TensorFlow, quiet, and hard to kill.
+"""google-jetstream 0.2, repaired: without TensorFlow, quiet, and hard to kill.
 
-Importing this module imports JetStream. What is mended there, and why:
+Importing this module imports JetStream and changes there:
 
 - `jetstream.engine` imports `seqio` and `tiktoken` for tokenizers that are not used here, and
-  seqio brings TensorFlow; where they are missing, empty modules stand in for them.
-- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has; an error in one of
-  its threads ends the process by SIGKILL. Memory is freed when nothing refers to it any more.
-- Importing the orchestrator makes the root logger print everything; that is undone.
-- A request with token ids and a session, or with no content, raises in such a thread too:
-  `CheckedOrchestrator` refuses what would, before it gets there.
+  seqio imports TensorFlow. Where they are missing, empty modules take their place.
+- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has. It does nothing now.
+- Importing the orchestrator makes the root logger print everything. That is undone.
+- An error in one of its threads ends the process by SIGKILL. `CheckedOrchestrator` refuses requests
+  that would raise one, such as those without content.
 """
 
 import abc
@@ -27,9 +26,8 @@ class JetStreamMissing(UserError, ImportError):
 
 
 def _stand_in(name: str, **contents: Any) -> None:
-    module = types.ModuleType(name)
-    module.__dict__.update(contents)
-    sys.modules[name] = module
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(contents)
 
 
 class _Unavailable:
@@ -63,15 +61,7 @@ for _handler in [handler for handler in _root.handlers if handler not in _handle
 
 orchestrator.delete_pytree = lambda prefix: None
 
-__all__ = [
-    "CheckedOrchestrator",
-    "config_lib",
-    "engine_api",
-    "orchestrator",
-    "server_lib",
-    "tokenizer_api",
-    "tokenizer_pb2",
-]
+__all__ = ["config_lib", "engine_api", "server_lib", "tokenizer_api", "tokenizer_pb2"]
 
 
 class CheckedOrchestrator(orchestrator.LLMOrchestrator):
