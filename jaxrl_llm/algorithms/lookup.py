@@ -31,7 +31,8 @@ def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
     return module
 
 
-def _module(name: str, location: str) -> ModuleType:
+def module(name: str, location: str) -> ModuleType:
+    """Returns the module or file where the function is that the config calls `name`."""
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
         if not path.is_file():
@@ -75,13 +76,13 @@ def resolve(
             f"unknown {what} {name!r}; known: {', '.join(table)};"
             " or your own function as 'package.module:function' or 'path/file.py:function'"
         )
-    module = _module(name, location)
-    if not hasattr(module, attribute):
-        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+    found = module(name, location)
+    if not hasattr(found, attribute):
+        public = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
         raise AttributeError(
             f"{name!r}: {location} has no {attribute!r}; its functions: {', '.join(public)}"
         )
-    function = getattr(module, attribute)
+    function = getattr(found, attribute)
     if not callable(function):
         raise TypeError(f"{name!r} is a {type(function).__name__}, not a function; name a function")
     return function

@@ -5,12 +5,12 @@ with `score` and what else should be logged; maj@k votes on `pred`, the answer i
 Worker processes import this module, so it must not import jax.
 """
 
-import importlib
-import importlib.util
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from jaxrl_llm.algorithms import lookup
 
 Result = float | Mapping[str, Any]
 RewardFunction = Callable[..., Result | Awaitable[Result]]
@@ -107,7 +107,7 @@ def resolve(name: str) -> RewardFunction:
     """
     where, attribute = location(name)
     try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+        module = lookup.module(name, where)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"reward function {name!r}: {where} cannot be imported: {type(error).__name__}: {error}"
@@ -117,15 +117,6 @@ def resolve(name: str) -> RewardFunction:
         raise ValueError(f"reward function {name!r}: {where} has no function {attribute!r}")
     _check_signature(name, function)
     return function
-
-
-def _load_file(path: str):
-    # Loading does not go by sys.path, so that two files of one name do not hide each other.
-    spec = importlib.util.spec_from_file_location("reward_" + re.sub(r"\W", "_", path), path)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _check_signature(name: str, function: RewardFunction) -> None:
