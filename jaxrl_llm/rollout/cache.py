@@ -33,10 +33,6 @@ class Cache:
     keys: tuple[tuple[Float[Array, "S K H _"], ...], ...]
     values: tuple[tuple[Float[Array, "S K _ H"], ...], ...]
 
-    @property
-    def max_tokens(self) -> int:
-        return sum(block.shape[2] for block in self.values[0])
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -50,31 +46,27 @@ class Recent:
 
 def empty(shape: Shape, num_slots: int, blocks: Sequence[int], dtype) -> Cache:
     """Returns a cache of zeros; `blocks` are the sizes of a layer's, in positions."""
-    layers = range(shape.num_layers)
-    return Cache(
-        tuple(tuple(_keys(shape, num_slots, n, dtype) for n in blocks) for _ in layers),
-        tuple(tuple(_values(shape, num_slots, n, dtype) for n in blocks) for _ in layers),
-    )
+    layers = [
+        zip(*(_zeros(shape, num_slots, n, dtype) for n in blocks), strict=True)
+        for _ in range(shape.num_layers)
+    ]
+    return Cache(*zip(*layers, strict=True))
 
 
 def no_recent(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Recent:
     """Returns room for so many tokens a slot."""
-    layers = range(shape.num_layers)
-    return Recent(
-        tuple(_keys(shape, num_slots, num_tokens, dtype) for _ in layers),
-        tuple(_values(shape, num_slots, num_tokens, dtype) for _ in layers),
-        jnp.full((num_slots, num_tokens), NOWHERE, jnp.int32),
-    )
+    layers = [_zeros(shape, num_slots, num_tokens, dtype) for _ in range(shape.num_layers)]
+    keys, values = zip(*layers, strict=True)
+    return Recent(keys, values, jnp.full((num_slots, num_tokens), NOWHERE, jnp.int32))
 
 
-def _keys(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K H recent"]:
-    zeros = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
-    return constrain(zeros, *AXES)
-
-
-def _values(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Float[Array, "S K recent H"]:
-    zeros = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
-    return constrain(zeros, *AXES)
+def _zeros(
+    shape: Shape, num_slots: int, num_tokens: int, dtype
+) -> tuple[Float[Array, "S K H tokens"], Float[Array, "S K tokens H"]]:
+    """Returns keys and values of a layer."""
+    keys = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
+    values = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
+    return constrain(keys, *AXES), constrain(values, *AXES)
 
 
 def _with_positions(blocks: Sequence[Array], axis: int) -> Iterator[tuple[Array, int]]:

@@ -1,8 +1,7 @@
 """The rollout engine: prefill, insert and generate over decode slots, kept full.
 
 The engine owns compiled programs and no weights: parameters are an argument of every call,
-so new weights of the same layout cost nothing. One host loop serves one process or many:
-its decisions follow from replicated device outputs and from the requests alone.
+so new weights of the same layout cost nothing.
 """
 
 import dataclasses
@@ -205,9 +204,8 @@ class Engine:
     def abort(self, number: int) -> list[Completion]:
         """Ends a request; returns its completions so far, `finish_reason` "abort" where running.
 
-        Its slots are free for the next `step`. Of a request that has finished, or never was,
-        nothing is returned and nothing happens. Tokens that were sampled and not yet reported do
-        not exist: every `step` reports all it samples.
+        Its slots are free for the next `step`. For a request that has finished, or never was,
+        nothing is returned and nothing happens.
         """
         return self._scheduler.remove(number)
 
@@ -215,10 +213,10 @@ class Engine:
         """Takes one turn: fills free slots from the queue, decodes a chunk.
 
         Args:
-          params: Rollout parameters, `layers` a tuple. They may differ from those of the turn
-            before, with the same shapes and layout: prompts that were not yet placed are read
-            anew, slots keep the keys and values that the earlier weights gave.
-          version: Of these weights; every token tells the one that drew it.
+          params: Rollout parameters, `layers` a tuple. They may change between turns, with the
+            same shapes and layout: prompts that were not yet placed are read again, slots keep
+            their keys and values.
+          version: Of these weights; reported with every token that they draw.
 
         Returns:
           One entry for each sample that got tokens, or failed; none if there is nothing to do.
