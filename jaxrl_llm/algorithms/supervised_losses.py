@@ -30,9 +30,9 @@ def token_cross_entropy(
 
 
 def bradley_terry(
-    chosen_scores: Float[Array, " P"],
-    rejected_scores: Float[Array, " P"],
-    pair_mask: Bool[Array, " P"],
+    chosen_scores: Float[Array, " pairs"],
+    rejected_scores: Float[Array, " pairs"],
+    pair_mask: Bool[Array, " pairs"],
     num_pairs: Float[Array, ""] | float,
 ) -> LossAndMetrics:
     """Returns the loss of a reward model on pairs: `-log sigmoid(chosen - rejected)`.
@@ -65,11 +65,11 @@ def bradley_terry(
 
 
 def dpo(
-    chosen_log_probs: Float[Array, " P"],
-    rejected_log_probs: Float[Array, " P"],
-    ref_chosen_log_probs: Float[Array, " P"],
-    ref_rejected_log_probs: Float[Array, " P"],
-    pair_mask: Bool[Array, " P"],
+    chosen_log_probs: Float[Array, " pairs"],
+    rejected_log_probs: Float[Array, " pairs"],
+    ref_chosen_log_probs: Float[Array, " pairs"],
+    ref_rejected_log_probs: Float[Array, " pairs"],
+    pair_mask: Bool[Array, " pairs"],
     num_pairs: Float[Array, ""] | float,
     *,
     beta: float,
