@@ -73,8 +73,8 @@ class Run:
         if not self._outer:
             self._stack.enter_context(self.interruption)
             self._stack.enter_context(self._lock)
-        for warning in self.config.warnings():
-            logging.warning("%s", warning)
+            for warning in self.config.warnings():
+                logging.warning("%s", warning)
         writer_lib.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)

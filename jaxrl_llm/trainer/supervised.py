@@ -88,7 +88,7 @@ def learn(task: Task, params: Params, run: Run) -> Trainable:
     """Returns the parameters after the updates of a job, from its last checkpoint on."""
     config = run.config
     assert isinstance(config, SupervisedConfig)
-    stream = Stream(task.rows, config.seed)
+    stream = Stream(task.rows, config.seed, config.data.shuffle, config.data.num_workers)
     packer = Packer(config.microbatch_tokens, *mesh_lib.row_shards(task.mesh))
     state = weights_lib.trainable(params, config.trainer.optimizer, config.num_updates, task.mesh)
     state = run.resume(state, stream, packer)

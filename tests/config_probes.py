@@ -1,0 +1,484 @@
+"""What a job is made of, each part from a config by the package's own code, cheaply.
+
+`tests/config/test_keys.py` changes one key after the other and compares these parts.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl_llm.algorithms import losses, selection
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.checkpoint.saver import Saver
+from jaxrl_llm.config import RLConfig, SFTConfig
+from jaxrl_llm.data import datasets, supervised
+from jaxrl_llm.learner import batches, estimate, lowering, optimizer, source, update
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.metrics import alerts as alerts_lib
+from jaxrl_llm.metrics import writer as writer_lib
+from jaxrl_llm.metrics.clock import Clock, Profiler
+from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.trainer import evaluate, run
+from jaxrl_llm.trainer import supervised as stages_lib
+from jaxrl_llm.types import Minibatch, Predictions, Prompt, PromptBatch, Rewards, Rollouts, Weights
+
+RNG = np.random.default_rng
+MASK = np.arange(6) < np.array([6, 5, 3, 4])[:, None]
+PROMPTS = tuple(Prompt((3, 4), "1+2=", "arithmetic", "3", {}, i) for i in range(4))
+
+
+class _SeenError(Exception):
+    """Ends a probe with what it wanted to know."""
+
+
+def log_probs(seed: int):
+    return np.where(MASK, -RNG(seed).gamma(1.0, 1.0, MASK.shape), 0.0).astype(np.float32)
+
+
+def rollouts(prompts=PROMPTS[:2], samples=2):
+    count = len(prompts) * samples
+    return Rollouts(
+        tokens=np.arange(6 * count, dtype=np.int32).reshape(count, 6) % 5,
+        response_mask=np.resize(MASK, (count, 6)),
+        rollout_log_probs=np.resize(log_probs(1), (count, 6)),
+        versions=np.zeros((count, 6), np.int32),
+        lengths=np.resize(MASK, (count, 6)).sum(1).astype(np.int32),
+        group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
+        stopped=np.ones(count, bool),
+        prompts=tuple(prompts),
+        responses=("1+2=3#3",) * count,
+    )
+
+
+def rewards(scores):
+    scores = np.asarray(scores, np.float32)
+    baselines = np.full_like(scores, 0.25)
+    return Rewards(
+        scores,
+        {"a": scores},
+        {"a": np.ones_like(scores)},
+        scores,
+        baselines,
+        ({},) * len(scores),
+        0,
+    )
+
+
+def estimates(config: RLConfig):
+    """Advantages, returns, masks and weights of a step, and what the next step begins with."""
+    old, ref, entropies, squares, values, costs = (log_probs(seed) for seed in range(2, 8))
+    predictions = Predictions(old, ref, entropies, jnp.exp(squares), values, costs)
+    mesh = models_lib.one_mesh(config)["policy"]
+    state, _ = first_state(config)
+    eager = types.SimpleNamespace(
+        jit=lambda f, **_: lambda *given: f(*jax.tree.map(jnp.asarray, given))
+    )
+    with mock.patch.object(estimate, "jax", eager):
+        found, after, metrics = estimate.estimator(config, mesh)(
+            state, rollouts(), rewards([1.0, 0.0, 0.5, 3.0]), predictions, Clock()
+        )
+    return vars(found), state.log_multiplier, after.kl_coef, after.log_multiplier, metrics
+
+
+def first_state(config: RLConfig):
+    """What a run begins with beside weights, and how often an optimizer was moved to the host."""
+    mesh = models_lib.one_mesh(config)["policy"]
+    models = types.SimpleNamespace(mesh=mesh, meshes=dict.fromkeys(("policy", "critic"), mesh))
+    moved = mock.Mock(side_effect=lambda state: state)
+    with (
+        mock.patch.object(weights_lib, "scalar_from_policy", lambda *a: {}),
+        mock.patch.object(weights_lib.resting, "resting", moved),
+    ):
+        return weights_lib.initial_state(config, models, {}), moved.call_count
+
+
+def resting(config: RLConfig):
+    """How often the first state is moved to the host."""
+    return first_state(config)[1]
+
+
+def policy_loss(config: RLConfig):
+    """Loss, gradient and metrics of a policy whose update has begun."""
+    algorithm, zeros = config.algorithm, Minibatch.zeros(*MASK.shape)
+    advantages = np.where(MASK, RNG(9).normal(size=MASK.shape), 0.0).astype(np.float32)
+    now = jnp.asarray(log_probs(2) + 0.8 * log_probs(3) + 0.5)
+    batch = dataclasses.replace(
+        zeros,
+        loss_mask=MASK,
+        response_mask=MASK,
+        advantages=3.0 * advantages,
+        old_log_probs=log_probs(2),
+        ref_log_probs=log_probs(4),
+        correction_weights=jnp.ones(MASK.shape),
+    )
+    chosen = selection.select(algorithm, now, batch, jax.random.key(0))
+    counts = minibatch_denominators(jnp.asarray(MASK), 7.0)
+
+    def loss(x):
+        return losses.policy_objective(algorithm, x, -log_probs(5), batch, chosen, counts)
+
+    return jax.value_and_grad(loss, has_aux=True)(now)
+
+
+def value_loss(config: RLConfig):
+    counts = minibatch_denominators(jnp.asarray(MASK))
+    three = (2.0 * log_probs(seed) for seed in (2, 3, 4))
+    return losses.value_loss(config.algorithm, *three, jnp.asarray(MASK), counts)
+
+
+def update_program(config: RLConfig):
+    """The traced update of all learners."""
+    models = models_lib.of_job(config)
+    state = lowering.abstract_state(config, models)
+    program = update.updater(config, models, {}, state).program
+    packed = lowering.abstract_packed(config, models, config.minibatch_size)
+    batch, key = lowering.abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
+    learners = (state.policy, state.critic, state.cost_critic)
+    with jax.set_mesh(models.mesh):
+        return str(program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
+
+
+def moved(config):
+    """Weights after three updates by an optimizer, and what it remembers."""
+    transformation = optimizer.make(config, 8)
+    weights = {"w": jnp.array([1.0, -2.0])}
+    state, found = transformation.init(weights), []
+    for size in (1e-3, 1.0, 3.0):
+        gradients = {"w": jnp.array([size, -2.0 * size])}
+        changes, state = transformation.update(gradients, state, weights)
+        weights = jax.tree.map(jnp.add, weights, changes)
+        found.append((weights["w"], jax.tree.leaves(state)))
+    return found, [str(leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+
+def optimizers(config):
+    """Of the policy, of the critic and of the stages before RL."""
+    of_stages = [
+        config.stage(stage, SFTConfig, 64).trainer.optimizer
+        for stage in (getattr(config, name, None) for name in ("warm_start", "preference"))
+        if stage
+    ]
+    own = [config.trainer.optimizer, *([config.critic.optimizer] if of_stages else [])]
+    return [moved(each) for each in (*own, *of_stages)]
+
+
+def stages(config: RLConfig):
+    """The jobs before RL."""
+    return [config.stage(s, SFTConfig, 64) for s in (config.warm_start, config.preference)]
+
+
+def networks(config):
+    """Networks, tokenizer, meshes and packing."""
+    meshes = models_lib.role_meshes(config) if isinstance(config, RLConfig) else None
+    models = models_lib.of_job(config, meshes)
+    if isinstance(config, RLConfig):
+        models_lib.check_stop_tokens(config, models.policy.shape)
+        weights_lib.check_folders(config, models)
+    places = {
+        role: (dict(mesh.shape), [device.id for device in mesh.devices.flat])
+        for role, mesh in models.meshes.items()
+    }
+    adapters = models.policy.abstract_adapters() if config.lora.rank else {}
+    merge = models_lib.merge_adapters(config.lora)
+    scale = getattr(merge, "keywords", {})
+    policy = dataclasses.replace(models.policy, lora=None)
+    return policy, models.value, places, vars(models.packer), adapters, scale, models.eos_tokens
+
+
+def first_weights(config):
+    """A few of the weights that a job without a folder begins with."""
+    weights = weights_lib.initial_policy(config, models_lib.of_job(config))
+    return jax.tree.leaves(weights)[0]
+
+
+def engine(config: RLConfig):
+    """What the engine is made with, and how responses are sampled."""
+    seen = {}
+    with (
+        mock.patch.object(sampler_lib, "Engine", lambda *a, **k: seen.update(engine=(a, k))),
+        mock.patch.object(sampler_lib, "Resharder", lambda *a: seen.update(resharder=a[3:6])),
+    ):
+        models = models_lib.of_job(config, models_lib.role_meshes(config))
+        sampler_lib.build(config, models, {})
+    positional, named = seen["engine"]
+    named = {name: value for name, value in named.items() if name != "decode"}
+    network = dataclasses.replace(positional[0], lora=None)
+    return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
+
+
+def prompts(config):
+    """Prompts of both splits, and the order that training takes them in."""
+    tokenizer = models_lib.load_tokenizer(config.model)
+    splits = [
+        datasets.load_dataset(config.data, tokenizer, s, config.seed) for s in ("train", "eval")
+    ]
+    opened = []
+    grain = datasets.grain.ReadOptions
+    with mock.patch.object(
+        datasets.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
+    ):
+        order = datasets.PromptIterator(splits[0], config.data, config.seed).batch(8)
+    return [split.prompts for split in splits], order, opened
+
+
+def examples(config):
+    """Rows of a supervised job."""
+    make = supervised.worked_examples if config.job == "sft" else supervised.preference_pairs
+    return make(config.data, models_lib.load_tokenizer(config.model), "train", config.seed)
+
+
+def supervised_batch(config):
+    """The first batch of a supervised job, as its update would see it."""
+    opened = []
+    grain = datasets.grain.ReadOptions
+    seen = {}
+
+    def program(config, task, state):
+        def take(state, batch):
+            raise _SeenError(jax.tree.map(np.asarray, batch))
+
+        return take
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(stages_lib.weights_lib, "initial_policy", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "scalar_from_policy", lambda *a: {}),
+        mock.patch.object(stages_lib, "_update_program", program),
+        mock.patch.object(
+            datasets.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
+        ),
+    ):
+        try:
+            stages_lib.train(config, folder)
+        except _SeenError as found:
+            seen = found.args
+    return seen, opened
+
+
+def supervised_loss(config):
+    """What the loss of a supervised job asks the policy."""
+
+    def statistics(*args, **named):
+        raise _SeenError(named)
+
+    task = stages_lib._sft(config, models_lib.of_job(config))
+    batch = types.SimpleNamespace(tokens=None)
+    with mock.patch.object(stages_lib.predict, "token_statistics", statistics):
+        try:
+            task.loss({}, None, batch)
+        except _SeenError as found:
+            return found.args
+
+
+def examples_before_rl(config):
+    tokenizer = models_lib.load_tokenizer(config.model)
+    return supervised.worked_examples(config.data, tokenizer, "train", config.seed)
+
+
+def step(config: RLConfig):
+    """Samples of a step, and how many waves they took; groups of equal scores come first."""
+    waves = []
+
+    def rollout(engine, weights, tokenizer, batch, samples, key):
+        waves.append(len(batch.prompts))
+        return rollouts(batch.prompts, len(samples))
+
+    def score(of_wave):
+        unequal = len(waves) > 4
+        return rewards(np.arange(len(of_wave.lengths)) * float(unequal))
+
+    models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
+    sampler = types.SimpleNamespace(
+        engine=types.SimpleNamespace(statistics=Statistics()), models=models
+    )
+    stream = types.SimpleNamespace(batch=lambda count: PromptBatch(PROMPTS[:1] * count))
+    with mock.patch.object(source.episodes, "rollout", rollout):
+        asked = source.SampledNow(config, sampler, stream, score)
+        taken = asked.take(Weights({}, 0), jax.random.key(0), Clock())
+    return waves, taken.rewards.scores, taken.rollouts.group_ids
+
+
+def updates(config: RLConfig):
+    """Sequences of each update of a step, and whether the first step trains the policy."""
+    packer = batches.Packer(64, 1)
+    drawn = rollouts(PROMPTS, 2)
+    each = batches.minibatches(config, packer, drawn, jax.random.key(0))
+    updater = update.Updater(config, packer, (), {}, {})
+    trained = []
+
+    def record(self, state, batch, packed, key, *, train_policy):
+        trained.append(train_policy)
+        return state, {"loss": 0.0}
+
+    with (
+        mock.patch.object(update.Updater, "update", record),
+        mock.patch.object(update.replicas, "check_learned", lambda *a: None),
+    ):
+        updater(1, None, drawn, Minibatch.zeros(8, 6), jax.random.key(0), Clock())
+    return [np.asarray(packed.chosen) for packed, _ in each], trained
+
+
+class _Pool:
+    """In place of the processes that call reward functions."""
+
+    def __init__(self, names, **settings):
+        self.made = names, settings
+
+    def run(self, calls):
+        return [types.SimpleNamespace(score=2.0, details={}, failure="") for _ in calls]
+
+    def close(self):
+        pass
+
+
+def scores(config: RLConfig):
+    """Scores and costs of some responses, and the pool that they are asked of."""
+    found = []
+    for wanted in (config.rewards, config.evaluation_rewards):
+        models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
+        with (
+            mock.patch.object(rewards_lib, "RewardPool", _Pool),
+            rewards_lib.Scorer(wanted, models) as scorer,
+        ):
+            found.append((scorer._pool.made, vars(scorer.score(rollouts()))))
+    return found
+
+
+def _models(wanted):
+    return {**wanted.models, **wanted.cost_models}
+
+
+def evaluation(config: RLConfig):
+    """Held-out prompts of an evaluation and how they are answered."""
+
+    def rollout(engine, weights, tokenizer, batch, samples, key):
+        raise _SeenError(len(batch.prompts), samples)
+
+    models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
+    sampler = types.SimpleNamespace(engine=None, models=models)
+    evaluator = evaluate.Evaluator(
+        config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
+    )
+    with mock.patch.object(evaluate.episodes, "rollout", rollout):
+        try:
+            evaluator(Weights({}, 0))
+        except _SeenError as seen:
+            return seen.args
+
+
+def frame(config):
+    """Steps of a run, those that are evaluated, and how long a signal may wait."""
+    of_run = run.Run(config, "unused")
+    evaluated = [step for step in range(of_run.total + 1) if of_run.evaluates(step)]
+    return of_run.total, evaluated, of_run.interruption._grace_s
+
+
+def schedule(config):
+    """The updates that a learning rate decays over."""
+    return config.num_updates, optimizer.learning_rate(
+        config.trainer.optimizer, config.num_updates
+    )(3)
+
+
+def metrics(config):
+    """Where numbers and rollouts go."""
+    writer_lib.check(config.metrics)
+    dumped, failures = [], []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(
+            writer_lib.dumps, "write_rollouts", lambda f, step, *a: dumped.append(step)
+        ),
+        contextlib.closing(writer_lib.Writer(folder, config.metrics, 0, 4, {})) as writer,
+    ):
+        names = [getattr(sink, "__qualname__", type(sink).__name__) for sink in writer._sinks]
+        for number in (1, 2, 3):
+            writer.write_rollouts(number, None, None)
+        with mock.patch.object(writer, "_sinks", [mock.Mock(side_effect=OSError("full"))]):
+            try:
+                writer.write(1, {})
+            except OSError as error:
+                failures.append(str(error))
+        return names, [number for number in range(6) if writer.due(number)], dumped, failures
+
+
+def checkpoints(config):
+    """Steps that are saved, those that stay, and what a full disk does."""
+    numbers = {step: {"quality": 5.0 - abs(step - 2), "loss": step} for step in range(1, 7)}
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(pathlib.Path(folder) / "checkpoints", config.checkpoint)
+        due = [step for step in numbers if saver.due(step, 6, numbers[step])]
+        for number in (1, 2, 3):
+            saver.save(number, {"w": jnp.zeros(2)}, {})
+        saver.wait()
+        kept = sorted(path.name for path in (pathlib.Path(folder) / "checkpoints").iterdir())
+        failure = ""
+        with mock.patch.object(ocp.CheckpointManager, "save", side_effect=OSError("full")):
+            try:
+                saver.save(4, {"w": jnp.zeros(2)}, {})
+            except Exception as error:
+                failure = type(error).__name__
+        saver.close()
+    return due, kept, failure
+
+
+def alerts(config):
+    """What fires in some steps with bad numbers, who is told, and what is skipped or stopped."""
+    alerts_lib.check(config.alerts)
+    stopped, posted, found = [], [], []
+    bad = {
+        "actor/ppo_kl": 0.6,
+        "actor/kl_loss": 11.0,
+        "actor/entropy": 1e-4,
+        "training/rollout_probs_diff_mean": 0.2,
+        "critic/score/spread": 0.5,
+        "reward/failure_share": 0.2,
+        "timing_s/step": 1.0,
+    }
+    with (
+        mock.patch.object(alerts_lib, "_post", lambda *a: posted.append(a[0])),
+        tempfile.TemporaryDirectory() as folder,
+        alerts_lib.Alerts(config.alerts, folder, stopped.append) as watch,
+    ):
+        for number in range(30):
+            loss = float("nan") if number % 2 else 0.0
+            numbers = {
+                **bad,
+                "actor/loss": loss,
+                "perf/total_num_tokens": 9.0 if number > 20 else 99.0,
+            }
+            numbers |= {"actor/skipped_updates": 0.0}
+            found.append((watch.allow_update(numbers), watch.check(number, numbers)))
+    return found, [text[:60] for text in stopped], sorted(set(posted))
+
+
+def profile(config):
+    """Steps at which a recording begins and ends."""
+    seen = []
+    with (
+        mock.patch.object(jax.profiler, "start_trace", lambda *a, **k: seen.append("begins")),
+        mock.patch.object(jax.profiler, "stop_trace", lambda: seen.append("ends")),
+        mock.patch.object(jax.profiler, "save_device_memory_profile", lambda *a: None),
+        Profiler(config.profiler, pathlib.Path("unused")) as profiler,
+    ):
+        for number in range(6):
+            seen.append(number)
+            profiler.begin(number)
+    return seen
+
+
+def warned(config):
+    """Settings that a job says it does not read."""
+    return list(config.warnings())
