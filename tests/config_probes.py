@@ -29,7 +29,7 @@ from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.rollout.tally import Statistics
+from jaxrl_llm.rollout.engine import Statistics
 from jaxrl_llm.trainer import evaluate, run
 from jaxrl_llm.trainer import supervised as stages_lib
 from jaxrl_llm.types import Minibatch, Predictions, Prompt, PromptBatch, Rewards, Rollouts, Weights
@@ -148,6 +148,19 @@ def update_program(config: RLConfig):
     learners = (state.policy, state.critic, state.cost_critic)
     with jax.set_mesh(models.mesh):
         return str(program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
+
+
+def asked(config: RLConfig):
+    """How an update asks the policy for log-probs."""
+
+    def statistics(*args, **named):
+        raise _SeenError(named)
+
+    with mock.patch.object(update, "token_statistics", statistics):
+        try:
+            update_program(config)
+        except _SeenError as seen:
+            return seen.args
 
 
 def moved(config):
@@ -293,16 +306,14 @@ def step(config: RLConfig):
 
     def rollout(engine, weights, tokenizer, batch, samples, key):
         waves.append(len(batch.prompts))
-        return rollouts(batch.prompts, len(samples))
+        return rollouts(batch.prompts, len(samples)), Statistics()
 
     def score(of_wave):
         unequal = len(waves) > 4
         return rewards(np.arange(len(of_wave.lengths)) * float(unequal))
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(
-        engine=types.SimpleNamespace(statistics=Statistics()), models=models
-    )
+    sampler = types.SimpleNamespace(engine=None, models=models)
     stream = types.SimpleNamespace(batch=lambda count: PromptBatch(PROMPTS[:1] * count))
     with mock.patch.object(source.episodes, "rollout", rollout):
         asked = source.SampledNow(config, sampler, stream, score)
@@ -315,17 +326,15 @@ def updates(config: RLConfig):
     packer = batches.Packer(64, 1)
     drawn = rollouts(PROMPTS, 2)
     each = batches.minibatches(config, packer, drawn, jax.random.key(0))
-    updater = update.Updater(config, packer, (), {}, {})
+    models = types.SimpleNamespace(packer=packer)
+    updater = update.Updater(config, models, (), {}, 0, {})
     trained = []
 
     def record(self, state, batch, packed, key, *, train_policy):
         trained.append(train_policy)
         return state, {"loss": 0.0}
 
-    with (
-        mock.patch.object(update.Updater, "update", record),
-        mock.patch.object(update.replicas, "check_learned", lambda *a: None),
-    ):
+    with mock.patch.object(update.Updater, "update", record):
         updater(1, None, drawn, Minibatch.zeros(8, 6), jax.random.key(0), Clock())
     return [np.asarray(packed.chosen) for packed, _ in each], trained
 
@@ -395,17 +404,15 @@ def schedule(config):
 def metrics(config):
     """Where numbers and rollouts go."""
     writer_lib.check(config.metrics)
-    dumped, failures = [], []
+    failures = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(
-            writer_lib.dumps, "write_rollouts", lambda f, step, *a: dumped.append(step)
-        ),
         contextlib.closing(writer_lib.Writer(folder, config.metrics, 0, 4, {})) as writer,
     ):
         names = [getattr(sink, "__qualname__", type(sink).__name__) for sink in writer._sinks]
         for number in (1, 2, 3):
-            writer.write_rollouts(number, None, None)
+            writer.write_rollouts(number, rollouts(), rewards([0.0, 1.0, 0.0, 1.0]))
+        dumped = sorted(path.name for path in pathlib.Path(folder).glob("rollouts/*"))
         with mock.patch.object(writer, "_sinks", [mock.Mock(side_effect=OSError("full"))]):
             try:
                 writer.write(1, {})

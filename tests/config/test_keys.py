@@ -68,8 +68,6 @@ HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
 WARM = {"warm_start.num_steps": 2}
 FILES = {"data.task": "files", "data.train_files": ("a.jsonl",), "data.eval_files": ("b.jsonl",)}
 READ = FILES | {"data.train_files": ("FILE",)}
-# A head reads at least 128 tokens at a time.
-WIDE = {"rollout.max_response_tokens": 1000, "trainer.max_tokens_per_microbatch": 4096}
 SPREAD = {"alerts.constant_reward.limit": 1.0}
 BEST = {"checkpoint.best_metric": "quality"}
 
@@ -205,7 +203,7 @@ RL = {
     **of_optimizer("preference.optimizer"),
     "config.trainer.optimizer.learning_rate": (probe.update_program, 0.5),
     "config.critic.optimizer.learning_rate": (probe.update_program, 0.5),
-    "config.model.vocab_chunk": (probe.update_program, 128, WIDE),
+    "config.model.vocab_chunk": (probe.asked, 8),
     "config.lora.rank": (probe.networks, 2),
     "config.lora.alpha": (probe.networks, 8.0, {"lora.rank": 2}),
     "config.lora.targets": (probe.networks, ("q",), {"lora.rank": 2}),
