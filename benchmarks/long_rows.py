@@ -10,14 +10,17 @@ device, by the compiler's report.
 import argparse
 import os
 import time
+from collections.abc import Iterator
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
+from jaxrl_llm.models import attention
 from jaxrl_llm.planning import shapes
 
 
@@ -54,14 +57,40 @@ def compiled(arguments: argparse.Namespace, form: str) -> str:
     return f"{found / 1e9:.2f} | {spent / 1e9:.2f} | {time.perf_counter() - begin:.0f}"
 
 
+def on_cpu() -> Iterator[str]:
+    """Yields what attention over two rows needs, forward and backward: in blocks and at once."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    made = (
+        jax.random.normal(key, (2, 2048, n, 64)) for key, n in zip(keys, (16, 2, 2), strict=True)
+    )
+    q, k, v = made
+    for block in (512, 2048):
+        attention.QUERY_BLOCK = block
+        segment_ids = jnp.ones((2, 2048), jnp.int32)
+        gradient = jax.grad(
+            lambda *qkv: attention.full_attention(*qkv, segment_ids).sum(), (0, 1, 2)
+        )
+        program = jax.jit(gradient).lower(q, k, v).compile()
+        jax.block_until_ready(program(q, k, v))
+        begin = time.process_time()
+        jax.block_until_ready(program(q, k, v))
+        spent = time.process_time() - begin
+        mib = program.memory_analysis().temp_size_in_bytes / 2**20
+        yield f"| blocks of {block} queries | {mib:.0f} MiB | {spent:.1f} s of CPU |"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--fsdp", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768, help="of a sequence")
+    parser.add_argument("--cpu", action="store_true", help="attention alone, on this CPU")
     parser.add_argument("--forms", nargs="+", default=["all_to_all", "ring"])
     arguments = parser.parse_args()
+    if arguments.cpu:
+        print("\n".join(on_cpu()))
+        return
     print("| attention | arguments GB | temporary GB | compile s |\n|---|---|---|---|")
     for form in arguments.forms:
         print(f"| {form} | {compiled(arguments, form)} |", flush=True)
