@@ -243,16 +243,16 @@ def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float 
     Raises:
       ConfigError: If the devices are only named, not known to a compiler, or form several pools.
     """
+    if len(plan.pools) > 1:
+        raise ConfigError(
+            ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
+        )
     if not devices:
         raise ConfigError(
             [f"--compile: {plan.device.name} devices are not here; give a TPU --topology"]
         )
     if isinstance(devices, str):
         devices = topology_devices(devices)
-    if len(plan.pools) > 1:
-        raise ConfigError(
-            ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
-        )
     setting = plan.setting
     models = abstract_models(setting.config, setting.policy, list(devices))
     own = memory.programs(setting)

@@ -99,7 +99,7 @@ def of_rollouts(
 
 
 def explained_variance(
-    values: Float[HostOrDevice, " N"], returns: Float[HostOrDevice, " N"]
+    values: Float[HostOrDevice, " numbers"], returns: Float[HostOrDevice, " numbers"]
 ) -> float:
     """Returns `1 - var(returns - values) / (var(returns) + 1e-5)`, variances unbiased.
 
@@ -242,7 +242,7 @@ def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray,
     return prompts, rollouts.lengths - prompts
 
 
-def _quantiles(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+def _quantiles(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, float]:
     """Returns how the numbers are spread: what a histogram shows, in numbers."""
     if not numbers.size:
         return {}
@@ -251,7 +251,7 @@ def _quantiles(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]
     return {f"{name}/p{p}": float(v) for p, v in zip(percents, values, strict=True)}
 
 
-def _summary(name: str, numbers: Shaped[np.ndarray, " N"]) -> dict[str, float]:
+def _summary(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, float]:
     if not numbers.size:
         return {}
     numbers = numbers.astype(np.float64)

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.learner import lowering, sampler, weights
+from jaxrl_llm.learner import lowering, planned, sampler, weights
 from jaxrl_llm.learner import models as models_lib
 
 VALUES = {
@@ -68,3 +69,10 @@ def test_no_critic_no_program_for_it(abstract):
     grpo = from_config_dict({**VALUES, "algorithm": {"recipe": "grpo", "samples_per_prompt": 2}})
     without = lowering.abstract_models(grpo, abstract.policy.shape, jax.devices())
     assert set(lowering.lowered(grpo, without)) == PROGRAMS - {"score_critic"}
+
+
+def test_programs_of_several_pools_are_not_compiled():
+    apart = from_config_dict(VALUES | {"placement": {"choice": "split"}, "mesh": {"fsdp": -1}})
+    plan = planned.plan(apart, planned.elsewhere("v5e:2x4", "", 0))
+    with pytest.raises(ConfigError, match=r"programs of several pools.*placement.choice=colocate"):
+        lowering.compiled_bytes(plan, "v5e:2x4")

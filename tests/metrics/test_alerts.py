@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
+from jaxrl_llm.config.records import SKIPPABLE
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts
@@ -246,3 +247,9 @@ def test_what_cannot_work_is_refused(key, value, message):
     group[last] = value
     with pytest.raises(ConfigError, match=message):
         from_config_dict(values)
+
+
+def test_what_may_be_skipped_is_known_in_time():
+    """Before the step's updates; or, of the loss and the KL, within the update's program."""
+    in_time = {name for name, alert in alerts_lib.ALERTS.items() if alert.before_update}
+    assert set(SKIPPABLE) == in_time | {"nonfinite", "kl"}
