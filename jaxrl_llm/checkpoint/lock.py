@@ -1,7 +1,7 @@
-"""One process at a time writes into the folder of a run; the system lets go when it ends.
+"""One process at a time writes into the folder of a run.
 
-The lock is a file that the kernel holds (`flock`), so that a process that is killed leaves nothing
-to be tidied up. Where a file system knows no locks there is a warning, and no protection.
+The operating system holds the lock (`flock`) and releases it when a process is killed. Where a file
+system has no locks there is a warning, and no protection.
 """
 
 import errno
@@ -24,14 +24,14 @@ class OccupiedError(UserError, RuntimeError):
 
 
 class FolderLock:
-    """A context manager that gives back, at its end, what was taken in it."""
+    """A context manager that releases at its end all locks taken in it."""
 
     def __init__(self):
         """Holds nothing yet."""
         self._held: list[tuple[pathlib.Path, IO[str]]] = []
 
     def take(self, folder: pathlib.Path) -> None:
-        """Makes `folder`, if missing, this process's until the lock ends.
+        """Locks `folder` for this process; makes it if missing.
 
         Raises:
           OccupiedError: If another process, or another run in this one, holds it.
@@ -58,7 +58,7 @@ class FolderLock:
             logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
             return
         self._held.append((path, file))
-        if not _is(file, path):  # its holder gave it back, and removed it, in between
+        if not _is(file, path):  # its holder released and removed it meanwhile
             return self.take(folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

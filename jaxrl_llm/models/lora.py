@@ -4,60 +4,44 @@ The adapters of a projection are beside its kernel: `lora_a` [in, rank] and `lor
 stacked as the kernel is.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 Params = dict[str, Any]
 
 FACTORS = ("lora_a", "lora_b")
 
 
-def present(tree: Mapping[str, Any]) -> bool:
+def present(tree: Params) -> bool:
     """Returns whether there are adapters anywhere in a tree."""
-    return any(
-        name in FACTORS or (isinstance(value, Mapping) and present(value))
-        for name, value in tree.items()
-    )
+    return any(path[-1] in FACTORS for path in flatten_dict(tree))
 
 
-def only(tree: Mapping[str, Any]) -> Params:
+def only(tree: Params) -> Params:
     """Returns the adapters of a tree, and the branches that lead to them."""
-    found: Params = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            if inner := only(value):
-                found[name] = inner
-        elif name in FACTORS:
-            found[name] = value
-    return found
+    return unflatten_dict({p: leaf for p, leaf in flatten_dict(tree).items() if p[-1] in FACTORS})
 
 
-def joined(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> Params:
+def joined(base: Params, adapters: Params) -> Params:
     """Returns the tree with both; without a base (`{}`) it is `adapters`, whatever they are."""
-    both = dict(base)
-    for name, value in adapters.items():
-        inner = base.get(name)
-        both[name] = joined(inner, value) if isinstance(inner, Mapping) else value
-    return both
+    return unflatten_dict(flatten_dict(base) | flatten_dict(adapters))
 
 
-def merged(tree: Mapping[str, Any], scale: float) -> Params:
+def merged(tree: Params, scale: float) -> Params:
     """Returns a tree, stacked or not, of plain kernels `kernel + scale * lora_a @ lora_b`.
 
     The sum is in float32. A tree without adapters comes back as it is.
     """
-    found: Params = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found[name] = merged(value, scale)
-        elif name not in FACTORS:
-            found[name] = value
-    if "lora_a" in tree:
-        kernel = found["kernel"]
-        a, b = (tree[name].astype(jnp.float32) for name in FACTORS)
-        change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-        found["kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
-    return found
+    leaves = flatten_dict(tree)
+    found = {path: leaf for path, leaf in leaves.items() if path[-1] not in FACTORS}
+    for path in leaves:
+        if path[-1] == "lora_a":
+            a, b = (leaves[*path[:-1], name].astype(jnp.float32) for name in FACTORS)
+            change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            kernel = found[*path[:-1], "kernel"]
+            plain = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
+            found[*path[:-1], "kernel"] = plain
+    return unflatten_dict(found)

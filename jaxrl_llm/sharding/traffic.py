@@ -85,14 +85,12 @@ def missing_elements(shape: tuple[int, ...], source: NamedSharding, target: Name
     held: Mapping = source.devices_indices_map(shape)
     wanted: Mapping = target.devices_indices_map(shape)
 
-    def overlap(a: slice, b: slice, size: int) -> int:
-        (a0, a1, _), (b0, b1, _) = a.indices(size), b.indices(size)
-        return max(0, min(a1, b1) - max(a0, b0))
+    def volume(*slices: tuple[slice, ...]) -> int:
+        """Returns the elements that all of them have in common."""
+        dims = zip(shape, *slices, strict=True)
+        spans = [[range(size)[part] for part in parts] for size, *parts in dims]
+        return math.prod(
+            max(0, min(s.stop for s in of_dim) - max(s.start for s in of_dim)) for of_dim in spans
+        )
 
-    def volume(first, second) -> int:
-        parts = zip(first, second, shape, strict=True)
-        return math.prod(overlap(a, b, size) for a, b, size in parts)
-
-    return float(
-        np.mean([volume(part, part) - volume(part, held[d]) for d, part in wanted.items()])
-    )
+    return float(np.mean([volume(part) - volume(part, held[d]) for d, part in wanted.items()]))

@@ -98,8 +98,7 @@ def _processor() -> str:
 
 def product(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Array, "... O"]:
     """Returns `x @ kernel.T`."""
-    shape = jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + "product", shape)(x, kernel)
+    return _call("product", (*x.shape[:-1], kernel.shape[0]), x, kernel)
 
 
 def mlp(
@@ -109,8 +108,7 @@ def mlp(
     down: Float[Array, "D F"],
 ) -> Float[Array, "... D"]:
     """Returns `(silu(x @ gate.T) * (x @ up.T)) @ down.T`."""
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + "mlp", shape)(x, gate, up, down)
+    return _call("mlp", x.shape, x, gate, up, down)
 
 
 def attention(
@@ -123,5 +121,8 @@ def attention(
 
     In each block, positions after the last one that a query sees cost nothing.
     """
-    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return jax.ffi.ffi_call(_PREFIX + "attention", shape)(q, seen, *keys, *values)
+    return _call("attention", q.shape, q, seen, *keys, *values)
+
+
+def _call(name: str, shape: tuple[int, ...], *arguments: Array) -> Array:
+    return jax.ffi.ffi_call(_PREFIX + name, jax.ShapeDtypeStruct(shape, jnp.float32))(*arguments)
