@@ -95,10 +95,9 @@ def _no_decoder(tokens: Sequence[int]) -> str:
 
 
 class Engine:
-    """Samples completions of prompts on a mesh.
+    """Samples completions of prompts on a mesh: `generate`, or `submit`, `abort` and `step`.
 
-    Two ways to use it: `generate` for a list of prompts; or `submit` and `abort` at any time
-    between turns of `step`. Not for several threads.
+    Not for several threads.
     """
 
     def __init__(
@@ -179,9 +178,8 @@ class Engine:
     ) -> list[Program]:
         """Returns what to `compile` for requests of these kinds (see `Jitted.warm_up`).
 
-        Afterwards nothing compiles while up to `num_prompts` are read together (4096 tokens,
-        padding included), each of up to `prompt_tokens`. Otherwise programs compile when they
-        are first needed.
+        Afterwards nothing compiles while up to `num_prompts` of up to `prompt_tokens` are read
+        together. Otherwise programs compile when they are first needed.
         """
         return self.jitted.warm_up(num_prompts, prompt_tokens, filters)
 
@@ -195,8 +193,7 @@ class Engine:
         """Queues a request; returns its number, never given twice between two resets.
 
         Raises:
-          RequestError: If the engine cannot serve it: an empty prompt, token ids outside the
-            vocabulary, prompt and response longer than the cache, a number out of its range.
+          RequestError: If the engine cannot serve it (see `Limits`).
         """
         self.limits.check(request, "request")
         return self._scheduler.add(request)

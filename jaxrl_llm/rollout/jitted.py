@@ -118,11 +118,7 @@ class Jitted:
     def lower_prefill(
         self, params: Params, num_prompts: int, prompt_tokens: int
     ) -> jax.stages.Lowered:
-        """Returns the widest program that reads so many prompts of up to so many tokens.
-
-        Args:
-          params: Shapes and shardings of rollout parameters.
-        """
+        """Returns the widest program that reads such prompts; `params` may be abstract."""
         rows, width = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
         abstract = jax.tree.map(
             lambda a: self._abstract(a.shape, a.dtype), scheduler.empty_rows(rows, width)
@@ -130,12 +126,7 @@ class Jitted:
         return self.prefill.lower(params, abstract)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
-        """Returns the program of a decode chunk of all slots.
-
-        Args:
-          params: Shapes and shardings of rollout parameters.
-          window: One of `windows`; 0 is the widest.
-        """
+        """Returns the program of a decode chunk of all slots; `window` 0 is the widest."""
         with jax.set_mesh(self._mesh):
             return self.generate.lower(
                 params,
@@ -158,8 +149,7 @@ class Jitted:
         Args:
           num_prompts: Most prompts that are read together.
           prompt_tokens: Of the longest prompt.
-          filters: Whether samples are drawn with top_k, top_p or min_p; each case has programs of
-            its own, and without any case there is nothing to compile.
+          filters: The values of `SamplingParams.is_filtered`; each has programs of its own.
         """
         shapes = {
             shape

@@ -14,11 +14,7 @@ def num_tokens_to_stop(
 ) -> int:
     """Returns how many tokens there are up to the one that completes a stop string; 0: none does.
 
-    Args:
-      tokens: Sampled so far.
-      num_seen: How many of them were looked at before.
-      stop_strings: None of them empty.
-      decode: Tokens to text.
+    The first `num_seen` tokens were searched before. No stop string is empty.
     """
     # A token without text aside, n bytes of text are at most n tokens.
     longest = max(len(stop.encode()) for stop in stop_strings)

@@ -143,7 +143,7 @@ class _Work:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._limit_s, self._begun = limit_s, time.monotonic()
         self._transcripts = [
-            Transcript(decode, p.stop_tokens, wanted.stop_strings) for p in wanted.params
+            Transcript(decode, p.stop_tokens, p.stop_strings) for p in wanted.params
         ]
         self._last_s: dict[int, float] = {}  # when a sample's latest tokens came
         self._num_unfinished = len(wanted.params)

@@ -1,7 +1,6 @@
 """One thread that owns the engine: takes requests from any thread, steps, reports what came.
 
-The engine itself knows no threads. Requests, cancellations, new weights and the order to stop reach
-it between two of its steps.
+Requests, cancellations, new weights and the order to stop reach the engine between two steps.
 """
 
 import collections
@@ -60,25 +59,18 @@ class Ticket:
 
 
 class Driver:
-    """Serves tickets with an engine, in a thread of its own.
-
-    Attributes:
-      engine: Used by the driver's thread alone from `start` on; others may read its counts.
-      capacity: Samples that run or wait at one time.
-      num_unfinished: Samples accepted and not yet finished or given up.
-      programs: Those of the warm-up that are still to be compiled.
-    """
+    """Serves tickets with an engine, in a thread of its own."""
 
     def __init__(self, engine: Engine, params: Params, *, max_waiting: int):
         """Starts nothing; `max_waiting` samples may wait beside those that fill the slots."""
-        self.engine = engine
-        self.capacity = engine.num_slots + max_waiting
+        self.engine = engine  # used by this thread alone; others may read its counts
+        self.capacity = engine.num_slots + max_waiting  # samples that run or wait at one time
         self._owners: dict[int, tuple[Ticket, int]] = {}  # engine's number -> ticket, first index
         self._lock = threading.Condition()
         # Written under the lock:
         self.state: Literal["starting", "ready", "stopping", "failed"] = "starting"
-        self.num_unfinished = 0
-        self.programs: collections.deque[Program] = collections.deque()
+        self.num_unfinished = 0  # samples accepted and not yet finished or given up
+        self.programs: collections.deque[Program] = collections.deque()  # not yet compiled
         self._params = params
         self._inbox: dict[Ticket, None] = {}
         self._cancelled: list[Ticket] = []
@@ -94,8 +86,8 @@ class Driver:
 
         Args:
           programs: Compiled one by one, in this order, while there is nothing else to do.
-          call: Runs a function where listeners are to be called, once for all events of a step;
-            by default in the driver's thread. An event loop's `call_soon_threadsafe` will do.
+          call: Runs a function where listeners are to be called, such as an event loop's
+            `call_soon_threadsafe`; by default in the driver's thread.
         """
         self._call = call
         self.programs.extend(programs)
@@ -107,9 +99,7 @@ class Driver:
         """Queues requests, all of them or none; `listener` hears of every sample until its end.
 
         Raises:
-          NotServing: If the driver is not ready.
-          Unfit: If there are more samples than it could ever hold.
-          QueueFull: If there are more than it can hold now.
+          Refused: If the driver is not ready or cannot hold so many samples, now or ever.
         """
         count = sum(len(request.params) for request in requests)
         ticket = Ticket(tuple(requests), listener, num_unfinished=count)

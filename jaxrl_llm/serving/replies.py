@@ -85,7 +85,7 @@ class CompletionFormat:
         return {
             "tokens": [text(t) for t in piece.tokens],
             "token_logprobs": [_finite(p) for p in piece.log_probs],
-            "top_logprobs": tops if self._wanted.num_top_log_probs else None,
+            "top_logprobs": tops if self._wanted.requests[0].params[0].num_top_log_probs else None,
             "text_offset": list(piece.offsets),
         }
 

@@ -33,9 +33,7 @@ class Wanted:
     """One client's request, checked."""
 
     requests: tuple[Request, ...]  # one a prompt
-    stop_strings: tuple[str, ...]
     with_log_probs: bool
-    num_top_log_probs: int
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,7 +139,7 @@ def _wanted(
             num_top_log_probs=num_top,
         )
         requests.append(Request(prompt, keys[i], (params,) * body.num_samples))
-    return Wanted(tuple(requests), body.stop_strings, with_log_probs, num_top)
+    return Wanted(tuple(requests), with_log_probs)
 
 
 def random_keys(
