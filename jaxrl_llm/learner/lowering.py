@@ -5,6 +5,7 @@ sequences are as long as the run allows: the compiler's memory is the most that 
 """
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -101,12 +102,9 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     rollout_params = resharder.abstract()
     layer_number = _array(models, (), jnp.int32)
 
-    def within_mesh(make: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Lowered]:
-        def lower() -> jax.stages.Lowered:
-            with jax.set_mesh(models.mesh):
-                return make()
-
-        return lower
+    def within_mesh(make: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
+        with jax.set_mesh(models.mesh):
+            return make()
 
     def train():
         program = update.updater(config, models, base, state).program
@@ -135,7 +133,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     }
     if not state.critic.params:
         del programs["score_critic"]
-    return {name: within_mesh(make) for name, make in programs.items()}
+    return {name: functools.partial(within_mesh, make) for name, make in programs.items()}
 
 
 def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> PackedBatch:
@@ -156,7 +154,7 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
 
 
 def abstract_batch(config: RLConfig, models: Models) -> Minibatch:
-    """Returns the shapes of what the update reads of all sequences of a step."""
+    """Returns the shapes of all sequences of a step as the update reads them."""
     table = (config.sequences_per_step, config.max_sequence_tokens)
     dtypes = {"tokens": jnp.int32, "response_mask": jnp.bool_, "loss_mask": jnp.bool_}
     fields = {

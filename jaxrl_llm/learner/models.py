@@ -113,10 +113,12 @@ def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh
     if config.placement.choice == "colocate":
         return one_mesh(config, devices)
     needed = needs.of(config.algorithm)
-    used = {"policy", "rollout"}
-    used |= {"critic"} if needed.critic else set()
-    used |= {"reference"} if needed.reference else set()
-    used |= {"reward"} if config.rewards.models or config.rewards.cost_models else set()
+    has = {
+        "critic": needed.critic,
+        "reference": needed.reference,
+        "reward": config.rewards.models or config.rewards.cost_models,
+    }
+    used = {"policy", "rollout"} | {role for role, wanted in has.items() if wanted}
     return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
 
 
@@ -215,8 +217,8 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
 def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot share the heads of a model."""
     form, sizes = config.mesh.sequence_attention, mesh.shape
-    found = sequence_attention.problem(form, shape.num_heads, sizes["tensor"], sizes["sequence"])
-    if found:
+    heads = shape.num_heads, sizes["tensor"], sizes["sequence"]
+    if found := sequence_attention.problem(form, *heads):
         raise ConfigError([f"config.mesh.sequence: {found}"])
 
 

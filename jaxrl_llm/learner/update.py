@@ -207,7 +207,6 @@ def _living(learners: tuple[Trainable, ...], homes: tuple[Mesh, ...], mesh: Mesh
 
 
 def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]):
-    """Returns the learners with the state of their optimizers moved."""
     return tuple(dataclasses.replace(role, opt_state=move(role.opt_state)) for role in learners)
 
 

@@ -5,6 +5,7 @@ function of the user's by a thread of its own: neither can delay the training.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -113,7 +114,7 @@ ALERTS: Mapping[str, Alert] = {
 }
 
 
-class Alerts:
+class Alerts(contextlib.AbstractContextManager["Alerts"]):
     """Watches the steps of a run; a context manager that ends its thread.
 
     Its state, for how many steps each reading has been out of bounds, is part of the checkpoint.
@@ -131,6 +132,7 @@ class Alerts:
         self._stop = stop
         self._in_row = dict.fromkeys(ALERTS, 0)
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
+        # Process 0 sends for all.
         self._messenger = _Messenger(config if jax.process_index() == 0 else AlertsConfig())
 
     def allow_update(self, numbers: Numbers) -> bool:
@@ -200,9 +202,6 @@ class Alerts:
     def close(self) -> None:
         """Waits some seconds for messages that are still to be sent."""
         self._messenger.close()
-
-    def __enter__(self) -> "Alerts":
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()

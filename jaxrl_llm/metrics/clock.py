@@ -102,7 +102,7 @@ def _devices(tree: Any) -> frozenset[Any]:
     return frozenset(device for a in arrays for device in a.devices()) or frozenset([None])
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager["Profiler"]):
     """Records a window of steps for TensorBoard or Perfetto, and the memory at its end."""
 
     def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
@@ -129,8 +129,5 @@ class Profiler:
             jax.profiler.save_device_memory_profile(str(self._folder / "memory.prof"))
             logging.info("the profile of steps %d on is in %s", self._first, self._folder)
 
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self.close()

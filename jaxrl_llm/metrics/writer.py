@@ -27,7 +27,7 @@ from jaxrl_llm.types import Rewards, Rollouts
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
 
     A number that is not finite becomes null. Each line is on disk when `write` returns. A resumed
@@ -105,9 +105,6 @@ class Writer:
         while self._closers:
             self._closers.pop()()
         self._sinks.clear()
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()

@@ -56,7 +56,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
         root = jax.random.key(config.seed)
         weights = Weights(sampler.weights(state.policy.params), run.first)
         if run.evaluates(0):
-            run.write(0, prepared.evaluate(weights))
+            run.writer.write(0, prepared.evaluate(weights))
 
         for step in run.steps():
             clock = run.begin(step, state)
@@ -79,7 +79,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             run.hold()
             of_rewards = statistics.of_rewards(rewards)
             of_updates: dict[str, float] = {}
-            allowed = run.allows_update({**of_estimates, **of_rewards})
+            allowed = run.alerts.allow_update({**of_estimates, **of_rewards})
             if allowed and has_signal(rewards, rollouts, estimates):
                 state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
 
@@ -87,7 +87,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             weights = sampler.reshard(state.policy.params, weights, step, clock)
 
             of_evaluation = prepared.evaluate(weights, clock) if run.evaluates(step) else {}
-            run.dump(step, rollouts, rewards)
+            run.writer.write_rollouts(step, rollouts, rewards)
             seconds = clock.seconds()
             numbers = {
                 **of_rewards,

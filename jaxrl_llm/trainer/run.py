@@ -38,7 +38,6 @@ from jaxrl_llm.models import finite
 from jaxrl_llm.sharding import agreement, hosts
 from jaxrl_llm.trainer import report
 from jaxrl_llm.trainer.interruption import Interruption
-from jaxrl_llm.types import Rewards, Rollouts
 
 State = TypeVar("State")
 Numbers = Mapping[str, Any]
@@ -133,18 +132,18 @@ class Run:
                     self.total,
                 )
         config, workdir = self.config, self.workdir
-        self._alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
+        self.alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
         self._tracked: dict[str, Tracked] = {
             "source": source,
             "packer": packer,
-            "alerts": self._alerts,
+            "alerts": self.alerts,
         }
         for name, thing in self._tracked.items():
             if name in saved:
                 thing.set_state(saved[name])
         # A run that begins writes its evaluation before the first step as step 0.
         first = self.first + 1 if self.first else 0
-        self._writer = self.open(
+        self.writer = self.open(
             Writer(workdir, config.metrics, first, self.total, saved.get("metrics", {}))
         )
         self._profiler = self.open(Profiler(config.profiler, workdir / "profile"))
@@ -178,10 +177,6 @@ class Run:
         self._saver.release()
         self.interruption.hold()
 
-    def allows_update(self, numbers: Numbers) -> bool:
-        """Returns whether alerts let the weights learn from this step."""
-        return self._alerts.allow_update(numbers)
-
     def evaluates(self, step: int) -> bool:
         """Returns whether to evaluate after `step` completed steps."""
         evaluation = self.config.evaluation
@@ -191,23 +186,15 @@ class Run:
             return evaluation.after
         return evaluation.every > 0 and step % evaluation.every == 0
 
-    def write(self, step: int, numbers: Numbers) -> None:
-        """Writes the numbers of the evaluation before the first step."""
-        self._writer.write(step, numbers)
-
-    def dump(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
-        """Writes the samples of a step where the config asks for it."""
-        self._writer.write_rollouts(step, rollouts, rewards)
-
     def end(self, step: int, state: Any, numbers: Numbers, evaluation: Numbers) -> None:
         """Ends a step: alerts, metrics, checkpoint, each where it is due.
 
         `numbers` (`Clock.seconds()` among them) and those of its `evaluation` may be on devices.
         """
         numbers = jax.device_get({**numbers, **evaluation})
-        of_alerts = self._alerts.check(step, numbers)
-        if self._writer.due(step) or evaluation or any(of_alerts.values()):
-            self._writer.write(step, numbers, of_alerts)
+        of_alerts = self.alerts.check(step, numbers)
+        if self.writer.due(step) or evaluation or any(of_alerts.values()):
+            self.writer.write(step, numbers, of_alerts)
         # Last, so that a step that was saved is a step whose numbers were written.
         due = self._saver.due(step, self.total, numbers)
         if self.interruption.outlasts_grace(self._saver.saving) or due:
@@ -216,4 +203,4 @@ class Run:
     def _position(self) -> dict[str, Mapping[str, Any]]:
         """Returns where the job stands, beside its arrays."""
         states = {name: thing.get_state() for name, thing in self._tracked.items()}
-        return {**states, "metrics": self._writer.get_state()}
+        return {**states, "metrics": self.writer.get_state()}
