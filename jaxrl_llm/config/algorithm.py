@@ -47,14 +47,6 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def _known(name: str, known: tuple[str, ...], what: str) -> Iterator[str]:
-    if name not in known and not is_import_path(name):
-        yield (
-            f"unknown {what} {name!r}; known: {', '.join(known)}; "
-            "or your own function as 'package.module:function' or 'path/file.py:function'"
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Group):
     """One point in the space spanned by the published algorithms; `recipe` names a row of it."""
@@ -120,20 +112,20 @@ class AlgorithmConfig(Group):
     multiplier_max: Bound = 100.0
 
     def rules(self) -> Iterator[Problem]:
-        for field, known, what in (
-            ("advantage", ADVANTAGES, "advantage estimator"),
-            ("policy_loss", POLICY_LOSSES, "policy loss"),
+        for field, names, what, own in (
+            ("advantage", ADVANTAGES, "advantage estimator", True),
+            ("policy_loss", POLICY_LOSSES, "policy loss", True),
+            ("recipe", RECIPES, "recipe", False),
+            ("aggregation", AGGREGATIONS, "aggregation", False),
+            ("kl_estimator", KL_ESTIMATORS, "KL estimator", False),
         ):
-            for message in _known(getattr(self, field), known, what):
-                yield field, message
-        for field, names, what in (
-            ("recipe", RECIPES, "recipe"),
-            ("aggregation", AGGREGATIONS, "aggregation"),
-            ("kl_estimator", KL_ESTIMATORS, "KL estimator"),
-        ):
-            if getattr(self, field) not in names:
-                found = getattr(self, field)
-                yield field, f"unknown {what} {found!r}; known: {', '.join(names)}"
+            found = getattr(self, field)
+            if found not in names and not (own and is_import_path(found)):
+                remedy = (
+                    "; or your own function as 'package.module:function' or 'path/file.py:function'"
+                )
+                message = f"unknown {what} {found!r}; known: {', '.join(names)}"
+                yield field, message + (remedy if own else "")
         if not is_import_path(self.advantage):
             yield from self.advantage_rules(_MODELS_READ.get(self.advantage, ()))
         if self.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
@@ -143,19 +135,13 @@ class AlgorithmConfig(Group):
                 f" least 2, got {self.samples_per_prompt}; set it to 8 or use advantage='gae'",
             )
         if self.kl_controller == "adaptive" and self.kl_in != "reward":
-            yield (
-                "kl_controller",
-                "adaptive control needs the KL that kl_in='reward' measures,"
-                f" got kl_in={self.kl_in!r}",
-            )
+            message = f"the KL that kl_in='reward' measures, got kl_in={self.kl_in!r}"
+            yield "kl_controller", f"adaptive control needs {message}"
         if self.dynamic_sampling and self.samples_per_prompt < 2:
             yield "dynamic_sampling", "drops groups of equal reward; needs samples_per_prompt >= 2"
         if self.correction_low > self.correction_high:
-            yield (
-                "correction_low",
-                f"needs correction_low <= correction_high, got {self.correction_low},"
-                f" {self.correction_high}",
-            )
+            message = f"got {self.correction_low}, {self.correction_high}"
+            yield "correction_low", f"needs correction_low <= correction_high, {message}"
         yield from self._rejection_rules()
 
     def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
@@ -173,12 +159,9 @@ class AlgorithmConfig(Group):
         if len(set(self.rejections)) != len(self.rejections):
             yield "rejections", f"each option at most once, got {self.rejections}"
         for name in ("rejection_lows", "rejection_highs"):
-            if len(getattr(self, name)) != len(self.rejections):
-                yield (
-                    name,
-                    f"needs one number for each of the {len(self.rejections)} rejections,"
-                    f" got {len(getattr(self, name))}",
-                )
+            wanted, given = len(self.rejections), len(getattr(self, name))
+            if given != wanted:
+                yield name, f"needs one number for each of the {wanted} rejections, got {given}"
         bounds = zip(self.rejections, self.rejection_lows, self.rejection_highs, strict=False)
         for name, low, high in bounds:
             if low > high:

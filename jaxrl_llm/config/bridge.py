@@ -1,8 +1,4 @@
-"""The bridge between config files and the typed `RLConfig`.
-
-`configs/*.py` start from `default_config_dict()`; `launch/` calls `from_config_dict` once. What a
-field means and what is allowed stands beside it in `config/`, not here.
-"""
+"""From config files to the typed config of a job, and back."""
 
 import dataclasses
 import difflib
@@ -16,10 +12,9 @@ from typing import Any, Literal
 from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.job import JobConfig
+from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, SFTConfig
 from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.config.rl import RLConfig
-from jaxrl_llm.config.supervised import RewardModelingConfig, SFTConfig
 from jaxrl_llm.errors import ConfigError
 
 # The jobs, by the value of `config.job`.
@@ -33,9 +28,8 @@ JOBS: Mapping[str, type[JobConfig]] = {
 def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
     """Returns every key of a job's config, for a config file to change.
 
-    Fields of `algorithm` are unset placeholders, because a recipe may set them; all other
-    fields hold their defaults. Groups of named entries (`rewards.functions`) are empty and
-    take entries as dicts or ConfigDicts.
+    Fields of `algorithm` are unset placeholders, because a recipe may set them. Groups of named
+    entries (`rewards.functions`) are empty and take entries as dicts or ConfigDicts.
     """
     return _defaults(JOBS[job]())
 
@@ -50,7 +44,10 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
         elif isinstance(value, Mapping):
             values[name] = ml_config.ConfigDict()
         elif isinstance(group, AlgorithmConfig):
-            values[name] = ml_config.placeholder(_runtime_type(hints[name]))
+            # The class of the values that the annotation admits.
+            origin, args = typing.get_origin(hints[name]), typing.get_args(hints[name])
+            kind = type(args[0]) if origin is Literal else origin or hints[name]
+            values[name] = ml_config.placeholder(kind)
         else:
             values[name] = value
     return values
@@ -61,22 +58,11 @@ def _values(group: Any) -> dict[str, Any]:
     return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
 
 
-def _runtime_type(expected: Any) -> type:
-    """Returns the class of the values that a scalar or tuple annotation admits."""
-    origin = typing.get_origin(expected)
-    if origin is Literal:
-        return type(typing.get_args(expected)[0])
-    return origin or expected
-
-
 def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
     """Returns the typed, validated config of the job that `values` names; without a name, of RL.
 
     A field that is missing or None takes the value of the recipe named by
     `algorithm.recipe`, then the default of its dataclass; an explicit value wins over both.
-
-    Args:
-      values: Nested groups, as a ConfigDict or plain dicts (`to_dict` is undone).
 
     Raises:
       ConfigError: Listing every problem: unknown fields, wrong types, values outside their
@@ -93,11 +79,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
 
 
 def rl_config(config: JobConfig) -> RLConfig:
-    """Returns the config of a run of RL, for what knows no other job.
-
-    Raises:
-      ConfigError: If it is another job.
-    """
+    """Returns the config of a run of RL; raises ConfigError for another job."""
     if isinstance(config, RLConfig):
         return config
     name = next(name for name, job in JOBS.items() if isinstance(config, job))
@@ -207,21 +189,17 @@ def described(expected: Any) -> str:
     return str(expected.__name__)
 
 
-def to_dict(config: JobConfig) -> dict[str, Any]:
-    """Returns `config` as plain nested dicts that JSON can hold.
+def to_dict(value: Any) -> Any:
+    """Returns a config, or a part of it, as plain nested dicts that JSON can hold.
 
     Tuples become lists, infinities the strings "inf" and "-inf"; `from_config_dict` undoes it.
     """
-    return _plain(config)
-
-
-def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         value = _values(value)
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: to_dict(entry) for name, entry in value.items()}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [to_dict(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return str(value)
     return value

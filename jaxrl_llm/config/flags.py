@@ -21,13 +21,10 @@ from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
 
 
 def load(file: str) -> Any:
-    """Returns what `get_config` of a config file returns.
+    """Returns what `get_config` of a config file returns; what follows a colon is its argument.
 
     Entries of named groups get the fields that the file leaves out, so that the command line can
     set them.
-
-    Args:
-      file: Path; what follows a colon is `get_config`'s argument.
 
     Raises:
       ConfigError: If the file is missing, cannot be run, or describes nothing; names the line.
@@ -100,11 +97,7 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 def unknown_overrides(argv: Sequence[str]) -> list[str]:
-    """Returns what is wrong with `--config=FILE` and the keys of `--config.key=value`.
-
-    Args:
-      argv: Arguments of the process.
-    """
+    """Returns what is wrong with `--config=FILE` and the keys of `--config.key=value`."""
     match = re.search(r"^--?config[=\n](.+)$", "\n".join(argv), re.MULTILINE)
     try:
         values = load(match[1]) if match else {}

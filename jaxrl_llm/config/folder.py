@@ -48,67 +48,45 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 
 def differences(config: JobConfig, other: JobConfig) -> list[str]:
-    """Returns `path: value in config, value in other` of fields that a resume must not change.
-
-    Fields in `RESUMABLE` are left out.
-    """
+    """Returns `path: value in config, value in other` of fields that a resume must not change."""
     here, there = dict(_leaves(to_dict(config))), dict(_leaves(to_dict(other)))
     return [
         f"config.{path}: {here.get(path, 'not set')!r} here, {there.get(path, 'not set')!r} there"
         for path in sorted(here.keys() | there.keys())
-        if not _resumable(path) and here.get(path) != there.get(path)
+        if not any(f"{path}.".startswith(f"{name}.") for name in RESUMABLE)
+        and here.get(path) != there.get(path)
     ]
-
-
-def _resumable(path: str) -> bool:
-    return any(path == name or path.startswith(name + ".") for name in RESUMABLE)
 
 
 def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
     """Checks that `workdir` can be the folder of this run; writes nothing.
 
     Raises:
-      ConfigError: If it is or lies below a file, belongs to a run with other settings than may
-        change between resumes (`RESUMABLE`) or with more steps done than this one has, or holds
-        outputs that no run described; names them.
+      ConfigError: If it is or lies below a file, belongs to a run with other settings or more
+        steps done, or holds outputs that no run described; names them.
     """
     path = pathlib.Path(workdir).absolute() / "config.json"
     for folder in path.parents:
         if os.path.exists(folder) and not os.path.isdir(folder):
             raise ConfigError([f"--workdir: {folder} is a file; name a folder, made if missing"])
     if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
-        raise ConfigError(
-            [
-                f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
-                " go on; use another --workdir"
-            ]
-        )
+        message = f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
+        raise ConfigError([f"{message} go on; use another --workdir"])
     if path.exists() and (changed := differences(config, load_config(workdir))):
-        raise ConfigError(
-            [
-                f"{path} belongs to another run; use another --workdir, or the same settings",
-                *changed,
-            ]
+        message = f"{path} belongs to another run; use another --workdir, or the same settings"
+        raise ConfigError([message, *changed])
+    names = [folder.name for folder in path.parent.glob("checkpoints/*")]
+    done = max((int(name) for name in names if name.isdecimal()), default=0)
+    if config.trainer.num_steps < done:
+        message = (
+            f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
+            f" {done} steps; set it above {done} to go on, or use another --workdir"
         )
-    steps = [
-        int(found.name) for found in path.parent.glob("checkpoints/*") if found.name.isdecimal()
-    ]
-    if steps and config.trainer.num_steps < max(steps):
-        raise ConfigError(
-            [
-                f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
-                f" {max(steps)} steps; set it above {max(steps)} to go on, or use another --workdir"
-            ]
-        )
+        raise ConfigError([message])
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
-    """Makes `workdir` the folder of this run: `config.json` in it describes the run.
-
-    Args:
-      config: The run.
-      workdir: Its folder; made if missing.
-      write: Whether this process writes the file (one process of a run does).
+    """Makes `workdir` the folder of this run; one of its processes writes `config.json` there.
 
     Raises:
       ConfigError: As `check_workdir`.
@@ -139,10 +117,6 @@ def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); is this a run's folder?"]) from error
     if isinstance(values, dict) and "model_type" in values:
-        raise ConfigError(
-            [
-                f"{workdir}: the folder of a model, not of a run; give it as --model where a"
-                " command has that, or to a run as --config.model.path"
-            ]
-        )
+        message = f"{workdir}: the folder of a model, not of a run; give it as --model where a"
+        raise ConfigError([f"{message} command has that, or to a run as --config.model.path"])
     return from_config_dict(values)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.optimizer import OptimizerConfig
 from jaxrl_llm.config.ranges import File, Folder, Group, Name, Range, Tokens
+from jaxrl_llm.config.trainer import OptimizerConfig
 from jaxrl_llm.errors import Problem
 
 Width = Annotated[int, Range("[1, 16777216]")]

@@ -1,7 +1,6 @@
 """Which devices a run has and each of its models: the mesh, pools, a pool for every role.
 
-Roles that share a pool take turns on it; those on different pools work at the same time. This
-file holds the nouns and their rules, `sharding/` makes meshes of them.
+Roles that share a pool take turns on it; those on different pools work at the same time.
 """
 
 import dataclasses
@@ -93,12 +92,9 @@ class PlacementConfig(Group):
             yield "pools", "at most one pool may have devices=-1 (the rest)"
 
     def divided(self, used: Collection[str]) -> tuple[dict[str, PoolConfig], dict[str, str]]:
-        """Returns pools by name and the pool of each role.
+        """Returns pools by name and the pool of each role, of which the run has those in `used`.
 
         Of a ready-made choice, each pool has `devices` -1: an equal share.
-
-        Args:
-          used: Roles that the run has.
         """
         if self.choice == "by_hand":
             return dict(self.pools), dict(self.roles)

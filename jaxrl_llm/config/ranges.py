@@ -1,8 +1,4 @@
-"""What a field may be: declared once, beside the field, and checked by what it declares.
-
-temperature: Annotated[float, Range("0 or [0.0001, 1000]", "0: greedy")] = 1.0
-path: Folder = ""
-"""
+"""What a field may be: declared once, beside the field, and checked by what it declares."""
 
 import dataclasses
 import functools
@@ -19,16 +15,11 @@ _MAX_CHARACTERS = 4096  # as of a path on Linux
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that a field may be.
+    """The numbers that a field may be."""
 
-    Attributes:
-      text: Numbers and intervals with " or " between them: "-1 or [1, 8]", "(0, inf]". NaN is in
-        no interval; infinity only in one that is closed there.
-      note: What single numbers mean: "0: off".
-    """
-
+    # Numbers and intervals: "-1 or [1, 8]", "(0, inf]". NaN is in none, infinity only in the last.
     text: str
-    note: str = ""
+    note: str = ""  # what single numbers mean: "0: off"
 
     def __str__(self) -> str:
         """Returns the range as a message has it: "0 or in [1, 8] (0: off)"."""

@@ -1,8 +1,4 @@
-"""Published algorithms, each a row of choices; and the names such a row may choose from.
-
-A recipe is data: values of `AlgorithmConfig` fields. What is not named in a row
-keeps the default of `AlgorithmConfig`; what a config sets itself wins over the row.
-"""
+"""Published algorithms, each a row of `AlgorithmConfig` fields, and the names to choose from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,16 +39,9 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
 )
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
+_LEVELS, _ESTIMATORS = ("token", "seq_sum", "seq_mean"), ("k1", "k2", "k3")
 REJECTIONS = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
+    *(f"{level}_{estimator}" for level in _LEVELS for estimator in _ESTIMATORS),
     "seq_max_k2",
     "seq_max_k3",
 )

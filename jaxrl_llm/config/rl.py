@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Literal, TypeVar
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.job import JobConfig
+from jaxrl_llm.config.job import JobConfig, SupervisedConfig
 from jaxrl_llm.config.model import CriticConfig, ReferenceConfig
 from jaxrl_llm.config.placement import PlacementConfig
 from jaxrl_llm.config.ranges import INT32_MAX
 from jaxrl_llm.config.rewards import RewardsConfig
 from jaxrl_llm.config.rollout import RolloutConfig
-from jaxrl_llm.config.supervised import SupervisedConfig
 from jaxrl_llm.config.trainer import (
     EvaluationConfig,
     RLTrainerConfig,
@@ -106,22 +105,16 @@ class RLConfig(JobConfig):
                 f" {self.max_sequence_tokens}; use at least that",
             )
         if self.algorithm.overlong_buffer_tokens > self.rollout.max_response_tokens:
-            yield (
-                "algorithm.overlong_buffer_tokens",
-                f"{self.algorithm.overlong_buffer_tokens} exceeds"
-                f" rollout.max_response_tokens={self.rollout.max_response_tokens}",
-            )
+            limit = f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
+            message = f"{self.algorithm.overlong_buffer_tokens} exceeds {limit}"
+            yield "algorithm.overlong_buffer_tokens", message
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
-            yield (
-                "rollout.temperature",
-                "0 (greedy) makes all samples of a prompt the same; set it above 0",
-            )
+            message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
+            yield "rollout.temperature", message
         costs = bool(self.rewards.cost_functions or self.rewards.cost_models)
         if self.algorithm.safe and not costs:
-            yield (
-                "rewards.cost_models",
-                "algorithm.safe needs a cost: add cost_models or cost_functions",
-            )
+            message = "algorithm.safe needs a cost: add cost_models or cost_functions"
+            yield "rewards.cost_models", message
         yield from self._skips_without_effect()
         untrained = [
             f"{group}.{name}"
@@ -130,20 +123,16 @@ class RLConfig(JobConfig):
             if not model.path
         ]
         if untrained and not self.preference.num_steps:
-            yield (
-                f"rewards.{untrained[0]}.path",
-                "required: a folder, or preference.num_steps > 0 to train one first",
-            )
+            message = "required: a folder, or preference.num_steps > 0 to train one first"
+            yield f"rewards.{untrained[0]}.path", message
         if self.warm_start.num_steps and self.data.task == "files":
             yield (
                 "warm_start.num_steps",
                 "needs worked examples; data.task='files' has none, use 'arithmetic' or 'gsm8k'",
             )
         if self.preference.num_steps and self.data.task != "arithmetic":
-            yield (
-                "preference.num_steps",
-                f"needs preference pairs; data.task={self.data.task!r} has none, use 'arithmetic'",
-            )
+            message = f"data.task={self.data.task!r} has none, use 'arithmetic'"
+            yield "preference.num_steps", f"needs preference pairs; {message}"
 
     def _skips_without_effect(self) -> Iterator[Problem]:
         """Yields alerts that shall skip updates and, in this run, can never fire before one."""
@@ -175,13 +164,7 @@ class RLConfig(JobConfig):
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
 
     def stage(self, stage: StageConfig, job: type[Job], longest: int) -> Job:
-        """Returns a stage before RL as a job of its own, on the same machine.
-
-        Args:
-          stage: `warm_start` or `preference`.
-          job: What it trains.
-          longest: Tokens of its longest sequence.
-        """
+        """Returns a stage before RL as a job of its own; `longest` are a sequence's most tokens."""
         return job(
             seed=self.seed,
             model=self.model,
