@@ -142,6 +142,7 @@ def test_a_command_without_a_run(command, capsys, place, monkeypatch):
 def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
     """Read and validated as written; the slow test below takes a step."""
     given = []
+    (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
     monkeypatch.setattr(rl, "train", lambda config, workdir: given.append(config))
     call(capsys, command)
     (config,) = given
