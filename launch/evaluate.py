@@ -15,7 +15,7 @@ from jaxrl_llm import program
 from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import saved
-from jaxrl_llm.learner.saved import Source
+from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer.evaluate import Evaluator
 
@@ -30,7 +30,7 @@ PROMPTS = flags.DEFINE_integer("num_prompts", 0, "How many prompts; 0: all.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
 
 
-def _load() -> Source:
+def _load() -> SavedPolicy:
     if WORKDIR.value:
         return saved.from_run(WORKDIR.value)
     config = rl_config(from_config_dict(CONFIG.value))

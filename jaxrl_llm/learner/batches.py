@@ -206,14 +206,16 @@ class Packer:
         # Host arrays: they go to the device with the program that uses them.
         laid: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
         needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        heads: Any = filling.places(laid.asked, needed)
+        scored_columns: Any = filling.places(laid.asked, needed)
         seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
         count: Any = np.array(len(groups), np.int32)
         mask: Any = np.zeros(len(lengths), bool)
         mask[chosen] = True
         blocks: Any = filling.places(laid.sees if seen else laid.sees[..., :0, :0], seen)
-        before: Any = np.take_along_axis(laid.before, np.minimum(heads, width - 1), axis=-1)
+        before: Any = np.take_along_axis(
+            laid.before, np.minimum(scored_columns, width - 1), axis=-1
+        )
         microbatches = Microbatch(
             segment_ids=laid.segment_ids,
             prefix_ids=laid.prefix_ids if shared_width else laid.prefix_ids[..., :0],
@@ -224,7 +226,7 @@ class Packer:
             starts=laid.starts,
             beginnings=laid.beginnings,
             shared=laid.shared,
-            scored=heads,
+            scored=scored_columns,
             before=before,
         )
         return PackedBatch(microbatches, count, mask)

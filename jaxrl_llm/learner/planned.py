@@ -36,7 +36,7 @@ _USABLE = 0.9  # of a device's memory, where sizes are chosen
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Target:
     """Devices that a run is planned for."""
 
     device: Device  # their kind
@@ -50,7 +50,7 @@ class Place:
         return devices.backend(self.device)
 
 
-def here(present: Sequence[Any]) -> Place:
+def here(present: Sequence[Any]) -> Target:
     """Returns the devices of this process.
 
     Raises:
@@ -65,22 +65,22 @@ def here(present: Sequence[Any]) -> Place:
             ]
         )
     num_hosts = len({each.process_index for each in present})
-    return Place(device, len(present), present, num_hosts)
+    return Target(device, len(present), present, num_hosts)
 
 
-def elsewhere(topology: str, device: str, num_devices: int) -> Place:
+def elsewhere(topology: str, device: str, num_devices: int) -> Target:
     """Returns the devices of a TPU topology, or so many of a kind if that is empty.
 
     Raises:
       ConfigError: If topology or kind is not known.
     """
     if not topology:
-        return Place(devices.named(device), num_devices)
+        return Target(devices.named(device), num_devices)
     kind, count = devices.of_topology(topology)
-    return Place(kind, count, topology)
+    return Target(kind, count, topology)
 
 
-def plan(config: RLConfig, place: Place) -> Plan:
+def plan(config: RLConfig, target: Target) -> Plan:
     """Returns the analytic plan of a run, with what it leaves to the planner chosen.
 
     Raises:
@@ -88,10 +88,10 @@ def plan(config: RLConfig, place: Place) -> Plan:
         devices.
     """
     custom.check(config.algorithm)
-    setting = _setting(config, _policy(config), place)
-    config = _placed(setting, place)
+    setting = _setting(config, _policy(config), target)
+    config = _placed(setting, target)
     return fit.make(
-        config, setting.policy, setting.scorers, place.device, place.num_devices, place.backend
+        config, setting.policy, setting.scorers, target.device, target.num_devices, target.backend
     )
 
 
@@ -120,13 +120,13 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
     return made.peak
 
 
-def filled(config: RLConfig, place: Place) -> RLConfig:
-    """Returns the config on a mesh that fills the place; warns where that is not its own."""
+def filled(config: RLConfig, target: Target) -> RLConfig:
+    """Returns the config on a mesh that fills these devices; warns where that is not its own."""
     try:
-        mesh_lib.mesh_sizes(config.mesh, place.num_devices)
+        mesh_lib.mesh_sizes(config.mesh, target.num_devices)
         return config
     except ConfigError as error:
-        tensor = math.gcd(max(1, config.mesh.tensor), place.num_devices)
+        tensor = math.gcd(max(1, config.mesh.tensor), target.num_devices)
         logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
         mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
         return dataclasses.replace(config, mesh=mesh)
@@ -168,8 +168,8 @@ def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
     with it the most tokens, that fit the devices.
     """
     if devices.present(present) is not None:
-        place = here(present)
-        return _placed(_setting(config, policy, place), place)
+        target = here(present)
+        return _placed(_setting(config, policy, target), target)
     if config.placement.choice == "auto":
         config = dataclasses.replace(config, placement=_TOGETHER)
     return _with_sizes(config, *next(iter(_sizes(config, "tpu", _REMAT[-1:]))))
@@ -195,8 +195,8 @@ def _policy(config: RLConfig) -> Shape:
     return shapes.shape_of(config.model, vocab_size)
 
 
-def _setting(config: RLConfig, policy: Shape, place: Place) -> Setting:
-    return Setting(config, policy, shapes.scorers(config, policy), {}, place.backend)
+def _setting(config: RLConfig, policy: Shape, target: Target) -> Setting:
+    return Setting(config, policy, shapes.scorers(config, policy), {}, target.backend)
 
 
 def _is_open(config: JobConfig) -> bool:
@@ -228,14 +228,14 @@ def _sizes(
     return itertools.product(remats, tokens)
 
 
-def _placed(setting: Setting, place: Place) -> RLConfig:
+def _placed(setting: Setting, target: Target) -> RLConfig:
     """Returns the config with the pools that suit it best, where it leaves them open; `_sized`."""
     config = setting.config
     if config.placement.choice == "auto":
         # Placements are compared with the sizes that leave the most room.
         small = _with_sizes(config, *list(_sizes(config, setting.backend))[-1])
         tried = dataclasses.replace(setting, config=small)
-        ranking = placement.rank(tried, place.device, place.num_devices, place.num_hosts)
+        ranking = placement.rank(tried, target.device, target.num_devices, target.num_hosts)
         best = next((each for each in ranking if each.fits and _may_split(each, small)), None)
         if best:
             logging.info("placement: %s; %s", best.name, best.why())
@@ -243,7 +243,7 @@ def _placed(setting: Setting, place: Place) -> RLConfig:
             logging.warning("placement: none fits; all roles share all devices")
         pools = best.config() if best else _TOGETHER
         config = dataclasses.replace(config, placement=pools)
-    return _sized(dataclasses.replace(setting, config=config), place)
+    return _sized(dataclasses.replace(setting, config=config), target)
 
 
 def _may_split(best: placement.Placement, config: RLConfig) -> bool:
@@ -261,7 +261,7 @@ def _may_split(best: placement.Placement, config: RLConfig) -> bool:
     return True
 
 
-def _sized(setting: Setting, place: Place) -> RLConfig:
+def _sized(setting: Setting, target: Target) -> RLConfig:
     """Returns the config with microbatches and recomputation where it leaves them open.
 
     On a CPU small microbatches are as fast and memory is shared: there the limit is little more
@@ -274,10 +274,10 @@ def _sized(setting: Setting, place: Place) -> RLConfig:
     def peak(remat: str, tokens: int) -> float:
         tried = _with_sizes(config, remat, tokens)
         shapes_of = setting.policy, setting.scorers
-        return fit.make(tried, *shapes_of, place.device, place.num_devices, backend).peak
+        return fit.make(tried, *shapes_of, target.device, target.num_devices, backend).peak
 
     choices = list(_sizes(config, backend))
-    limit = _USABLE * place.device.memory_bytes
+    limit = _USABLE * target.device.memory_bytes
     if backend == "cpu":
         limit = min(limit, 1.05 * peak(*choices[-1]) + GIB / 4)
     found = next((each for each in choices if peak(*each) <= limit), choices[-1])

@@ -146,7 +146,7 @@ def predictor(
     of_policy, of_critic = scoring_programs(config, models)
     mesh, meshes, replicated = models.mesh, models.meshes, mesh_lib.replicated(models.mesh)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
-    rests = "reference" in config.mesh.on_host
+    on_host = "reference" in config.mesh.on_host
 
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
         packed = models.packer.pack_rollouts(rollouts)
@@ -164,22 +164,22 @@ def predictor(
         reference = old
         if frozen.reference:
             with jax.set_mesh(meshes["reference"]), clock("ref") as watch:
-                params = resting.working(frozen.reference) if rests else frozen.reference
+                params = resting.working(frozen.reference) if on_host else frozen.reference
                 reference, _, _ = watch(
                     of_policy({}, params, tokens, lengths, packed, entropy="none")
                 )
-        critics = [zeros, zeros]
-        for i, role in enumerate((state.critic, state.cost_critic)):
-            if role.params:
+        values = [zeros, zeros]
+        for i, critic in enumerate((state.critic, state.cost_critic)):
+            if critic.params:
                 with jax.set_mesh(meshes["critic"]), clock("values") as watch:
-                    critics[i] = watch(of_critic(role.params, tokens, lengths, packed))
+                    values[i] = watch(of_critic(critic.params, tokens, lengths, packed))
         answers = Predictions(
             old_log_probs=old,
             ref_log_probs=reference,
             entropies=entropies,
             sum_squared_probs=squares,
-            values=critics[0],
-            cost_values=critics[1],
+            values=values[0],
+            cost_values=values[1],
         )
         if not one_mesh:
             answers = pools.move(answers, replicated)

@@ -26,8 +26,8 @@ MOST_TOKENS = 4096  # of prompt and answer, where none is asked for and a model 
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a policy comes from."""
+class SavedPolicy:
+    """A policy in a folder, and what is needed to sample from it."""
 
     name: str  # of its folder
     config: RLConfig  # of its run, or the defaults of one
@@ -43,7 +43,7 @@ class Source:
         return Weights(self.sampler.weights(params), step)
 
 
-def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
+def from_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy:
     """Returns the policy of a run. Critics, optimizers and frozen models are not read.
 
     Args:
@@ -64,7 +64,7 @@ def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
             base = saver_lib.load_tree(product, whole)[0]
         else:
             base = weights_lib.initial_policy(config, models)
-    return Source(
+    return SavedPolicy(
         name=folder.resolve().name,
         config=config,
         models=models,
@@ -74,7 +74,7 @@ def from_run(workdir: str | os.PathLike[str], best: bool = False) -> Source:
     )
 
 
-def from_model(config: RLConfig) -> Source:
+def from_model(config: RLConfig) -> SavedPolicy:
     """Returns the policy in the model folder `config.model.path`; adapters are of runs alone.
 
     Raises:
@@ -83,7 +83,7 @@ def from_model(config: RLConfig) -> Source:
     config = dataclasses.replace(config, lora=LoraConfig())
     models = models_lib.of_job(config)
     huggingface.check(config.model.path, models.policy)
-    return Source(
+    return SavedPolicy(
         name=pathlib.Path(config.model.path).resolve().name,
         config=config,
         models=models,

@@ -172,18 +172,18 @@ class Updater:
         """
         learners = _learners(state)
         metrics: dict[str, Any] = {}
-        rests = "optimizer" in self.config.mesh.on_host
+        on_host = "optimizer" in self.config.mesh.on_host
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
             mine = _living(learners, self.homes, mesh)
             base = self.base if mesh == self.homes[0] else {}
-            if rests:
+            if on_host:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
                 updated, found = program(
                     mine, base, batch[mesh], packed, key, train_policy=train_policy
                 )
-            if rests:
+            if on_host:
                 updated = _with_optimizers(resting.resting, updated)
             learners = tuple(
                 new if home == mesh else old

@@ -57,7 +57,7 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Weights that RL reads and never changes. Empty where a run has no such model."""
+    """Weights that RL never changes; empty where a run has no such model."""
 
     reference: Params = dataclasses.field(default_factory=dict)
     base: Params = dataclasses.field(default_factory=dict)  # what adapters are added to

@@ -2,14 +2,14 @@
 
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.learner import sampler
-from jaxrl_llm.learner.saved import Source
+from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.rollout import capacity
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.serving.transcript import decoder
 from jaxrl_llm.serving.wanted import Served
 
 
-def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
+def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
     """Returns what clients may know of a policy.
 
     Args:
@@ -33,7 +33,7 @@ def served(source: Source, name: str = "", max_tokens: int = 0) -> Served:
 
 
 def engine(
-    source: Source,
+    source: SavedPolicy,
     model: Served,
     num_slots: int = 0,
     chunk_steps: int = 8,

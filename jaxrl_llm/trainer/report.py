@@ -53,30 +53,23 @@ def _facts(
     split = " x ".join(f"{axis} {n}" for axis, n in models.mesh.shape.items() if n > 1)
     if models.meshes["rollout"] != models.mesh:
         split += f"; {models.meshes['rollout'].size} sample"
-    return [
-        ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
-        ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
-        ("memory", _memory(planned_bytes)),
-        ("steps", _steps(config)),
-        ("files", str(workdir.absolute())),
-    ]
-
-
-def _memory(planned_bytes: float) -> str:
-    if not planned_bytes:
-        return "not planned, the devices are not known"
-    device = devices.present(jax.devices())
-    of = f" of {device.memory_bytes / _GIB:.3g}" if device else ""
-    return f"{planned_bytes / _GIB:.3g}{of} GiB planned on each device"
-
-
-def _steps(config: JobConfig) -> str:
+    memory = "not planned, the devices are not known"
+    if planned_bytes:
+        device = devices.present(jax.devices())
+        of = f" of {device.memory_bytes / _GIB:.3g}" if device else ""
+        memory = f"{planned_bytes / _GIB:.3g}{of} GiB planned on each device"
     if isinstance(config, RLConfig):
         samples, algorithm = config.algorithm.samples_per_prompt, config.algorithm.advantage
         each = f"{config.trainer.prompts_per_step} prompts x {samples} samples, {algorithm}"
     elif isinstance(config, SupervisedConfig):
         each = f"{config.trainer.batch_size} rows"
-    return f"{config.trainer.num_steps}, each {each}"
+    return [
+        ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
+        ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
+        ("memory", memory),
+        ("steps", f"{config.trainer.num_steps}, each {each}"),
+        ("files", str(workdir.absolute())),
+    ]
 
 
 def _short(number: int) -> str:

@@ -86,7 +86,7 @@ def real(**trainer) -> RLConfig:
     )
 
 
-def chosen(config: RLConfig, place: planned.Place) -> tuple[str, int]:
+def chosen(config: RLConfig, place: planned.Target) -> tuple[str, int]:
     found = planned.plan(config, place).setting.config
     return found.model.remat, found.trainer.max_tokens_per_microbatch
 
@@ -99,7 +99,7 @@ def test_sizes_follow_from_the_plan_and_the_device():
     # With memory for all of it, nothing is computed again; with less, more is.
     assert chosen(real(), planned.elsewhere("", "h100", 1)) == ("none", 16_384)
     small = dataclasses.replace(DEVICES["v5e"], memory_bytes=4 << 30)
-    found = planned.plan(real(), planned.Place(small, 1))
+    found = planned.plan(real(), planned.Target(small, 1))
     assert found.setting.config.model.remat != "none" and found.fits
 
 
