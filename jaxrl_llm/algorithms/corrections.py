@@ -160,10 +160,7 @@ def correct(
     from the mask returned here. Deviation: the default path of verl divides by the
     rejected tokens too.
 
-    Returns:
-      correction_weights: Zero outside `response_mask`; 1 inside without a correction.
-      loss_mask: What rejection left of `response_mask`.
-      metrics: Scalars under `rollout_corr/` and `training/rollout_`.
+    Weights are zero outside `response_mask`, and 1 inside without a correction.
 
     Example:
       >>> mask = jnp.array([[True, True]])

@@ -110,10 +110,7 @@ def next_kl_coef(
         error = clip(current_kl / kl_target - 1, -0.2, 0.2)
         kl_coef * (1 + error * num_sequences / kl_horizon)
 
-    Args:
-      kl_coef: Coefficient of this step; part of the state that a checkpoint holds.
-      current_kl: Mean over sequences of the mean KL per token, as `kl_shaped` returns it.
-      num_sequences: Sequences that `current_kl` was measured on.
+    `current_kl` is what `kl_shaped` measured on `num_sequences` sequences.
 
     Example:
       >>> config = AlgorithmConfig(kl_controller="adaptive", kl_target=6.0, kl_horizon=1000)
@@ -123,9 +120,6 @@ def next_kl_coef(
     kl_coef = jnp.asarray(kl_coef, jnp.float32)
     if config.kl_controller == "fixed":
         return kl_coef
-    error = jnp.clip(
-        jnp.asarray(current_kl, jnp.float32) / config.kl_target - 1.0,
-        -MAX_RELATIVE_ERROR,
-        MAX_RELATIVE_ERROR,
-    )
+    error = jnp.asarray(current_kl, jnp.float32) / config.kl_target - 1.0
+    error = jnp.clip(error, -MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR)
     return kl_coef * (1.0 + error * num_sequences / config.kl_horizon)

@@ -32,7 +32,12 @@ def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
 
 
 def module(name: str, location: str) -> ModuleType:
-    """Returns the module or file where the function is that the config calls `name`."""
+    """Returns the module or file where the function is that the config calls `name`.
+
+    Example:
+      >>> module("math:sqrt", "math").sqrt(4.0)
+      2.0
+    """
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
         if not path.is_file():
@@ -54,9 +59,8 @@ def resolve(
 ) -> Callable[..., Any]:
     """Returns the function that `name` stands for.
 
-    Args:
-      name: A key of `table`, `package.module:function` or `path/file.py:function`.
-      what: What is looked for, in the words of an error.
+    It is a key of `table`, `package.module:function` or `path/file.py:function`; `what` is the word
+    for it in errors.
 
     Raises:
       ValueError, FileNotFoundError, ModuleNotFoundError, AttributeError, TypeError: `name` is
@@ -129,8 +133,7 @@ def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], whe
 
     A parameter that is not available keeps its default; `**rest` takes everything.
 
-    Args:
-      where: Who asked for the function, to begin an error with.
+    `where` says who asked for the function, and begins errors.
 
     Raises:
       FunctionError: A parameter without default that is not available, or positional-only.

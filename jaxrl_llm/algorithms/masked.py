@@ -108,9 +108,7 @@ def group_sum(
 ) -> Float[Array, " B"]:
     """Returns, for each row, the sum of `x` over the members of its group.
 
-    Args:
-      group_ids: Group of each row, in [0, B); any order, gaps allowed.
-      members: False for rows that count in no group (padding rows).
+    Group ids are in [0, B), in any order, with gaps. Rows that are no `members` count in no group.
 
     Example:
       >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])

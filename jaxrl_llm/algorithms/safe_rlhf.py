@@ -32,8 +32,7 @@ def next_log_multiplier(
 
         log_multiplier + multiplier_lr * multiplier * (mean_cost - cost_limit)
 
-    Args:
-      mean_cost: Mean over this step's responses of their cost, without KL.
+    It is at most `log(multiplier_max)`. `mean_cost` is that of this step's responses, without KL.
 
     Example:
       >>> config = AlgorithmConfig(multiplier_lr=0.1, cost_limit=1.0)

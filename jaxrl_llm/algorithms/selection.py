@@ -57,9 +57,6 @@ def clip_cov(
     not stopped, `max(floor(clip_cov_share * tokens), 1)` are drawn uniformly. The draw of
     a token depends on the key, its row and its position, not on the width of the array.
 
-    Args:
-      minibatch: All rows of the minibatch.
-
     Example:
       >>> import dataclasses
       >>> log_probs = jnp.array([[-1.0, -1.0, -5.0, -5.0]])
@@ -127,8 +124,7 @@ def select(
 ) -> Bool[Array, "B T"]:
     """Returns the selection that `config.policy_loss` needs; nothing where it needs none.
 
-    For a loss outside `SELECTIONS` the log-probs are not looked at: pass zeros and save
-    the pass.
+    For a loss outside `SELECTIONS` only the shape of the log-probs is read.
 
     Example:
       >>> import dataclasses

@@ -37,13 +37,8 @@ def kl_shaped(
 
         rewards = outcome_rewards(scores) - kl_coef * KL(old_log_probs, ref_log_probs)
 
-    Args:
-      kl_coef: Coefficient of this step (see `kl.next_kl_coef`).
-      ref_log_probs: Of the frozen reference; `old_log_probs` without one.
-
-    Returns:
-      rewards: Zero outside `response_mask`.
-      current_kl: Mean over sequences of their mean KL per token; measured always.
+    The KL is the mean over sequences of their mean per token, and is measured always. Without a
+    reference `ref_log_probs` are `old_log_probs`.
 
     Example:
       >>> rewards, current_kl = kl_shaped(
@@ -74,8 +69,7 @@ def overlong_penalty(
 
     Deviation: verl does not bound it below for responses beyond the limit.
 
-    Args:
-      response_lengths: Tokens of each response, tool tokens included.
+    `response_lengths` include tool tokens.
 
     Example:
       >>> config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=1.0)

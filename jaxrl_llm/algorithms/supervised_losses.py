@@ -1,7 +1,7 @@
 """Losses of the supervised stages: imitation, reward models, direct preferences.
 
-As in `aggregation`, a loss is a share of its minibatch: sums over microbatches are exact
-if the count of the whole minibatch is passed in.
+`denominators` and `num_pairs` (at least 1) are of the whole minibatch. A tie counts half in
+`accuracy`.
 """
 
 import jax
@@ -37,14 +37,6 @@ def bradley_terry(
 ) -> LossAndMetrics:
     """Returns the loss of a reward model on pairs: `-log sigmoid(chosen - rejected)`.
 
-    Args:
-      num_pairs: Pairs of the whole minibatch, at least 1.
-
-    Returns:
-      loss: To be summed over microbatches.
-      metrics: `reward_model/loss`, `reward_model/accuracy` (a tie counts half) and
-        `reward_model/margin`.
-
     Example:
       >>> loss, metrics = bradley_terry(
       ...     jnp.array([1.0]), jnp.array([1.0]), jnp.array([True]), 1.0)
@@ -78,13 +70,7 @@ def dpo(
 
         -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected)))
 
-    Args:
-      num_pairs: Pairs of the whole minibatch, at least 1.
-
-    Returns:
-      loss: To be summed over microbatches.
-      metrics: `dpo/loss`, `dpo/accuracy` (a tie counts half) and `dpo/margin`, that of
-        the implied rewards.
+    Log-probs are sums over a response; `dpo/margin` is that of the implied rewards.
 
     Example:
       >>> loss, metrics = dpo(
