@@ -269,7 +269,7 @@ def _speed(numbers: Numbers) -> float:
 
 
 class _Messenger:
-    """Sends to webhook and function, one message after the other, in a thread of its own."""
+    """Sends messages to webhook and function, in a thread of its own."""
 
     def __init__(self, config: AlertsConfig):
         self._tellers: list[Callable[[Mapping[str, Any]], Any]] = []

@@ -119,7 +119,7 @@ def explained_variance(
 
 
 def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean of each number over the groups that have it; one read of the device."""
+    """Returns the mean of each number over the groups that have it; reads the devices once."""
     groups = jax.device_get(list(groups))
     names = {name for group in groups for name in group}
     return {
@@ -208,14 +208,10 @@ def of_memory(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str,
 def of_balance(
     lengths: Int[HostOrDevice, " B"], shards: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """Returns tokens per data shard, as they came and as they were spread.
+    """Returns tokens per data shard, before and after balancing.
 
-    `global_seqlen/{min,max,minmax_diff}` are of equal contiguous blocks of rows,
-    `balanced_{min,max}` of the rows each shard was given.
-
-    Args:
-      lengths: Tokens of each sequence.
-      shards: Rows of each data shard; those of no shard are not counted.
+    `global_seqlen/{min,max,minmax_diff}` are of equal contiguous blocks of the sequences,
+    `balanced_{min,max}` of the sequences in each of the `shards`; those in none are not counted.
 
     >>> found = of_balance(np.array([4, 4, 1, 1]), [[0, 2], [1, 3]])
     >>> found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]

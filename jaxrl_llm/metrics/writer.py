@@ -79,7 +79,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 sink(step, data)
 
     def write_rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
-        """Writes `WORKDIR/rollouts/STEP.jsonl`, on steps where the config asks for it."""
+        """Writes `WORKDIR/rollouts/STEP.jsonl` in every `rollouts_every`-th step."""
         every = self._config.rollouts_every
         if self._sinks and every and step % every == 0:
             with self._tolerated(f"rollouts of step {step}"):
