@@ -53,13 +53,23 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a local Hugging Face folder.
+    """Returns the tokenizer of a local Hugging Face folder; of "", the one of characters.
 
-    `chat_template` is a file with a Jinja template that replaces the folder's own; "" keeps that.
+    `chat_template` is a file with a Jinja template that replaces its own; "" keeps that.
 
     Raises:
       DataError: the folder or a file is missing or broken, or there is no end-of-sequence token.
     """
+    tokenizer = _of_folder(path) if path else character_tokenizer()
+    if chat_template:
+        try:
+            tokenizer.chat_template = pathlib.Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"chat template {chat_template!r}: cannot be read: {error}") from error
+    return tokenizer
+
+
+def _of_folder(path: str) -> PreTrainedTokenizerBase:
     folder = pathlib.Path(path)
     if not folder.is_dir():
         raise DataError(
@@ -83,11 +93,6 @@ def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBas
             f"tokenizer {path!r}: no end-of-sequence token, so no response could end;"
             " set eos_token in its tokenizer_config.json"
         )
-    if chat_template:
-        try:
-            tokenizer.chat_template = pathlib.Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"chat template {chat_template!r}: cannot be read: {error}") from error
     return tokenizer
 
 

@@ -67,10 +67,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     # Tokenizers take seconds to import, and plans need none.
     from jaxrl_llm.data import tokenizer as tokenizer_lib
 
-    folder = config.tokenizer or config.path
-    if not folder:
-        return tokenizer_lib.character_tokenizer()
-    return tokenizer_lib.load_tokenizer(folder, config.chat_template)
+    return tokenizer_lib.load_tokenizer(config.tokenizer or config.path, config.chat_template)
 
 
 def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:

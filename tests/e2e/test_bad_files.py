@@ -96,6 +96,13 @@ def test_a_folder_without_tokenizer(tmp_path, folder):
     assert f"tokenizer {str(folder)!r}: no tokenizer file" in said
 
 
+@pytest.mark.parametrize("model", ["", "folder"])
+def test_a_chat_template_that_is_a_folder(tmp_path, folder, model):
+    path = str(folder) if model else ""
+    settings = {"model.path": path, "model.chat_template": str(tmp_path)}
+    assert "cannot be read" in refused(tmp_path, settings, DataError)
+
+
 # Data.
 
 GOOD = {"data_source": "sums", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
