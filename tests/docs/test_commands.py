@@ -13,6 +13,7 @@ import runs
 import serving_model
 
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.learner import planned
 from jaxrl_llm.serving import server
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
@@ -31,6 +32,7 @@ NOT_RUN = {
     r"sbatch|kubectl|launch/tpu_pod\.sh": "needs a cluster; see tests/launch/test_cluster_files.py",
     r"mpirun|python .*--process_id=": "several processes; see tests/e2e/test_multihost.py",
     r"python launch/serve_jetstream\.py": "see tests/serving/test_jetstream.py",
+    r"python launch/plan\.py --compile": "compiles for minutes, with the compiler of TPUs",
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
 }
@@ -125,7 +127,7 @@ def call(capsys, command, *more):
 @pytest.mark.parametrize("command", [c for c in RUN if c not in OF_A_RUN])
 def test_a_command_without_a_run(command, capsys, place, monkeypatch):
     served = []
-    monkeypatch.setattr(server, "run", lambda *given: served.append(given))
+    monkeypatch.setattr(server, "run", lambda *given, **_: served.append(given))
     more = {
         "serve": ["--port=0"],
         "generate": ["--max_tokens=4"],
@@ -144,6 +146,8 @@ def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
     given = []
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
     monkeypatch.setattr(rl, "train", lambda config, workdir: given.append(config))
+    monkeypatch.setattr(planned, "settled", lambda config, workdir: config)
+    monkeypatch.setattr(planned, "check", lambda config, devices: 0.0)
     call(capsys, command)
     (config,) = given
     assert isinstance(config, RLConfig) and not list(config.warnings())
@@ -154,7 +158,7 @@ def test_the_commands_of_runs(capsys, place, monkeypatch):
     """In the order of the documents, in one folder; later ones use what earlier ones made."""
     one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
     monkeypatch.setattr(mesh_lib, "make_mesh", one)
-    monkeypatch.setattr(server, "run", lambda *_: None)
+    monkeypatch.setattr(server, "run", lambda *_, **__: None)
     monkeypatch.chdir(place)
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
     exec(python_of("data.md")[1], {})
