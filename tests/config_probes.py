@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 import types
@@ -163,6 +164,7 @@ def asked(config: RLConfig):
             return seen.args
 
 
+@functools.cache
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
     transformation = optimizer.make(config, 8)
