@@ -17,7 +17,7 @@ from jaxrl_llm.config import ConfigError
 GIB = 2**30
 
 # Python, libraries, the tokenizer, and what compilers leave behind: docs/memory.md measures it.
-_PROCESS_BYTES = 5 * GIB // 4
+_PROCESS_BYTES = 3 * GIB // 2
 
 
 @dataclasses.dataclass(frozen=True)
