@@ -30,7 +30,8 @@ class Filled:
     shared: Int[np.ndarray, "M b"]
     asked: Bool[np.ndarray, "M R W"]  # tokens whose log-probs are wanted
     before: Int[np.ndarray, "M R W"]  # where the token before each stands
-    sees: Bool[np.ndarray, "M R Q Q"]  # blocks of keys that hold what a block of queries sees
+    # For each block of queries, the blocks of keys that hold what it sees.
+    sees: Bool[np.ndarray, "M R blocks blocks"]
 
     def most_seen(self) -> int:
         """Returns the most blocks of keys that a block of queries sees; 0 of uneven rows."""

@@ -31,7 +31,7 @@ class DecodeState:
     tokens: Int[Array, " S"]  # sampled last, not yet in the cache
     positions: Int[Array, " S"]  # where that token stands in its sequence
     remaining: Int[Array, " S"]  # tokens that may still be sampled
-    stops: Int[Array, "S M"]  # tokens that end the sample; -1 is none
+    stops: Int[Array, "S stops"]  # tokens that end the sample; -1 is none
     history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without
     sampler: SamplerState
 
@@ -60,7 +60,7 @@ class Admission:
     prompts: Int[Array, " n"]  # of the prefix
     slots: Int[Array, " n"]
     limits: Int[Array, " n"]  # tokens that may be sampled, at least 1
-    stops: Int[Array, "n M"]
+    stops: Int[Array, "n stops"]
     sampler: SamplerState
 
 
@@ -158,7 +158,7 @@ def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
     return dataclasses.replace(state, remaining=jnp.where(slots, 0, state.remaining))
 
 
-def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S M"]) -> Bool[Array, " S"]:
+def _is_stop(tokens: Int[Array, " S"], stops: Int[Array, "S stops"]) -> Bool[Array, " S"]:
     return (tokens[:, None] == stops).any(-1)
 
 

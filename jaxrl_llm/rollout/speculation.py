@@ -46,7 +46,7 @@ def propose(
 def kept(
     drawn: Int[Array, "S Q"],
     drafts: Int[Array, "S k"],
-    stops: Int[Array, "S M"],
+    stops: Int[Array, "S stops"],
     remaining: Int[Array, " S"],
 ) -> Bool[Array, "S Q"]:
     """Returns which draws belong to the samples: the first, and those after right guesses.

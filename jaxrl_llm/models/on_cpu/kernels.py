@@ -115,7 +115,7 @@ def attention(
     q: Float[Array, "S Q N H"],
     keys: Sequence[Float[Array, "S K H _"]],
     values: Sequence[Float[Array, "S K _ H"]],
-    seen: Bool[Array, "S Q W"],
+    seen: Bool[Array, "S Q window"],
 ) -> Float[Array, "S Q N H"]:
     """Returns what `rollout.cache.attention` does; zeros where a query sees nothing.
 
