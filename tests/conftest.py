@@ -53,6 +53,20 @@ def torch():
     return torch
 
 
+@pytest.fixture
+def tpu_devices(monkeypatch):
+    """Returns `devices(topology)`, for which the TPU's compiler works without a TPU."""
+    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
+    import jax
+    from jax.experimental import topologies
+
+    jax.devices()  # reads XLA_FLAGS, which end the process if libtpu reads them too
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    return lambda name: list(topologies.get_topology_desc(name, platform="tpu").devices)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Lets go of the programs of earlier test files before memory maps run out."""

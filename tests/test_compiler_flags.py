@@ -72,8 +72,7 @@ def test_the_compiler_knows_the_flags_of_gpus():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_every_tpu_compiles_with_the_flags(topology):
-    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
+def test_every_tpu_compiles_with_the_flags(topology, tpu_devices):
     flags = compiler_flags.FLAGS["tpu"]["LIBTPU_INIT_ARGS"]
     text = " ".join(f"--{name}={value}" for name, value in flags.items())
     gather = f"""

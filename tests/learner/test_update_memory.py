@@ -36,11 +36,8 @@ def test_logits_are_never_there_at_one_time():
 
 
 @pytest.mark.slow
-def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient():
-    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+def test_a_layer_costs_a_tpu_its_input_and_a_narrow_gradient(tpu_devices):
+    devices = tpu_devices("v5e:2x4")
     tokens, width, mlp = 1024, 512, 2048
     config = from_config_dict(
         {

@@ -542,13 +542,8 @@ def test_reading_in_pieces_needs_less_memory():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "draft_tokens"), [(512, 0), (2048, 0), (512, 4)])
-def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, monkeypatch):
-    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
-    from jax.experimental import topologies
-
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    mesh = mesh_lib.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2), list(devices))
+def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, tpu_devices):
+    mesh = mesh_lib.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2), tpu_devices("v5e:2x4"))
     network = tiny.with_sizes(
         dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16"),
         vocab_size=4096,

@@ -156,14 +156,8 @@ def test_kernels_that_come_first_are_transposed_on_the_way(sizes, layout):
     ids=str,
 )
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
-def test_the_wire_of_a_tpu(topology, sizes, layout, monkeypatch):
-    pytest.importorskip("libtpu", reason="the TPU compiler is in the wheel libtpu")
-    from jax.experimental import topologies
-
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = mesh_lib.make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), list(devices))
+def test_the_wire_of_a_tpu(topology, sizes, layout, tpu_devices):
+    mesh = mesh_lib.make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), tpu_devices(topology))
     network = tiny.with_sizes(
         hidden_size=512, num_kv_heads=4, head_size=128, mlp_size=1024, vocab_size=2048, num_layers=4
     )
