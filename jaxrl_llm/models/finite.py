@@ -31,9 +31,12 @@ def check(tree: Tree, where: str, remedy: str) -> None:
     Arrays in host memory are brought to the devices one at a time.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = [(path, _leaf_is_finite(resting.working(leaf))) for path, leaf in leaves]
+    # One after the other: several programs in flight, each with a sum over processes of a CPU run,
+    # wait for each other without end.
     bad = [
-        jax.tree_util.keystr(path, simple=True, separator=".") for path, fine in found if not fine
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in leaves
+        if not _leaf_is_finite(resting.working(leaf))
     ]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""

@@ -18,6 +18,7 @@ from serving_model import HANGS_S
 pytestmark = pytest.mark.slow
 AT_ONE_TIME = 6
 BATCHES = 50  # of so many: 300 requests
+ROUNDS = 3  # at most, until memory is flat
 FIRST_BATCHES = 20  # before memory is looked at: caches fill, most programs are compiled
 # What 300 requests may leave in resident memory: 8 MiB are a twentieth of what the allocator keeps
 # and gives back from one moment to the next; a request of 20 kB kept whole would be 6 MB.
@@ -197,21 +198,28 @@ def test_hostile_requests_touch_no_other(tmp_path):
             run()
 
         working = pool.submit(stay_honest)
-        attack(FIRST_BATCHES)
-        serving_model.wait_idle(url)
-        before, programs = server.rss_bytes(), serving_model.metric(url, "compilations")
-        statuses.clear()
-        attack(BATCHES)
-        done.set()
+        flat = False
+        try:
+            attack(FIRST_BATCHES)
+            serving_model.wait_idle(url)
+            # The allocator keeps more for a while on a busy machine; a leak grows in every round.
+            for _ in range(ROUNDS):
+                before, programs = server.rss_bytes(), serving_model.metric(url, "compilations")
+                statuses.clear()
+                attack(BATCHES)
+                serving_model.wait_idle(url)
+                programs = serving_model.metric(url, "compilations") - programs
+                grown = server.rss_bytes() - before
+                counts = {status: statuses.count(status) for status in sorted(set(statuses))}
+                print(counts, f"{num_honest} honest, {grown / 2**20:.1f} MiB, {programs} programs")
+                assert len(statuses) == 300 and {0, 200, 400, 404} <= set(counts)
+                if flat := grown < GROWTH_BYTES + programs * PROGRAM_BYTES:
+                    break
+        finally:
+            done.set()  # or the pool would wait for the honest ones without end
         working.result(HANGS_S)
-        serving_model.wait_idle(url)
-        programs = serving_model.metric(url, "compilations") - programs
-        grown = server.rss_bytes() - before
-        counts = {status: statuses.count(status) for status in sorted(set(statuses))}
-        print(counts, f"{num_honest} honest, {grown / 2**20:.1f} MiB, {programs} programs")
-        assert len(statuses) == 300 and {0, 200, 400, 404} <= set(counts)
+        assert flat
         assert num_honest >= 20
-        assert grown < GROWTH_BYTES + programs * PROGRAM_BYTES
         assert [honest_reply(client, *request) for request in HONEST] == alone
         assert client.get("/health").json() == {"status": "ready"}
         server.terminate()

@@ -98,13 +98,18 @@ async def round_of(url, seeds):
     return texts, outcomes
 
 
+def grown(sizes):
+    return sizes[-1] - sizes[-3]
+
+
 def test_sixty_four_clients(folder):
     with serving_model.serving(folder, "--num_slots=16", "--max_waiting=200") as (server, url):
         first, outcomes = asyncio.run(round_of(url, range(400)))
         sizes, programs = [], []
         # Who arrives with whom decides in which shapes prompts are read, and so what is compiled.
-        while len(sizes) < 4 or programs[-3] < programs[-1]:
-            assert len(sizes) < ROUNDS, programs
+        # The allocator keeps more for a while on a busy machine; a leak would grow in every round.
+        while len(sizes) < 4 or programs[-3] < programs[-1] or grown(sizes) >= GROWTH_BYTES:
+            assert len(sizes) < ROUNDS, (programs, sizes)
             texts, again = asyncio.run(round_of(url, range(400)))
             serving_model.wait_idle(url)
             sizes.append(server.rss_bytes())
@@ -115,7 +120,7 @@ def test_sixty_four_clients(folder):
         print(dict(outcomes), "MiB after each round:", [size >> 20 for size in sizes], programs)
         assert sum(outcomes.values()) == 400 and "full" not in outcomes
         assert all(outcomes[kind] > 40 for kind in ("answered", "left", "refused"))
-        assert sizes[-1] - sizes[-3] < GROWTH_BYTES
+        assert grown(sizes) < GROWTH_BYTES
         assert serving_model.metric(url, "cancelled_total") > 3 * outcomes["left"]
         server.terminate()
         assert server.wait() == 0
