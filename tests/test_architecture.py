@@ -12,9 +12,9 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 # Ground floor first. A floor lists its blocks: neighbours, none of which imports another. A
 # block is a folder or, on the ground floor, modules in the order in which they may import.
 FLOORS = (
-    (("types",), ("console",), ("errors", "folder_lock", "config")),
+    (("types",), ("console",), ("errors", "config")),
     (("algorithms",), ("sharding",)),
-    (("models",), ("data",), ("seal", "checkpoint"), ("metrics",)),
+    (("models",), ("data",), ("checkpoint",), ("metrics",)),
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),
