@@ -42,6 +42,18 @@ TINY: Mapping[str, Any] = {
     "checkpoint.every": 3,
     "metrics.tensorboard": False,
 }
+# One step of Safe-RLHF, which reads most of the fields: two critics, a cost, KL in the reward.
+SAFE_RLHF: Mapping[str, Any] = {
+    "trainer.num_steps": 1,
+    "trainer.prompts_per_step": 2,
+    "trainer.minibatch_size": 4,
+    "algorithm.recipe": "safe_rlhf",
+    "algorithm.samples_per_prompt": 2,
+    "algorithm.overlong_buffer_tokens": 4,
+    "algorithm.correction": "token",
+    "algorithm.kl_controller": "adaptive",
+    "algorithm.aggregation": "seq-mean-token-sum-norm",
+}
 # What a config's run has besides, so that a resume is tried with it.
 ALSO: Mapping[str, Mapping[str, Any]] = {
     "ppo_tiny": {

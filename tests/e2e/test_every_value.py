@@ -25,18 +25,9 @@ TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")
 FOLDERS = ("folder", "folder.jsonl", "folder.parquet", "folder.jinja", "folder.py:score", "file")
 VALUES = (*TEXTS, *FOLDERS)
 
-# Of Safe-RLHF, which reads most of the fields: two critics, a cost, KL in the reward.
 BASE: Mapping[str, Any] = {
     **runs.TINY,
-    "trainer.num_steps": 1,
-    "trainer.prompts_per_step": 2,
-    "trainer.minibatch_size": 4,
-    "algorithm.recipe": "safe_rlhf",
-    "algorithm.samples_per_prompt": 2,
-    "algorithm.overlong_buffer_tokens": 4,
-    "algorithm.correction": "token",
-    "algorithm.kl_controller": "adaptive",
-    "algorithm.aggregation": "seq-mean-token-sum-norm",
+    **runs.SAFE_RLHF,
     "rewards.functions.NAME.function": "arithmetic",
     "rewards.cost_functions.NAME2.function": "length",
     "evaluation.functions.NAME.function": "arithmetic",

@@ -14,17 +14,8 @@ from jaxrl_llm.trainer import rl
 NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)
 # What the run must have for its size, and -1 as "the rest" of devices, of which there is one.
 SIZES = ("config.mesh", "config.placement", "config.preference", "config.warm_start.num_steps")
-# Of Safe-RLHF, which reads most of the fields: two critics, a cost, KL in the reward.
 BASE = {
-    "trainer.num_steps": 1,
-    "trainer.prompts_per_step": 2,
-    "trainer.minibatch_size": 4,
-    "algorithm.recipe": "safe_rlhf",
-    "algorithm.samples_per_prompt": 2,
-    "algorithm.overlong_buffer_tokens": 4,
-    "algorithm.correction": "token",
-    "algorithm.kl_controller": "adaptive",
-    "algorithm.aggregation": "seq-mean-token-sum-norm",
+    **runs.SAFE_RLHF,
     "rewards.cost_functions": {"long": {"function": "length"}},
     "evaluation.num_prompts": 2,
     "warm_start.num_steps": 1,
