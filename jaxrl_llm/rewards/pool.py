@@ -135,6 +135,7 @@ class RewardPool:
             raise RewardError("the reward pool is closed")
         outcomes: dict[int, Outcome] = {}
         waiting = deque(range(len(calls)))
+        repeated = set[int]()  # calls whose first process died before it read them
         try:
             while len(outcomes) < len(calls):
                 self._hand_out(calls, waiting)
@@ -143,7 +144,12 @@ class RewardPool:
                         worker.wait_until_ready()
                         continue
                     index = worker.call
-                    outcomes[index] = self._outcome(worker)
+                    outcome = self._outcome(worker)
+                    if outcome is None and index not in repeated:
+                        repeated.add(index)
+                        waiting.appendleft(index)
+                        continue
+                    outcomes[index] = outcome or self._failed("two processes died before it began")
                     if outcomes[index].failure and stop:
                         raise RewardError(
                             f"{_where(calls[index])}: {outcomes[index].failure}\n"
@@ -179,23 +185,28 @@ class RewardPool:
         now = time.monotonic()
         return [w for w in active if w.connection in readable or now >= w.deadline]
 
-    def _outcome(self, worker: "_Worker") -> Outcome:
-        """Returns what became of the worker's call, and replaces the worker if it is lost."""
+    def _failed(self, failure: str) -> Outcome:
+        return Outcome(self._failure_score, failure=failure)
 
-        def failed(failure: str) -> Outcome:
-            return Outcome(self._failure_score, failure=failure)
+    def _outcome(self, worker: "_Worker") -> Outcome | None:
+        """Returns what became of the worker's call, and replaces the worker if it is lost.
 
+        None means that the worker died before it read the call.
+        """
         if not worker.connection.poll():
             self._replace(worker)
-            return failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
+            return self._failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
         try:
             answer = worker.receive()
+        except ConnectionResetError:  # a Unix socket says so if it closed with unread bytes
+            self._replace(worker)
+            return None
         except (EOFError, OSError, ValueError):  # gone, or it wrote to the socket of its own
             death = worker.end(CLOSE_TIMEOUT_S)
             self._replace(worker)
-            return failed(f"the process that called it ended with {death}")
+            return self._failed(f"the process that called it ended with {death}")
         if "error" in answer:
-            return failed(answer["error"])
+            return self._failed(answer["error"])
         return Outcome(answer["score"], answer["details"])
 
     def _replace(self, worker: "_Worker") -> None:

@@ -4,8 +4,10 @@ import datetime
 import decimal
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -250,15 +252,19 @@ def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file
         assert [outcome.score for outcome in outcomes] == [float(n) for n in range(8)]
 
 
-def test_a_worker_that_died_between_calls_is_replaced(user_file):
+@pytest.mark.parametrize("already_dead", [False, True])
+def test_a_worker_that_died_before_it_read_a_call_is_replaced(user_file, already_dead):
     name = f"{user_file}:misbehave"
     with RewardPool([name], 1) as pool:
         (first,) = pool.run(calls(name, "modules"))
-        os.kill(first.details["pid"], 9)
-        # Until the last of its threads is gone its end of the socket is open.
-        wait_until(lambda: not alive(first.details["pid"]))
+        pid = first.details["pid"]
+        # A stopped process reads nothing: it dies with the call in its socket.
+        os.kill(pid, signal.SIGKILL if already_dead else signal.SIGSTOP)
+        killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+        if not already_dead:
+            killer.start()
         (second,) = pool.run(calls(name, "modules"))
-        assert second.details["pid"] != first.details["pid"]
+        assert second.details["pid"] != pid
     assert not alive(second.details["pid"])
 
 
