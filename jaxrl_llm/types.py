@@ -33,6 +33,7 @@ class PromptBatch:
     """The prompts of one wave."""
 
     prompts: tuple[Prompt, ...]  # P of them
+    longest: int = 0  # tokens of the longest prompt of any wave; 0: not known
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,10 +37,15 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((len(prompt.tokens) for prompt in self.prompts), default=0)
+
     def batches(self, num_prompts: int) -> Iterator[PromptBatch]:
         """Yields the whole split once, in order; the last batch may be smaller."""
         for start in range(0, len(self), num_prompts):
-            yield PromptBatch(self.prompts[start : start + num_prompts])
+            yield PromptBatch(self.prompts[start : start + num_prompts], self.longest)
 
 
 def load_dataset(
@@ -188,7 +193,8 @@ class PromptIterator(Stream[Prompt]):
 
     def __init__(self, dataset: Dataset, config: DataConfig, seed: int):
         super().__init__(dataset.prompts, seed, config.shuffle, config.num_workers)
+        self._longest = dataset.longest
 
     def batch(self, num_prompts: int) -> PromptBatch:
         """Returns the next prompts, as many as asked for; a batch may span two passes."""
-        return PromptBatch(self.take(num_prompts))
+        return PromptBatch(self.take(num_prompts), self._longest)

@@ -244,12 +244,14 @@ class Engine:
         return scheduler.progress()
 
     def generate(
-        self, params: Params, requests: Sequence[Request], version: int = 0
+        self, params: Params, requests: Sequence[Request], version: int = 0, longest_prompt: int = 0
     ) -> list[list[Completion]]:
         """Returns the completions of every request, in the order of its samples.
 
         Args:
           params: Rollout parameters, `layers` a tuple.
+          longest_prompt: Tokens of the longest prompt of any call; with it, calls whose own longest
+            prompts differ read them with the same program.
 
         Raises:
           RequestError: If a request does not fit (see `submit`).
@@ -264,6 +266,7 @@ class Engine:
         for i, request in enumerate(requests):
             self.limits.check(request, f"request {i}")
         self.reset()
+        self._reader.longest = longest_prompt
         add = self._scheduler.add
         completions = {add(r): [Completion() for _ in r.params] for r in requests}
         try:

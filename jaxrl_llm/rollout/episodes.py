@@ -113,7 +113,7 @@ def rollout(
     done = Statistics()
     while groups:
         requests = [_request(group) for group in groups]
-        turns = engine.generate(weights.params, requests, weights.version)
+        turns = engine.generate(weights.params, requests, weights.version, prompts.longest)
         done += engine.statistics
         going_on = [
             sequence

@@ -228,6 +228,7 @@ class Reader:
     def __init__(self, read: Callable[[Params, Prompts], Prefix], max_tokens: int):
         """`max_tokens` are those of the longest prompt."""
         self._read, self._max_tokens = read, max_tokens
+        self.longest = 0  # tokens of the longest prompt that may come later
         self.num_tokens = 0  # of all prompts read so far
         self.num_positions = 0  # that were computed for them, padding included
         self._indices: dict[int, int] = {}  # request -> its prompt's index in the batch
@@ -255,33 +256,34 @@ class Reader:
         waiting = [number for number in scheduler.requests if number >= first]
         waiting = waiting[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
         prompts = [scheduler.requests[number].tokens for number in waiting]
-        count = num_fitting([len(prompt) for prompt in prompts], self._max_tokens)
-        batch = prompt_rows(prompts[:count], self._max_tokens)
+        count = num_fitting([len(prompt) for prompt in prompts], self._max_tokens, self.longest)
+        batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
         self._indices = {number: i for i, number in enumerate(waiting[:count])}
         self._batch = self._read(params, batch)
         self.num_tokens += sum(map(len, prompts[:count]))
         self.num_positions += batch.tokens.size
 
 
-def num_fitting(lengths: Sequence[int], max_tokens: int) -> int:
+def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> int:
     """Returns how many prompts of these lengths, from the first on, are read together."""
 
     def too_many(count: int) -> bool:
-        width = _width(max(lengths[:count]), max_tokens)
+        width = _width(max(lengths[:count]), max_tokens, longest)
         most = _num_rows(count, width)
         return count > most * _share(width) or len(_shared(lengths[:count], width)) > most
 
     return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
 
 
-def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int) -> Prompts:
+def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int, longest: int = 0) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
     There are few sizes of rows and widths, which alone decide every shape; `max_tokens` is the
-    widest.
+    widest. Rows are wide enough for a prompt of `longest` tokens too, if such rows can be shared
+    and are at most four times as wide.
     """
     lengths = [len(prompt) for prompt in prompts]
-    width = _width(max(lengths), max_tokens)
+    width = _width(max(lengths), max_tokens, longest)
     rows = _shared(lengths, width)
     batch = empty_rows(_num_rows(max(len(rows), -(-len(prompts) // _share(width))), width), width)
     for row, members in enumerate(rows):
@@ -323,8 +325,10 @@ def _share(width: int) -> int:
     return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
 
 
-def _width(length: int, max_tokens: int) -> int:
-    return bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
+def _width(length: int, max_tokens: int, longest: int = 0) -> int:
+    width = bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
+    wider = bucket(max(length, longest), smallest=SMALLEST_WIDTH, largest=max_tokens)
+    return max(width, min(wider, 4 * width, prefill.PIECE_TOKENS))
 
 
 def _num_rows(count: int, width: int) -> int:

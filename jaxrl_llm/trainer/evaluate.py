@@ -35,7 +35,7 @@ class Evaluator:
         self._sampler = sampler
         self._score = score
         limit = config.evaluation.num_prompts or len(dataset)
-        self._prompts = dataset.prompts[:limit]
+        self._prompts, self._longest = dataset.prompts[:limit], dataset.longest
         self._key = key
 
     def __call__(self, weights: Weights, clock: Clock | None = None) -> dict[str, float]:
@@ -60,7 +60,7 @@ class Evaluator:
         size = max(1, _WAVE // n)
         waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
         for wave, of_wave in enumerate(screen.each("evaluating", waves)):
-            prompts = PromptBatch(of_wave)
+            prompts = PromptBatch(of_wave, self._longest)
             rollouts, _ = episodes.rollout(
                 self._sampler.engine,
                 weights,

@@ -74,6 +74,8 @@ def test_nothing_left_is_an_error(tmp_path, tokenizer):
 
 def test_every_pass_has_every_row_in_another_order(dataset):
     prompts = PromptIterator(dataset, SMALL, seed=0)
+    assert prompts.batch(1).longest == max(len(p.tokens) for p in dataset.prompts)
+    prompts = PromptIterator(dataset, SMALL, seed=0)
     passes = [indices(prompts.batch(10)) for _ in range(3)]
     assert all(sorted(order) == list(range(10)) for order in passes)
     assert len({tuple(order) for order in passes}) == 3

@@ -38,6 +38,15 @@ def prompts(*texts):
     return PromptBatch(tuple(rows))
 
 
+def test_shorter_and_longer_prompts_of_one_dataset_are_read_by_one_program(setup):
+    engine, counts = setup[0], []
+    for text in ("two words", "and a prompt of more than thirty-two tokens", "a"):
+        batch = PromptBatch(prompts(text).prompts, longest=43)
+        episodes.rollout(*setup, TOKENIZER, batch, SAMPLES, jax.random.key(3))
+        counts.append(engine.jitted.prefill._cache_size())
+    assert counts == counts[:1] * 3
+
+
 def test_fields(setup):
     batch = prompts("a", "two words", "and a longer one than those")
     rollouts, _ = episodes.rollout(*setup, TOKENIZER, batch, SAMPLES, jax.random.key(3))

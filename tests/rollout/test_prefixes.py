@@ -50,6 +50,16 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     assert len(shapes) <= 20
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 599), min_size=1, max_size=40), st.integers(1, 599))
+def test_a_longer_prompt_of_the_data_widens_rows_four_times_at_most(lengths, longest):
+    count = scheduler_lib.num_fitting(lengths, MOST, longest)
+    own = bucket(max(lengths[:count]), smallest=32, largest=MOST)
+    width = scheduler_lib.prompt_rows(prompts_of(lengths[:count]), MOST, longest).tokens.shape[1]
+    wanted = bucket(max(*lengths[:count], longest), smallest=32, largest=MOST)
+    assert width == max(own, min(wanted, 4 * own))
+
+
 def gsm8k_like(random, count):
     """Lengths of prompts as GSM8K's with a chat template: median about 95 tokens, few over 200."""
     return np.clip(np.exp(random.normal(4.55, 0.35, count)), 40, 250).astype(int).tolist()
