@@ -6,9 +6,11 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import tempfile
 import types
+from typing import ClassVar
 from unittest import mock
 
 import jax
@@ -29,6 +31,8 @@ from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards import pool as reward_pool
+from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Statistics
 from jaxrl_llm.trainer import evaluate, run
@@ -341,29 +345,48 @@ def updates(config: RLConfig):
     return [np.asarray(packed.chosen) for packed, _ in each], trained
 
 
-class _Pool:
-    """In place of the processes that call reward functions."""
+class _Worker:
+    """In place of a process that calls reward functions."""
 
-    def __init__(self, names, **settings):
-        self.made = names, settings
+    made: ClassVar[list[object]] = []
+    answer: ClassVar[dict[str, object]] = {}
+    ready, idle, call, deadline = True, True, -1, 0.0
 
-    def run(self, calls):
-        return [types.SimpleNamespace(score=2.0, details={}, failure="") for _ in calls]
+    def __init__(self, functions, config):
+        self.connection = types.SimpleNamespace(close=lambda: None, poll=lambda: True)
+        self.made.append((functions, config.memory_gib, config.environment))
 
-    def close(self):
+    def wait_until_ready(self):
+        pass
+
+    def begin(self, index, call, timeout_s):
+        self.made.append((call, timeout_s))
+        self.idle, self.call = False, index
+
+    def receive(self):
+        self.idle, self.call = True, -1
+        return self.answer
+
+    def end(self, patience_s):
         pass
 
 
 def scores(config: RLConfig):
-    """Scores and costs of some responses, and the pool that they are asked of."""
+    """Scores and costs of some responses, and the processes that they are asked of."""
     found = []
-    for wanted in (config.rewards, config.evaluation_rewards):
+    answers = {"score": 2.0, "details": {}}, {"error": "no"}
+    for wanted, answer in itertools.product((config.rewards, config.evaluation_rewards), answers):
         models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
+        worker = type("_Worker", (_Worker,), {"made": [], "answer": answer})
         with (
-            mock.patch.object(rewards_lib, "RewardPool", _Pool),
+            mock.patch.object(reward_pool, "_Worker", worker),
+            mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
             rewards_lib.Scorer(wanted, models) as scorer,
         ):
-            found.append((scorer._pool.made, vars(scorer.score(rollouts()))))
+            try:
+                found.append((worker.made, vars(scorer.score(rollouts()))))
+            except RewardError as error:
+                found.append((worker.made, str(error)))
     return found
 
 

@@ -3,6 +3,8 @@
 The functions run in processes (`pool.py`); the models are callables that the learner gives.
 """
 
+import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -34,17 +36,19 @@ def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
     """
     check_sources(config, [prompt.data_source for prompt in prompts])
     terms = {**config.functions, **config.cost_functions}
-    if any(is_import_path(term.function) for term in terms.values()):
-        with _pool(config, [term.function for term in terms.values()], num_workers=1) as pool:
-            for name, term in terms.items():
-                if is_import_path(term.function):
-                    _probe(config, pool, name, prompts)
+    users = {name: term for name, term in terms.items() if is_import_path(term.function)}
+    if users:
+        one = dataclasses.replace(config, num_workers=1)
+        with RewardPool([term.function for term in terms.values()], one) as pool:
+            for name, term in users.items():
+                _probe(config, pool, name, term, prompts)
         return
     for term in terms.values():
-        try:
-            functions.location(term.function)  # the project's own: it can be imported
-        except ValueError as error:
-            raise RewardError(str(error)) from error
+        if term.function not in functions.REWARD_FUNCTIONS:
+            try:
+                functions.resolve(term.function)
+            except ValueError as error:
+                raise RewardError(str(error)) from error
 
 
 def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
@@ -61,11 +65,15 @@ def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
             )
 
 
-def _probe(config: RewardsConfig, pool: RewardPool, name: str, prompts: Sequence[Prompt]) -> None:
-    term = {**config.functions, **config.cost_functions}[name]
-    rows = [p for p in prompts if term.data_source in ("*", p.data_source)][:2]
+def _probe(
+    config: RewardsConfig,
+    pool: RewardPool,
+    name: str,
+    term: RewardFunctionConfig,
+    prompts: Sequence[Prompt],
+) -> None:
     failures = []
-    for row in rows:
+    for row in [p for p in prompts if term.data_source in ("*", p.data_source)][:2]:
         for text in (str(row.ground_truth), "", "The answer is 42."):
             given = row.data_source, text, row.ground_truth, row.extra_info
             (outcome,) = pool.attempt([Call(term.function, row.index, *given)])
@@ -82,19 +90,7 @@ def _probe(config: RewardsConfig, pool: RewardPool, name: str, prompts: Sequence
         logger.warning("%s", said)
 
 
-def _pool(config: RewardsConfig, names: Sequence[str], num_workers: int) -> RewardPool:
-    return RewardPool(
-        names,
-        num_workers=num_workers,
-        timeout_s=config.timeout_s,
-        on_failure=config.on_failure,
-        failure_score=config.failure_score,
-        memory_gib=config.memory_gib,
-        environment=config.environment,
-    )
-
-
-class Scorer:
+class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """Scores rollouts; a context manager that ends its processes."""
 
     def __init__(self, config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]):
@@ -112,23 +108,13 @@ class Scorer:
         self._config = config
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
-        shared = sorted(set(self._reward_terms) & set(self._cost_terms))
-        if shared:
+        if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
         self._model_scorers = dict(model_scorers)
-        names = [
-            term.function for term in (*config.functions.values(), *config.cost_functions.values())
-        ]
-        self._pool = _pool(config, names, config.num_workers if names else 0)
-
-    def __enter__(self) -> "Scorer":
-        return self
+        terms = [*config.functions.values(), *config.cost_functions.values()]
+        self._pool = RewardPool([term.function for term in terms], config)
 
     def __exit__(self, *exception) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the worker processes."""
         self._pool.close()
 
     def score(self, rollouts: Rollouts) -> Rewards:
@@ -145,8 +131,11 @@ class Scorer:
         """
         terms = {**self._reward_terms, **self._cost_terms}
         sources = [rollouts.prompts[group].data_source for group in rollouts.group_ids]
-        applies = {name: _applies(term, sources) for name, term in terms.items()}
         check_sources(self._config, sources)
+        applies = {
+            name: np.array([term.data_source in ("*", source) for source in sources], bool)
+            for name, term in terms.items()
+        }
         details: list[dict[str, Any]] = [{} for _ in sources]
         values = {name: np.zeros(len(sources)) for name in terms}
         num_calls, num_failures = self._call_functions(rollouts, applies, values, details)
@@ -202,15 +191,10 @@ class Scorer:
 
         def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
             outcomes = self._pool.run(list(own.values())) if own else []
-            parts = ((each.score, each.details, each.failure) for each in outcomes)
-            return [(i, *part) for i, part in zip(own, parts, strict=True)]
+            return [(i, o.score, o.details, o.failure) for i, o in zip(own, outcomes, strict=True)]
 
         found = {i: Outcome(*rest) for part in hosts.together(run) for i, *rest in part}
         return [found[i] for i in range(len(calls))]
-
-
-def _applies(term: TermConfig, sources: list[str]) -> np.ndarray:
-    return np.array([term.data_source in ("*", source) for source in sources], bool)
 
 
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:

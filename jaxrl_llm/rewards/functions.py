@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.algorithms import lookup
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 Result = float | Mapping[str, Any]
 RewardFunction = Callable[..., Result | Awaitable[Result]]
 
@@ -26,7 +27,7 @@ def arithmetic(
 ) -> dict[str, Any]:
     """Returns 1.0 as `score` if all text after the first `#` is the ground truth, else 0.0.
 
-    White space around it is ignored. So a policy can neither guess twice nor go on for ever.
+    White space around it is ignored. A policy can neither guess twice nor go on for ever.
     """
     _, _, answer = solution_str.partition("#")
     return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
@@ -68,9 +69,9 @@ def length_penalty(
     return -min(1.0, excess / extra_info.get("buffer_characters", allowed)) if excess else 0.0
 
 
-# What a function needs is imported when it is looked up: by no run without it, and not within the
-# time limit of its first call.
-REWARD_FUNCTIONS: Mapping[str, str] = {
+# Where each function is. Its module is imported when the function is resolved: not in runs without
+# it, and not within the time limit of its first call.
+REWARD_FUNCTIONS: Mapping[str, Any] = {
     "arithmetic": f"{__name__}:arithmetic",
     "gsm8k": f"{__name__}:gsm8k",
     "math": "jaxrl_llm.rewards.math:math_answer",
@@ -80,50 +81,25 @@ REWARD_FUNCTIONS: Mapping[str, str] = {
 }
 
 
-def location(name: str) -> tuple[str, str]:
-    """Returns the module or file of a function, and its name there; imports nothing.
-
-    Args:
-      name: a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
-
-    Raises:
-      ValueError: it is none of these.
-    """
-    where, _, attribute = REWARD_FUNCTIONS.get(name, name).rpartition(":")
-    if not where or not attribute:
-        raise ValueError(
-            f"unknown reward function {name!r}; known: {', '.join(REWARD_FUNCTIONS)};"
-            " or your own as 'package.module:function' or 'path/file.py:function'"
-        )
-    return where, attribute
-
-
 def resolve(name: str) -> RewardFunction:
-    """Returns the function of a name as of `location`.
+    """Returns a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
 
     Raises:
       ValueError: there is no such name, module, file or function, its module fails when imported,
         or the function cannot be called with the four arguments.
     """
-    where, attribute = location(name)
     try:
-        module = lookup.module(name, where)
+        function = lookup.resolve(
+            REWARD_FUNCTIONS.get(name, name), REWARD_FUNCTIONS, "reward function"
+        )
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"reward function {name!r}: {where} cannot be imported: {type(error).__name__}: {error}"
+            f"reward function {name!r} cannot be used: {type(error).__name__}: {error}"
         ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"reward function {name!r}: {where} has no function {attribute!r}")
-    _check_signature(name, function)
-    return function
-
-
-def _check_signature(name: str, function: RewardFunction) -> None:
-    arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments))
+        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
         raise ValueError(
-            f"reward function {name!r}: must take {', '.join(arguments)} by name: {error}"
+            f"reward function {name!r}: must take {', '.join(ARGUMENTS)} by name: {error}"
         ) from error
+    return function

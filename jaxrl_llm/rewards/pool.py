@@ -1,14 +1,12 @@
 """A pool of processes that call reward functions under a real time limit.
 
 A call that hangs is ended by killing its process, which a new one replaces; other calls go on. The
-workers are fresh interpreters: children of `multiprocessing` would import the run's main module and
-jax.
+workers are fresh interpreters: `multiprocessing` would import the main module of the run, and jax.
 """
 
 import contextlib
 import json
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -20,10 +18,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import IO, Any, Literal
+from typing import IO, Any
 
+from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import messages
+from jaxrl_llm.rewards.functions import ARGUMENTS
 from jaxrl_llm.rewards.sandbox import clean_environment
 from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
 
@@ -63,38 +63,20 @@ class Outcome:
 class RewardPool:
     """Calls reward functions in worker processes; a context manager."""
 
-    def __init__(
-        self,
-        functions: Sequence[str],
-        num_workers: int = 2,
-        timeout_s: float = 10.0,
-        on_failure: Literal["stop", "score"] = "stop",
-        failure_score: float = 0.0,
-        memory_gib: float = math.inf,
-        environment: Sequence[str] = (),
-    ):
+    def __init__(self, functions: Sequence[str], config: RewardsConfig):
         """Starts the workers and waits until each has found every function.
 
-        Args:
-          functions: built-in names, import paths or file paths; see `functions.resolve`.
-          timeout_s: limit of a single call.
-          on_failure: "stop" raises at the first call that fails, "score" gives `failure_score`.
-          memory_gib: address space of a worker.
-          environment: variables of this process that the workers see, beside those that an
-            interpreter needs to start.
+        `functions` are built-in names, import paths or file paths, as of `functions.resolve`;
+        without any there is no worker.
 
         Raises:
           RewardError: a function cannot be found or imported.
         """
-        self._functions = tuple(dict.fromkeys(functions))
-        self._memory_gib = memory_gib
-        self._environment = tuple(environment)
-        self._timeout_s = timeout_s
-        self._on_failure = on_failure
-        self._failure_score = failure_score
+        self._functions, self._config = tuple(dict.fromkeys(functions)), config
         self._workers: list[_Worker] = []
         try:
-            self._workers += [self._new_worker() for _ in range(num_workers)]
+            for _ in range(config.num_workers if functions else 0):
+                self._workers.append(_Worker(self._functions, config))
             for worker in self._workers:
                 worker.wait_until_ready()
         except BaseException:
@@ -122,11 +104,11 @@ class RewardPool:
         Raises:
           RewardError: a call failed and `on_failure` is "stop".
         """
-        outcomes = self.attempt(calls, stop=self._on_failure == "stop")
+        outcomes = self.attempt(calls, stop=self._config.on_failure == "stop")
         if failed := [index for index, outcome in enumerate(outcomes) if outcome.failure]:
             first = f"{_where(calls[failed[0]])}: {outcomes[failed[0]].failure}"
             said = "%d of %d reward calls failed and score %g; the first: %s"
-            logger.warning(said, len(failed), len(calls), self._failure_score, first)
+            logger.warning(said, len(failed), len(calls), self._config.failure_score, first)
         return outcomes
 
     def attempt(self, calls: Sequence[Call], stop: bool = False) -> list[Outcome]:
@@ -154,28 +136,26 @@ class RewardPool:
                         raise RewardError(
                             f"{_where(calls[index])}: {outcomes[index].failure}\n"
                             "Correct the function, or set rewards.on_failure='score' to give such"
-                            f" responses {self._failure_score:g}"
+                            f" responses {self._config.failure_score:g}"
                         )
-        except KeyboardInterrupt:  # the run ends: no processes for calls that will not come
+        except KeyboardInterrupt:  # the run ends: start no process for calls that will not come
             self.close()
             raise
         finally:
-            # Whatever ended the loop early, no answer to an old call may meet the next ones.
+            # If the loop ended early, an answer to an old call must not be read for a later one.
             for worker in [worker for worker in self._workers if worker.call >= 0]:
                 self._replace(worker)
         return [outcomes[index] for index in range(len(calls))]
 
     def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
-        for worker in list(self._workers):
-            if not waiting or not worker.idle:
-                continue
-            call = calls[waiting[0]]
+        for worker in [worker for worker in self._workers if worker.idle]:
+            if not waiting:
+                return
             try:
-                worker.begin(waiting[0], call, self._timeout_s)
+                worker.begin(waiting[0], calls[waiting[0]], self._config.timeout_s)
+                waiting.popleft()
             except OSError:  # it died between calls; the call goes to another one
                 self._replace(worker)
-                continue
-            waiting.popleft()
 
     def _workers_with_news(self) -> list["_Worker"]:
         """Waits; returns workers that answered, died, or are over their time."""
@@ -186,22 +166,23 @@ class RewardPool:
         return [w for w in active if w.connection in readable or now >= w.deadline]
 
     def _failed(self, failure: str) -> Outcome:
-        return Outcome(self._failure_score, failure=failure)
+        return Outcome(self._config.failure_score, failure=failure)
 
     def _outcome(self, worker: "_Worker") -> Outcome | None:
-        """Returns what became of the worker's call, and replaces the worker if it is lost.
+        """Returns the outcome of the worker's call, and replaces the worker if it is lost.
 
         None means that the worker died before it read the call.
         """
         if not worker.connection.poll():
             self._replace(worker)
-            return self._failed(f"no answer within rewards.timeout_s={self._timeout_s:g} seconds")
+            limit = f"rewards.timeout_s={self._config.timeout_s:g}"
+            return self._failed(f"no answer within {limit} seconds")
         try:
             answer = worker.receive()
         except ConnectionResetError:  # a Unix socket says so if it closed with unread bytes
             self._replace(worker)
             return None
-        except (EOFError, OSError, ValueError):  # gone, or it wrote to the socket of its own
+        except (EOFError, OSError, ValueError):  # it is gone, or wrote to the socket itself
             death = worker.end(CLOSE_TIMEOUT_S)
             self._replace(worker)
             return self._failed(f"the process that called it ended with {death}")
@@ -211,10 +192,7 @@ class RewardPool:
 
     def _replace(self, worker: "_Worker") -> None:
         worker.end(0.0)
-        self._workers[self._workers.index(worker)] = self._new_worker()
-
-    def _new_worker(self) -> "_Worker":
-        return _Worker(self._functions, self._memory_gib, self._environment)
+        self._workers[self._workers.index(worker)] = _Worker(self._functions, self._config)
 
 
 def _where(call: Call) -> str:
@@ -224,15 +202,15 @@ def _where(call: Call) -> str:
 class _Worker:
     """One process and the call it is busy with."""
 
-    def __init__(self, functions: tuple[str, ...], memory_gib: float, environment: tuple[str, ...]):
+    def __init__(self, functions: tuple[str, ...], config: RewardsConfig):
         self.connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxrl_llm.rewards.supervisor", str(theirs.fileno())],
-                # The same modules are found as here, a user's function that imports jax cannot
-                # take the devices of the run, and the run's secrets stay where they are.
+                # It finds the same modules as this process. A user's function that imports jax
+                # cannot take the devices of the run, and cannot see the run's secrets.
                 env={
-                    **clean_environment(environment, os.environ),
+                    **clean_environment(config.environment, os.environ),
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "JAX_PLATFORMS": "cpu",
                 },
@@ -249,15 +227,14 @@ class _Worker:
         self.ready = False
         self.call = -1  # index of the call it is busy with; -1: none
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        messages.send(self.connection, (functions, memory_gib))
+        messages.send(self.connection, (functions, config.memory_gib))
 
     @property
     def idle(self) -> bool:
         return self.ready and self.call < 0
 
     def begin(self, index: int, call: Call, timeout_s: float) -> None:
-        names = ("data_source", "solution_str", "ground_truth", "extra_info")
-        arguments = {name: getattr(call, name) for name in names}
+        arguments = {name: getattr(call, name) for name in ARGUMENTS}
         try:
             messages.send(self.connection, (call.function, arguments))
         except (TypeError, RecursionError) as error:

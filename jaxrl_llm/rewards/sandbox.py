@@ -1,8 +1,8 @@
-"""Runs untrusted programs, as a policy writes them, in a process that can do little.
+"""Runs untrusted programs, such as those that a policy writes, in a process with few rights.
 
 It has limits on time, memory, files and processes, an empty folder of its own, and none of the
 run's environment. Where the system permits it, it has no network and runs as nobody; `protections`
-tells. Against a flaw of the kernel only a virtual machine helps.
+tells. Only a virtual machine protects against a flaw of the kernel.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import os
 import pathlib
 import resource
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,8 +84,8 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outc
     The interpreter is this one, isolated (`-I`): neither the run's modules nor site-packages
     of the user are on its path, and its environment is empty.
     """
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="sandbox_"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
+        folder = pathlib.Path(name)
         weak = protections().network == "python"
         source = (_NO_NETWORK if weak else "") + f"exec(compile({program!r}, 'program', 'exec'))\n"
         (folder / "main.py").write_text(source, encoding="utf-8", errors="replace")
@@ -95,8 +94,6 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outc
         folder.chmod(0o777)
         command = [sys.executable, "-I", "-B", "main.py"]
         return _run(command, folder, stdin.encode(errors="replace"), limits)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
@@ -124,21 +121,19 @@ def protections() -> Protections:
 
 def restrict(limits: Limits) -> None:
     """Bounds this process for good; for a child before its program begins."""
-    gib = limits.memory_gib * 2**30
-    memory = resource.RLIM_INFINITY if math.isinf(gib) else int(gib)
-    cpu = resource.RLIM_INFINITY if math.isinf(limits.cpu_s) else max(1, math.ceil(limits.cpu_s))
-    for what, bound in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CPU, cpu),
+    for what, wanted in (
+        (resource.RLIMIT_AS, limits.memory_gib * 2**30),
+        (resource.RLIMIT_CPU, max(1, limits.cpu_s)),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_NOFILE, _NUM_FILES),
         (resource.RLIMIT_NPROC, limits.processes),
         (resource.RLIMIT_CORE, 0),
     ):
+        bound = resource.RLIM_INFINITY if math.isinf(wanted) else math.ceil(wanted)
         _, hard = resource.getrlimit(what)
         if hard != resource.RLIM_INFINITY:
             bound = hard if bound == resource.RLIM_INFINITY else min(bound, hard)
-        # The soft bound of the processor time sends a signal that says what happened.
+        # At the soft bound of the processor time, the kernel sends a signal that names the reason.
         above = bound if bound == hard or what != resource.RLIMIT_CPU else bound + 1
         resource.setrlimit(what, (bound, above))
 
@@ -219,39 +214,41 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
         for capability in range(_NUM_CAPABILITIES):  # root would have them again after exec
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's is forgotten
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
 
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(folder),
-            "TMPDIR": str(folder),
-            "LANG": "C.UTF-8",
-            "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=prepare,
-        start_new_session=True,
-    )
-    failure, kept = "", {"output": b"", "errors": b""}
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin)
+        given.seek(0)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(folder),
+                "TMPDIR": str(folder),
+                "LANG": "C.UTF-8",
+                "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
+            },
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=prepare,
+            start_new_session=True,
+        )
+    kept = [b"", b""]
     try:
-        failure = _converse(process, stdin, limits, kept)
+        failure = _read(process, limits, kept)
     finally:
         if found.network == "namespace":
             process.terminate()  # it ends the program's system and waits for that
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
         _end_group(process)
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()  # type: ignore[union-attr]
     if not failure and process.returncode == -signal.SIGXCPU:
         failure = f"more than {limits.cpu_s:g} s of processor time"
-    output, errors = (kept[name].decode(errors="replace") for name in ("output", "errors"))
+    output, errors = (data.decode(errors="replace") for data in kept)
     return Outcome(output, errors, process.returncode, failure)
 
 
@@ -267,55 +264,34 @@ def _end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _converse(
-    process: subprocess.Popen, stdin: bytes, limits: Limits, kept: dict[str, bytes]
-) -> str:
-    """Feeds and reads a process until it ends; returns why that had to be forced, or ""."""
+def _read(process: subprocess.Popen, limits: Limits, kept: list[bytes]) -> str:
+    """Keeps stdout and stderr of a process until it ends; returns why it must be ended, or ""."""
     deadline = time.monotonic() + limits.wall_s
-    assert process.stdin and process.stdout and process.stderr
+    late = f"more than {limits.wall_s:g} s"
+    assert process.stdout and process.stderr
     with selectors.DefaultSelector() as selector:
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            os.set_blocking(pipe.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
-        selector.register(process.stdout, selectors.EVENT_READ, "output")
-        selector.register(process.stderr, selectors.EVENT_READ, "errors")
-        reading = 2
-        while reading:
+        selector.register(process.stdout, selectors.EVENT_READ, 0)
+        selector.register(process.stderr, selectors.EVENT_READ, 1)
+        while selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0:
-                return f"more than {limits.wall_s:g} s"
+                return late
             ended = process.poll() is not None
             # A child of its own may hold the pipes open after it has ended.
-            ready = selector.select(min(left, 0.05) if ended else min(left, 0.5))
+            ready = selector.select(min(left, 0.05 if ended else 0.5))
             if ended and not ready:
                 return ""
             for key, _ in ready:
-                if key.data == "stdin":
-                    stdin = _feed(selector, process, stdin)
-                    continue
                 block = os.read(key.fd, 1 << 16)
                 if not block:
                     selector.unregister(key.fileobj)
-                    reading -= 1
                 room = limits.output_bytes - len(kept[key.data])
                 kept[key.data] += block[: max(0, room)]
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return f"more than {limits.wall_s:g} s"
+        return late
     return ""
-
-
-def _feed(selector: selectors.BaseSelector, process: subprocess.Popen, stdin: bytes) -> bytes:
-    assert process.stdin
-    try:
-        stdin = stdin[os.write(process.stdin.fileno(), stdin[: 1 << 16]) :] if stdin else b""
-    except BrokenPipeError:
-        stdin = b""
-    if not stdin:
-        selector.unregister(process.stdin)
-        process.stdin.close()
-    return stdin
 
 
 def clean_environment(names: Sequence[str], source: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,9 @@ def serve(connection: Connection) -> None:
     """Answers the pool until it closes the connection."""
     try:
         names, memory_gib = messages.receive(connection, MAX_CALL_BYTES)
-        bound_memory(memory_gib)
+        if not math.isinf(memory_gib):
+            num_bytes = int(memory_gib * 2**30)  # of address space
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
         functions = {name: resolve(name) for name in names}
     except ValueError as error:
         cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
@@ -47,13 +49,6 @@ def serve(connection: Connection) -> None:
         else:
             answer = _answer(functions[name], arguments)
         connection.send_bytes(answer)
-
-
-def bound_memory(memory_gib: float) -> None:
-    """Bounds the address space of this process; beyond it allocations fail."""
-    if not math.isinf(memory_gib):
-        num_bytes = int(memory_gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def _answer(function: RewardFunction, arguments: Mapping[str, Any]) -> bytes:

@@ -95,9 +95,9 @@ def test_a_mesh_that_does_not_fill_the_devices(tmp_path):
 @pytest.mark.parametrize(
     "where, content, message",
     [
-        ("missing.py:score", None, "cannot be imported"),
-        ("broken.py:score", "def score(", "cannot be imported: SyntaxError"),
-        ("other.py:score", "def scor(**_): return 0.0\n", "has no function 'score'"),
+        ("missing.py:score", None, "cannot be used: FileNotFoundError"),
+        ("broken.py:score", "def score(", "cannot be used: SyntaxError"),
+        ("other.py:score", "def scor(**_): return 0.0\n", "other.py has no 'score'"),
         ("ends.py:score", "import os\nos._exit(7)\n", "its process ended with exit code 7"),
         ("short.py:score", "def score(text): return 0.0\n", "must take data_source, solution_str"),
     ],

@@ -139,7 +139,7 @@ def test_a_weighted_sum_that_no_float_holds_is_refused():
         with pytest.raises(UserError, match=r"row 0: weight times score of .* add up to 1e\+68"):
             scorer.score(rollouts)
     finally:
-        scorer.close()
+        scorer.__exit__()
 
 
 EXTREME = """

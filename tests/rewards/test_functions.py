@@ -126,9 +126,9 @@ def test_a_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
 def test_what_a_function_needs_is_imported_when_it_is_looked_up():
     program = (
         "import sys\n"
-        "from jaxrl_llm.rewards.functions import location, resolve\n"
+        "from jaxrl_llm.rewards.functions import REWARD_FUNCTIONS, resolve\n"
         "loaded = lambda: 'math_verify' in sys.modules\n"
-        "found = [(location('math') and loaded()), (resolve('math') and loaded())]\n"
+        "found = [('math' in REWARD_FUNCTIONS and loaded()), (resolve('math') and loaded())]\n"
         "assert found == [False, True], found\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -138,13 +138,13 @@ def test_what_a_function_needs_is_imported_when_it_is_looked_up():
     "name, message",
     [
         ("gsm9k", "unknown reward function 'gsm9k'; known: arithmetic, gsm8k"),
-        ("no.such.module:f", "no.such.module cannot be imported: ModuleNotFoundError"),
-        ("{folder}/absent.py:f", "absent.py cannot be imported: FileNotFoundError"),
-        ("{folder}/scores.py:g", "has no function 'g'"),
-        ("{folder}/scores.py:number", "has no function 'number'"),
+        ("no.such.module:f", "cannot be used: ModuleNotFoundError.*no.such.module"),
+        ("{folder}/absent.py:f", "cannot be used: FileNotFoundError.*absent.py"),
+        ("{folder}/scores.py:g", "scores.py has no 'g'"),
+        ("{folder}/scores.py:number", "number' is a int, not a function"),
         ("{folder}/scores.py:short", "must take data_source, solution_str"),
-        ("{folder}/broken.py:f", "broken.py cannot be imported: SyntaxError"),
-        ("{folder}/leaves.py:f", "leaves.py cannot be imported: SystemExit"),
+        ("{folder}/broken.py:f", "broken.py:f' cannot be used: SyntaxError"),
+        ("{folder}/leaves.py:f", "leaves.py:f' cannot be used: SystemExit"),
         ("{folder}/scores.py:", "unknown reward function"),
     ],
 )

@@ -13,8 +13,10 @@ import time
 import numpy as np
 import pytest
 
+from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 
+ONE = RewardsConfig(num_workers=1)
 # `solution_str` says what the function shall do.
 USER_FILE = """
 import asyncio, ctypes, os, subprocess, sys, time
@@ -86,9 +88,8 @@ def user_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forgiving(user_file):
     functions = [f"{user_file}:misbehave", f"{user_file}:patient", "math"]
-    with RewardPool(
-        functions, 2, timeout_s=3.0, on_failure="score", failure_score=-7.0, memory_gib=4.0
-    ) as pool:
+    config = RewardsConfig(timeout_s=3.0, on_failure="score", failure_score=-7.0, memory_gib=4.0)
+    with RewardPool(functions, config) as pool:
         yield pool
 
 
@@ -195,7 +196,7 @@ def test_workers_do_not_see_the_run_s_environment(user_file, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("JUDGE_KEY", "shared")
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 1, environment=("JUDGE_KEY",)) as pool:
+    with RewardPool([name], RewardsConfig(num_workers=1, environment=("JUDGE_KEY",))) as pool:
         (outcome,) = pool.run(calls(name, "environment"))
     assert "JUDGE_KEY" in outcome.details["names"]
     assert "WANDB_API_KEY" not in outcome.details["names"]
@@ -203,7 +204,7 @@ def test_workers_do_not_see_the_run_s_environment(user_file, monkeypatch):
 
 def test_what_workers_print_is_bounded(user_file, capfd):
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 1) as pool:
+    with RewardPool([name], ONE) as pool:
         assert [o.score for o in pool.run(calls(name, "talk", "talk"))] == [1.0, 1.0]
     shown = capfd.readouterr().err
     assert 60_000 < len(shown) < 70_000 and "bytes: dropped" in shown
@@ -232,7 +233,8 @@ def test_a_hanging_call_is_killed_with_its_children(forgiving, user_file, tmp_pa
 @pytest.mark.parametrize("solution", ["flee", "flee and die"])
 def test_nothing_that_a_call_has_started_outlives_its_worker(user_file, tmp_path, solution):
     pids, name = tmp_path / "pids", f"{user_file}:misbehave"
-    with RewardPool([name], 1, timeout_s=60.0, on_failure="score") as pool:
+    config = RewardsConfig(num_workers=1, timeout_s=60.0, on_failure="score")
+    with RewardPool([name], config) as pool:
         (outcome,) = pool.run(calls(name, solution, extra_info={"pids": str(pids)}))
         assert ("ended with signal SIGKILL" in outcome.failure) == (solution == "flee and die")
     assert subprocess.run(["pgrep", "-fx", pids.read_text()], check=False).returncode == 1
@@ -240,7 +242,7 @@ def test_nothing_that_a_call_has_started_outlives_its_worker(user_file, tmp_path
 
 def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file):
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 2, timeout_s=100.0) as pool:
+    with RewardPool([name], RewardsConfig(timeout_s=100.0)) as pool:
         started = time.monotonic()
         with pytest.raises(RewardError) as error:
             pool.run(calls(name, "sleep 90", "raise", "sleep 90"))
@@ -255,7 +257,7 @@ def test_stop_names_function_row_source_and_cause_and_the_pool_goes_on(user_file
 @pytest.mark.parametrize("already_dead", [False, True])
 def test_a_worker_that_died_before_it_read_a_call_is_replaced(user_file, already_dead):
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 1) as pool:
+    with RewardPool([name], ONE) as pool:
         (first,) = pool.run(calls(name, "modules"))
         pid = first.details["pid"]
         # A stopped process reads nothing: it dies with the call in its socket.
@@ -270,7 +272,7 @@ def test_a_worker_that_died_before_it_read_a_call_is_replaced(user_file, already
 
 def test_close_ends_the_processes_and_the_pool(user_file):
     name = f"{user_file}:misbehave"
-    with RewardPool([name], 1) as pool:
+    with RewardPool([name], ONE) as pool:
         (outcome,) = pool.run(calls(name, "modules"))
         assert alive(outcome.details["pid"])
     assert not alive(outcome.details["pid"])
@@ -281,13 +283,13 @@ def test_close_ends_the_processes_and_the_pool(user_file):
 
 def test_a_function_that_cannot_be_found_stops_the_start(tmp_path):
     with pytest.raises(RewardError, match="unknown reward function 'nothing'; known: arithmetic"):
-        RewardPool(["arithmetic", "nothing"], 1)
+        RewardPool(["arithmetic", "nothing"], ONE)
     (tmp_path / "broken.py").write_text("import absent_module\n")
     with pytest.raises(RewardError, match="ModuleNotFoundError: No module named 'absent_module'"):
-        RewardPool([f"{tmp_path}/broken.py:f"], 1)
+        RewardPool([f"{tmp_path}/broken.py:f"], ONE)
     (tmp_path / "dies.py").write_text("import os; os._exit(9)\n")
     with pytest.raises(RewardError, match="its process ended with exit code 9"):
-        RewardPool([f"{tmp_path}/dies.py:f"], 1)
+        RewardPool([f"{tmp_path}/dies.py:f"], ONE)
 
 
 def test_a_row_that_no_process_can_be_sent_is_named(forgiving, user_file):
@@ -301,10 +303,11 @@ def test_workers_leave_when_their_run_is_killed(user_file, tmp_path):
     # A script without a main guard: workers do not import it.
     script = tmp_path / "run.py"
     script.write_text(
+        "from jaxrl_llm.config import RewardsConfig\n"
         "from jaxrl_llm.rewards.pool import Call, RewardPool\n"
         f"name = {user_file + ':misbehave'!r}\n"
         f"info = {{'pids': {str(pids)!r}}}\n"
-        "pool = RewardPool([name], 1, timeout_s=100)\n"
+        "pool = RewardPool([name], RewardsConfig(num_workers=1, timeout_s=100))\n"
         "pool.run([Call(name, 0, '', 'hang with child', '', info)])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
