@@ -92,17 +92,22 @@ def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: boo
       ConfigError: As `check_workdir`.
     """
     check_workdir(config, workdir)
-    path = pathlib.Path(workdir) / "config.json"
     if write:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with naming(path):
-                partial.write_text(json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        text = json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
+        replace_text(pathlib.Path(workdir) / "config.json", text)
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Writes `path` so that a reader sees the file before or after, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")  # one process writes; a kill leaves one at most
+    try:
+        with naming(path):
+            partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def load_config(workdir: str | os.PathLike[str]) -> JobConfig:

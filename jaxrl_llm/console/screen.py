@@ -1,7 +1,7 @@
-"""What a program says of its work while it goes on, and where its log goes.
+"""Shows the work of a program while it goes on, and writes the log.
 
-On a terminal: bars at the bottom, gone when the work is done, the log above them. Elsewhere: lines,
-for long work only.
+On a terminal: bars at the bottom, removed when the work is done, with the log above them.
+Elsewhere: lines, for long work only.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PATIENCE_S = 2.0  # shorter work is not shown
 LONGEST_SILENCE_S = 60.0
 _LOOK_S = 0.2
 
-# Events of JAX; of a compilation with a cache, in this order.
+# JAX's events of a compilation with a cache, in their order.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -45,19 +45,15 @@ class Work:
     next_line: float = PATIENCE_S  # seconds from its begin
     bar: progress.TaskID | None = None
 
-    def advance(self, steps: int = 1) -> None:
-        """Counts more steps as done."""
-        self.done += steps
-
 
 class Screen:
-    """Shows all work that goes on; one a process, `SCREEN`."""
+    """Shows all work that goes on; one in each process, `SCREEN`."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._bars: progress.Progress | None = None  # while there is one to be seen
+        self._bars: progress.Progress | None = None  # while one is visible
         self.silent = False  # true in all processes of a run but the first
 
     def is_terminal(self) -> bool:
@@ -66,16 +62,15 @@ class Screen:
 
     def begin(self, work: Work) -> None:
         """Shows a work from now on."""
-        with self._changed:
+        with self._lock:
             self._works.append(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="screen", daemon=True)
                 self._thread.start()
-            self._changed.notify()
 
     def end(self, work: Work) -> None:
-        """Removes a work; logs how long it was if it has been shown."""
-        with self._changed:
+        """Removes a work; if it was shown, logs how long it took."""
+        with self._lock:
             if work not in self._works:
                 return
             self._works.remove(work)
@@ -88,7 +83,7 @@ class Screen:
 
     def close(self) -> None:
         """Removes all, before the process ends."""
-        with self._changed:
+        with self._lock:
             self._works.clear()
             self._stop_bars()
 
@@ -99,9 +94,7 @@ class Screen:
 
     def _watch(self) -> None:
         while True:
-            with self._changed:
-                while not self._works:
-                    self._changed.wait()
+            with self._lock:
                 lines = [] if self.silent else [self._shown(work) for work in self._works]
             for line in filter(None, lines):
                 logger.info("%s", line)
@@ -110,7 +103,7 @@ class Screen:
     def _shown(self, work: Work) -> str:
         """Updates a work's bar; returns the line to log, if it is time for one."""
         seconds = time.monotonic() - work.begin
-        share = f"{100 * work.done / work.total:.0f} %" if work.total else ""
+        facts = [f"{100 * work.done / work.total:.0f} %"] if work.total else []
         if self.is_terminal():
             if seconds < PATIENCE_S and work.what:
                 return ""
@@ -122,25 +115,21 @@ class Screen:
                     console=rich_console.Console(stderr=True),
                     refresh_per_second=4,
                     transient=True,
-                    redirect_stdout=True,
-                    redirect_stderr=True,
                 )
                 self._bars.start()
                 self._bars.console.show_cursor(True)  # the process may end without a word
             if work.bar is None:
                 work.bar = self._bars.add_task(work.what, total=work.total or None, note="")
-            note = work.note or f"{share} {duration(seconds)}".strip()
+            note = work.note or " ".join([*facts, duration(seconds)])
             self._bars.update(work.bar, completed=work.done, note=note)
             return ""
         if not work.what or seconds < work.next_line:
             return ""
         first = work.next_line == PATIENCE_S
         work.next_line = seconds + min(max(2 * seconds, 4 * PATIENCE_S), LONGEST_SILENCE_S)
-        return (
-            f"{work.what} ..."
-            if first and not share
-            else f"{work.what}: " + ", ".join(filter(None, (share, duration(seconds))))
-        )
+        if first and not facts:
+            return f"{work.what} ..."
+        return f"{work.what}: {', '.join([*facts, duration(seconds)])}"
 
 
 SCREEN = Screen()
@@ -153,9 +142,13 @@ def work(what: str, total: int = 0) -> Iterator[Callable[[int], None]]:
     Yields a function to call with the number of steps done since the last call.
     """
     mine = Work(what, total)
+
+    def advance(steps: int) -> None:
+        mine.done += steps
+
     SCREEN.begin(mine)
     try:
-        yield mine.advance
+        yield advance
     finally:
         SCREEN.end(mine)
 
@@ -169,7 +162,7 @@ def each(what: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in the units that people use.
+    """Returns a time as text.
 
     >>> duration(3.21), duration(75), duration(7384)
     ('3.2 s', '1 min 15 s', '2 h 03 min')

@@ -7,6 +7,7 @@ function of the user's by a thread of its own: neither can delay the training.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import operator
@@ -121,10 +122,7 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
     """
 
     def __init__(
-        self,
-        config: AlertsConfig,
-        workdir: str | os.PathLike[str],
-        stop: Callable[[str], None],
+        self, config: AlertsConfig, workdir: str | os.PathLike[str], stop: Callable[[str], None]
     ):
         """Begins to watch; `stop` is called with the reason when an alert shall end the run."""
         self._config = config
@@ -146,8 +144,6 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             for name, alert in ALERTS.items()
             if alert.before_update and self._rule(name).action == "skip"
         ]
-        if not skips:
-            return True
         wanted = {number for name in skips for number in ALERTS[name].numbers}
         readings = _readings(jax.device_get({k: v for k, v in numbers.items() if k in wanted}))
         return not any(
@@ -171,7 +167,8 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             readings["disk"] = usage.free / usage.total
         except OSError as error:  # who writes there next says more
             logging.warning("alerts: free space of %s is not known: %s", self._workdir, error)
-        speed = _speed(numbers)
+        seconds = numbers["timing_s/step"] - numbers.get("timing_s/testing", 0.0)
+        speed = numbers["perf/total_num_tokens"] / seconds
         if len(self._speeds) >= SPEED_MIN_STEPS:
             readings["throughput"] = speed / statistics.median(self._speeds)
         # Slow steps do not count as normal before the alert has fired for them.
@@ -199,12 +196,9 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         """Goes on from a state that `get_state` returned."""
         self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
 
-    def close(self) -> None:
+    def __exit__(self, *exception: Any) -> None:
         """Waits some seconds for messages that are still to be sent."""
         self._messenger.close()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
 
     def _rule(self, name: str) -> AlertConfig:
         return getattr(self._config, name)
@@ -222,18 +216,17 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             + f"; {alert.remedy}"
         )
         logging.warning("%s (action: %s)", text, rule.action)
-        self._messenger.tell(
-            {
-                "text": text,
-                "alert": name,
-                "step": step,
-                "reading": reading,
-                "limit": rule.limit if math.isfinite(rule.limit) else str(rule.limit),
-                "steps_in_row": count,
-                "action": rule.action,
-                "workdir": str(self._workdir),
-            }
-        )
+        message = {
+            "text": text,
+            "alert": name,
+            "step": step,
+            "reading": reading,
+            "limit": rule.limit if math.isfinite(rule.limit) else str(rule.limit),
+            "steps_in_row": count,
+            "action": rule.action,
+            "workdir": str(self._workdir),
+        }
+        self._messenger.tell(message)
         if rule.action == "stop":
             self._stop(text)
 
@@ -250,22 +243,15 @@ def check(config: AlertsConfig) -> None:
 
 def _readings(numbers: Numbers) -> dict[str, float]:
     """Returns what can be read from the numbers that there are."""
-    losses = [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]
     found = {
         name: float(numbers[number])
         for name, alert in ALERTS.items()
         for number in alert.numbers
         if number in numbers
     }
-    if losses:
+    if losses := [v for k, v in numbers.items() if k.endswith(("/loss", "/grad_norm"))]:
         found["nonfinite"] = float(not all(math.isfinite(value) for value in losses))
     return found
-
-
-def _speed(numbers: Numbers) -> float:
-    """Returns tokens per second, evaluations not counted."""
-    seconds = numbers["timing_s/step"] - numbers.get("timing_s/testing", 0.0)
-    return numbers["perf/total_num_tokens"] / seconds
 
 
 class _Messenger:
@@ -274,7 +260,7 @@ class _Messenger:
     def __init__(self, config: AlertsConfig):
         self._tellers: list[Callable[[Mapping[str, Any]], Any]] = []
         if config.webhook:
-            self._tellers.append(lambda message: _post(config.webhook, message))
+            self._tellers.append(functools.partial(_post, config.webhook))
         if config.function:
             self._tellers.append(lookup.resolve(config.function, {}, "alert function"))
         self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE_LENGTH)
@@ -283,21 +269,17 @@ class _Messenger:
             self._thread.start()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        if not self._tellers:
-            return
         try:
-            self._messages.put_nowait(message)
+            if self._tellers:
+                self._messages.put_nowait(message)
         except queue.Full:
             logging.warning("alerts: %d messages wait to be told; this one is lost", QUEUE_LENGTH)
 
     def close(self) -> None:
-        if not self._thread.is_alive():
-            return
-        try:
-            self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_TIMEOUT_S)
+        with contextlib.suppress(queue.Full):
+            if self._thread.is_alive():
+                self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
+                self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -305,9 +287,8 @@ class _Messenger:
                 try:
                     tell(message)
                 except Exception as error:  # the user's function, or any fault of a network
-                    logging.warning(
-                        "alerts: could not be told: %s: %s", type(error).__name__, error
-                    )
+                    kind = type(error).__name__
+                    logging.warning("alerts: could not be told: %s: %s", kind, error)
 
 
 def _post(address: str, message: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Seconds of the phases of a step, and a profile of some steps."""
 
+import collections
 import concurrent.futures
 import contextlib
 import pathlib
@@ -25,8 +26,8 @@ class Clock:
             log_probs = watch(of_reference(tokens))
 
     Its time then ends when they are ready. It begins with the `with`, or when the phase watched
-    before it on the same devices ended, whichever is later. Other threads wait: the loop goes on.
-    Phases on different devices may overlap; their sum may be more than the step.
+    before it on the same devices ended, whichever is later. Threads wait for the results, not the
+    loop. Phases on different devices may overlap: their sum may be more than the step.
 
     >>> times = iter([0.0, 1.0, 3.5, 5.0])
     >>> clock = Clock(now=lambda: next(times))
@@ -40,9 +41,11 @@ class Clock:
         """Starts the step; `now` returns seconds on a clock that never goes back."""
         self._now = now
         self._start = now()
-        self._phases: dict[str, float] = {}
+        self._phases: dict[str, float] = collections.defaultdict(float)
         # A thread for each set of devices: none waits for the results of others.
-        self._waiters: dict[frozenset[Any], concurrent.futures.Executor] = {}
+        self._waiters: dict[frozenset[Any], concurrent.futures.Executor] = collections.defaultdict(
+            lambda: concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        )
         self._waits: list[concurrent.futures.Future[None]] = []
         self._lock = threading.Lock()
         self._last_ready: dict[Any, float] = {}  # by device
@@ -51,8 +54,8 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[Callable[[Tree], Tree]]:
         """Adds the time of the `with` block to `phase`, also when the block raises.
 
-        Yields `watch(tree)`, which returns the tree: the phase ends when it is ready. It must not
-        be donated before.
+        Yields `watch(tree)`, which returns the tree. The phase then ends when the tree is ready;
+        until then it must not be donated.
         """
         begin = self._now()
         watched: list[Any] = []
@@ -67,23 +70,19 @@ class Clock:
         finally:
             if watched:
                 devices = _devices(watched)
-                if devices not in self._waiters:
-                    self._waiters[devices] = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-                wait = self._waiters[devices].submit(self._wait, phase, begin, watched, devices)
-                self._waits.append(wait)
+                self._waits.append(
+                    self._waiters[devices].submit(self._wait, phase, begin, watched, devices)
+                )
             else:
                 with self._lock:
-                    self._add(phase, self._now() - begin)
-
-    def _add(self, phase: str, seconds: float) -> None:
-        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+                    self._phases[phase] += self._now() - begin
 
     def _wait(self, phase: str, begin: float, watched: list[Any], devices: frozenset[Any]) -> None:
         jax.block_until_ready(watched)
         with self._lock:
             ready = self._now()
             last = max(self._last_ready.get(device, begin) for device in devices)
-            self._add(phase, ready - max(begin, last))
+            self._phases[phase] += ready - max(begin, last)
             self._last_ready |= dict.fromkeys(devices, ready)
 
     def seconds(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A run as people see it: a line for each step (on a terminal, in a bar), and a summary."""
+"""What a run prints: a line for each step (on a terminal, in a bar), and a summary."""
 
 import collections
 import json

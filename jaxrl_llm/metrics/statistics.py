@@ -3,6 +3,7 @@
 A statistic over nothing (no token survived the mask) is left out rather than made up.
 """
 
+import collections
 import math
 import pathlib
 import resource
@@ -25,10 +26,8 @@ def of_rewards(rewards: Rewards) -> dict[str, float]:
 
     `critic/score/spread` is the largest minus the smallest score, of two or more sequences.
     """
-    found = {
-        **_summary("critic/score", rewards.scores),
-        "reward/num_failures": float(rewards.num_failures),
-    }
+    found = _summary("critic/score", rewards.scores)
+    found["reward/num_failures"] = float(rewards.num_failures)
     if len(rewards.scores) > 1:
         found["critic/score/spread"] = float(rewards.scores.max() - rewards.scores.min())
     if rewards.num_calls:
@@ -78,15 +77,13 @@ def of_rollouts(
         if (used := rewards.weights[name] != 0).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
     prompts, responses = _lengths(rollouts)
-    found |= {
-        **_summary("response_length", responses),
-        **_quantiles("response_length", responses),
-        **_summary("prompt_length", prompts),
-        "response_length/clip_ratio": float(
-            (responses >= config.rollout.max_response_tokens).mean()
-        ),
-        "prompt_length/clip_ratio": float((prompts >= config.data.max_prompt_tokens).mean()),
-    }
+    found |= _quantiles("response_length", responses)
+    for name, lengths, most in (
+        ("response", responses, config.rollout.max_response_tokens),
+        ("prompt", prompts, config.data.max_prompt_tokens),
+    ):
+        found |= _summary(f"{name}_length", lengths)
+        found[f"{name}_length/clip_ratio"] = float((lengths >= most).mean())
     if critic:
         values = np.asarray(predictions.values)[mask]
         found |= _summary("critic/values", values)
@@ -120,12 +117,11 @@ def explained_variance(
 
 def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the mean of each number over the groups that have it; reads the devices once."""
-    groups = jax.device_get(list(groups))
-    names = {name for group in groups for name in group}
-    return {
-        name: float(np.mean([group[name] for group in groups if name in group]))
-        for name in sorted(names)
-    }
+    found = collections.defaultdict(list)
+    for group in jax.device_get(list(groups)):
+        for name, value in group.items():
+            found[name].append(value)
+    return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
 def of_speed(
@@ -142,15 +138,10 @@ def of_speed(
     `perf/throughput` counts prompt and response tokens, per second and device;
     `timing_per_token_ms/gen` counts response tokens, other phases all tokens.
     `perf/tflops/update` is the arithmetic of the updates per second and device, `perf/mfu/update`
-    its share of the peak, `perf/mfu/actor` the same where the policy learns without a critic.
+    its share of the peak, `perf/mfu/actor` the same where no critic learns too.
 
-    Args:
-      rollouts: The sequences of the step.
-      seconds: `Clock.seconds()` of the step.
-      num_devices: That shared the work.
-      flops: Operations of all updates of the step.
-      peak_flops: Operations a second of all devices at best; NaN: not known, no shares.
-      critic: Whether a critic learns too.
+    `seconds` are `Clock.seconds()` of the step, `flops` the operations of all its updates,
+    `peak_flops` operations a second of all devices at best; NaN: not known, no shares.
     """
     _, responses = _lengths(rollouts)
     total = float(rollouts.lengths.sum())
@@ -179,21 +170,19 @@ def of_memory(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str,
 
     `perf/max_memory_allocated_gb` is the peak since the process began,
     `perf/max_memory_reserved_gb` what the allocator may have, `perf/planned_memory_gb` the plan
-    and `perf/measured_to_planned_memory` the peak's share of it. What the platform does not tell
+    and `perf/measured_to_planned_memory` the peak's share of it. What the platform does not report
     (CPU: all of the device's) or nobody planned is left out. `perf/cpu_memory_used_gb` is what the
     process holds now, `perf/max_cpu_memory_used_gb` its peak.
     """
     here = [device for device in devices if device.process_index == jax.process_index()]
     stats = [of_device for device in here if (of_device := device.memory_stats())]
     found: dict[str, float] = {}
-    if stats and all("peak_bytes_in_use" in of_device for of_device in stats):
-        peak = max(of_device["peak_bytes_in_use"] for of_device in stats)
-        found["perf/max_memory_allocated_gb"] = peak / GIB
-        if planned_bytes:
-            found["perf/measured_to_planned_memory"] = peak / planned_bytes
-    if stats and all("bytes_limit" in of_device for of_device in stats):
-        limit = max(of_device["bytes_limit"] for of_device in stats)
-        found["perf/max_memory_reserved_gb"] = limit / GIB
+    for key, name in (("peak_bytes_in_use", "allocated"), ("bytes_limit", "reserved")):
+        if stats and all(key in of_device for of_device in stats):
+            most = max(of_device[key] for of_device in stats)
+            found[f"perf/max_memory_{name}_gb"] = most / GIB
+            if planned_bytes and name == "allocated":
+                found["perf/measured_to_planned_memory"] = most / planned_bytes
     if planned_bytes:
         found["perf/planned_memory_gb"] = planned_bytes / GIB
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -221,14 +210,15 @@ def of_balance(
     came = lengths[sorted(row for rows in shards for row in rows)]
     blocks = [int(block.sum()) for block in np.array_split(came, len(shards))]
     balanced = [int(lengths[list(rows)].sum()) for rows in shards]
-    return {
-        "global_seqlen/min": float(min(blocks)),
-        "global_seqlen/max": float(max(blocks)),
-        "global_seqlen/minmax_diff": float(max(blocks) - min(blocks)),
-        "global_seqlen/balanced_min": float(min(balanced)),
-        "global_seqlen/balanced_max": float(max(balanced)),
-        "global_seqlen/mean": float(came.sum() / len(shards)),
+    found = {
+        "min": min(blocks),
+        "max": max(blocks),
+        "minmax_diff": max(blocks) - min(blocks),
+        "balanced_min": min(balanced),
+        "balanced_max": max(balanced),
+        "mean": came.sum() / len(shards),
     }
+    return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
 
 def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
@@ -239,7 +229,6 @@ def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray,
 
 
 def _quantiles(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, float]:
-    """Returns how the numbers are spread: what a histogram shows, in numbers."""
     if not numbers.size:
         return {}
     percents = (10, 50, 90, 99)
@@ -251,8 +240,5 @@ def _summary(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, fl
     if not numbers.size:
         return {}
     numbers = numbers.astype(np.float64)
-    return {
-        f"{name}/mean": float(numbers.mean()),
-        f"{name}/max": float(numbers.max()),
-        f"{name}/min": float(numbers.min()),
-    }
+    parts = {"mean": numbers.mean(), "max": numbers.max(), "min": numbers.min()}
+    return {f"{name}/{part}": float(value) for part, value in parts.items()}

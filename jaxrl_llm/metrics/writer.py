@@ -20,14 +20,15 @@ import tensorboardX
 from absl import logging
 
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.errors import check_package
+from jaxrl_llm.config.folder import replace_text
+from jaxrl_llm.errors import check_package, naming
 from jaxrl_llm.metrics import console
 from jaxrl_llm.types import Rewards, Rollouts
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
-class Writer(contextlib.AbstractContextManager["Writer"]):
+class Writer(contextlib.ExitStack):
     """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
 
     A number that is not finite becomes null. Each line is on disk when `write` returns. A resumed
@@ -44,17 +45,14 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     ):
         """Opens the outputs; drops lines from `first_step` on.
 
-        Args:
-          workdir: On a file system that can append.
-          config: Which outputs, and how often.
-          first_step: The first step that this process writes.
-          total_steps: The last step, for the progress bar.
-          position: `get_state()` of when `first_step` began.
+        The file system of `workdir` must be able to append. `total_steps` is for the progress bar;
+        `position` is `get_state()` of when `first_step` began.
         """
+        super().__init__()
         self._workdir = pathlib.Path(workdir)
         self._config = config
         self._sinks: list[Sink] = []
-        self._closers: list[Callable[[], Any]] = []
+        self.callback(self._sinks.clear)  # nothing is written after the end
         if jax.process_index() != 0:
             return
         self._open_jsonl(first_step, position.get("num_bytes", 0))
@@ -100,29 +98,14 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 raise
             logging.warning("%s could not be written: %s; going on", what, error)
 
-    def close(self) -> None:
-        """Closes the outputs; nothing may be written after."""
-        while self._closers:
-            self._closers.pop()()
-        self._sinks.clear()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
     def _open_jsonl(self, first_step: int, num_bytes: int) -> None:
         path = self._workdir / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_before(path, first_step)
-        if path.exists() and path.stat().st_size < num_bytes:
-            logging.warning(
-                "%s: %d bytes up to step %d, the checkpoint was saved when it had %d; lines are"
-                " missing",
-                path,
-                path.stat().st_size,
-                first_step - 1,
-                num_bytes,
-            )
-        file = path.open("ab", buffering=0)
+        if path.exists() and (size := path.stat().st_size) < num_bytes:
+            said = "%s: %d bytes up to step %d, %d when the checkpoint was saved; lines are missing"
+            logging.warning(said, path, size, first_step - 1, num_bytes)
+        file = self.enter_context(path.open("ab", buffering=0))
         waiting: list[bytes] = []  # lines that the disk has not taken
 
         def sink(step: int, data: Mapping[str, float]) -> None:
@@ -130,20 +113,20 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
             size = os.fstat(file.fileno()).st_size
             try:
-                write_all(file, b"".join(waiting))
-            except OSError as error:
+                with naming(path):
+                    write_all(file, b"".join(waiting))
+            except OSError:
                 with contextlib.suppress(OSError):
                     os.truncate(file.fileno(), size)  # no half line stays
-                raise OSError(error.errno, error.strerror, str(path)) from error
+                raise
             waiting.clear()
 
         self._sinks.append(sink)
-        self._closers.append(file.close)
 
     def _open_console(self, first_step: int, total_steps: int) -> None:
         lines = console.StepLines(first_step, total_steps)
         self._sinks.append(lines.show)
-        self._closers.append(lines.close)
+        self.callback(lines.close)
 
     def _open_tensorboard(self, first_step: int) -> None:
         writer = tensorboardX.SummaryWriter(
@@ -156,7 +139,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                     writer.add_scalar(name.replace("@", "_at_"), value, step)
 
         self._sinks.append(sink)
-        self._closers.append(writer.close)
+        self.callback(writer.close)
 
     def _open_wandb(self, project: str) -> None:
         wandb = importlib.import_module("wandb")
@@ -167,7 +150,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             project=project, dir=str(self._workdir), id=name.read_text(), resume="allow"
         )
         self._sinks.append(lambda step, data: run.log(dict(data), step=step))
-        self._closers.append(run.finish)
+        self.callback(run.finish)
 
 
 def check(config: MetricsConfig) -> None:
@@ -177,9 +160,9 @@ def check(config: MetricsConfig) -> None:
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
-    """Removes the lines of steps from `first_step` on, and with a warning those that are no record.
+    """Removes the lines of steps from `first_step` on, and warns of lines that are no record.
 
-    The file is replaced at once: a crash here loses nothing.
+    The file is replaced as a whole: a crash here loses nothing.
     """
     if not path.exists():
         return
@@ -249,18 +232,3 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) or 0 :]
-
-
-def replace_text(path: pathlib.Path, text: str) -> None:
-    """Writes `path` so that a reader sees the file before or after, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")  # one process writes; a kill leaves one at most
-    try:
-        try:
-            partial.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates: "?"
-        except OSError as error:  # of a failed write: it does not name the file
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

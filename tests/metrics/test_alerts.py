@@ -201,7 +201,7 @@ def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog
         assert time.monotonic() - begin < 100.0
         time.sleep(0.01)
     monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)
-    watch.close()
+    watch.__exit__()
 
 
 @pytest.mark.parametrize("content", ["def tell(", "import absent_package", "def other(m): pass"])
