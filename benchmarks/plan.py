@@ -19,9 +19,11 @@ from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.learner import planned as planned_lib
-from jaxrl_llm.planning import fit, memory
+from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import GIB, of_topology
+from jaxrl_llm.planning.setting import Setting
 from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.sharding.mesh import mesh_sizes
 
 REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
 TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print what is kept.")
@@ -195,14 +197,14 @@ class Row:
         return self.planned / self.reported - 1
 
 
-def setting(combination: Combination) -> memory.Setting:
+def setting(combination: Combination) -> Setting:
     """Returns what the analytic plan of a combination follows from."""
     config = made(combination)
     on_cpu = combination.topology in ON_CPU
     count = ON_CPU.get(combination.topology) or of_topology(combination.topology)[1]
     backend = "cpu" if on_cpu else "tpu"
-    sizes = fit.mesh_sizes(config.mesh, count)
-    return memory.Setting(config, SHAPES[combination.model], (), sizes, backend)
+    sizes = mesh_sizes(config.mesh, count)
+    return Setting(config, SHAPES[combination.model], (), sizes, backend)
 
 
 def compared(reports: dict) -> Iterator[Row]:

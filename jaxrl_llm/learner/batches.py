@@ -206,13 +206,13 @@ class Packer:
         # Host arrays: they go to the device with the program that uses them.
         laid: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
         needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        scored_columns: Any = filling.places(laid.asked, needed)
+        scored_columns: Any = filling.first_true(laid.asked, needed)
         seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
 
         count: Any = np.array(len(groups), np.int32)
         mask: Any = np.zeros(len(lengths), bool)
         mask[chosen] = True
-        blocks: Any = filling.places(laid.sees if seen else laid.sees[..., :0, :0], seen)
+        blocks: Any = filling.first_true(laid.sees if seen else laid.sees[..., :0, :0], seen)
         before: Any = np.take_along_axis(
             laid.before, np.minimum(scored_columns, width - 1), axis=-1
         )

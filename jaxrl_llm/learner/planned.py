@@ -21,7 +21,7 @@ from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import advice, devices, fit, placement, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
-from jaxrl_llm.planning.memory import Setting
+from jaxrl_llm.planning.setting import Setting
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 Job = TypeVar("Job", bound=JobConfig)
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def backend(self) -> str:
-        return devices.backend(self.device)
+        return self.device.backend
 
 
 def here(present: Sequence[Any]) -> Target:
@@ -90,9 +90,7 @@ def plan(config: RLConfig, target: Target) -> Plan:
     custom.check(config.algorithm)
     setting = _setting(config, _policy(config), target)
     config = _placed(setting, target)
-    return fit.make(
-        config, setting.policy, setting.scorers, target.device, target.num_devices, target.backend
-    )
+    return fit.make(config, setting.policy, setting.scorers, target.device, target.num_devices)
 
 
 def check(config: RLConfig, present: Sequence[Any]) -> float:
@@ -274,7 +272,7 @@ def _sized(setting: Setting, target: Target) -> RLConfig:
     def peak(remat: str, tokens: int) -> float:
         tried = _with_sizes(config, remat, tokens)
         shapes_of = setting.policy, setting.scorers
-        return fit.make(tried, *shapes_of, target.device, target.num_devices, backend).peak
+        return fit.make(tried, *shapes_of, target.device, target.num_devices).peak
 
     choices = list(_sizes(config, backend))
     limit = _USABLE * target.device.memory_bytes

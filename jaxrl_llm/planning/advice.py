@@ -3,19 +3,17 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.placement import CHOICES
 from jaxrl_llm.planning import fit
-from jaxrl_llm.planning.devices import DEVICES, GIB, Device, backend
+from jaxrl_llm.planning.devices import DEVICES, GIB, Device
 from jaxrl_llm.planning.fit import Plan
 
-Changes = tuple[tuple[str, Any], ...]  # (config key, value), in the order of the config
-# Values of one kind of setting, as changes: first as it is, then further and further from it.
-_Kind = list[dict[str, Any]]
+Changes = dict[str, Any]  # values by config key, in the order of the config
 
 # What the backward pass finds again, from most to least on the device.
 _REMAT = ("none", "dots", "projections", "attention", "full", "offload_full")
@@ -24,17 +22,16 @@ _DOUBLINGS = 12  # of the devices, before other kinds are asked
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """The nearest run that fits: settings to change, devices to use, and its plan."""
+    """The nearest run that fits: settings to change, and its plan."""
 
     changes: Changes
-    device: Device
-    num_devices: int
     plan: Plan
 
     def __str__(self) -> str:
-        where = f"{self.num_devices} x {self.device.name}"
-        flags = " ".join(f"--config.{key}={_quoted(value)}" for key, value in self.changes)
-        left = f"{self.plan.peak / GIB:.1f} of {self.device.memory_bytes / GIB:.1f} GiB a device"
+        device = self.plan.device
+        flags = " ".join(f"--config.{key}={_quoted(value)}" for key, value in self.changes.items())
+        left = f"{self.plan.peak / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB a device"
+        where = f"{self.plan.num_devices} x {device.name}"
         return f"on {where}: {flags or 'no change of settings'} ({left})"
 
 
@@ -42,7 +39,7 @@ def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, tuple) else str(value)
 
 
-def changed(config: RLConfig, changes: Mapping[str, Any]) -> RLConfig:
+def changed(config: RLConfig, changes: Changes) -> RLConfig:
     """Returns the config with some settings, named as on the command line, at other values."""
     for key, value in changes.items():
         config = _replaced(config, key, value)
@@ -66,17 +63,17 @@ def nearest(plan: Plan) -> Advice:
     Raises:
       ConfigError: If there is none.
     """
-    count, device = plan.num_devices, plan.device
     if plan.fits:
-        return Advice((), device, count, plan)
-    counts = [count << i for i in range(_DOUBLINGS)]
+        return Advice({}, plan)
+    counts = [plan.num_devices << i for i in range(_DOUBLINGS)]
     others = sorted(DEVICES.values(), key=lambda other: other.memory_bytes)
-    for kinds in ([device], others):
-        for count, kind in itertools.product(counts, kinds):
-            if found := _search(plan, kind, count):
+    for devices in ([plan.device], others):
+        for count, device in itertools.product(counts, devices):
+            if found := _search(plan, device, count):
                 return found
+    name = plan.device.name
     raise ConfigError(
-        [f"no number of {device.name} and no change of settings fits this run; use a smaller model"]
+        [f"no number of {name} and no change of settings fits this run; use a smaller model"]
     )
 
 
@@ -86,74 +83,71 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     Of every kind of setting but the mesh, the last value needs the least memory. So the last values
     show which kinds must change; only changes of those kinds are tried one by one.
     """
-    kinds = list(_kinds(plan))
+
+    def fitting(changes: Changes) -> Plan | None:
+        setting = plan.setting
+        config = changed(setting.config, changes)
+        try:
+            made = fit.make(config, setting.policy, setting.scorers, device, count)
+        except ConfigError:  # pools that so many devices cannot be shared out to
+            return None
+        return made if made.fits else None
+
+    def enough(kinds: list[list[Changes]], meshes: list[Changes]) -> bool:
+        """Returns whether the run fits with the last values, on one of the meshes."""
+        last = _joined(values[-1] for values in kinds)
+        return any(fitting(last | mesh) for mesh in meshes)
+
+    kinds = [values for values in _kinds(plan) if values]
     meshes = list(_meshes(plan, count))
-    same = plan.num_devices == count and plan.device == device
-    everything = {key: value for values in kinds for key, value in values[-1].items()}
-    if not any(_tried(plan, device, count, {**everything, **mesh}) for mesh in [{}, *meshes]):
+    if not enough(kinds, [{}, *meshes]):
         return None
-    of_mesh = [len(kinds)] if same else []  # over other devices, a mesh is no change of its own
-    for number in range(len(kinds) + len(of_mesh) + 1):
-        found: list[tuple[int, Changes, Plan]] = []
-        for chosen in itertools.combinations([*range(len(kinds)), *of_mesh], number):
-            own = [kinds[i][1:] for i in chosen if i < len(kinds)]
-            where = meshes if len(kinds) in chosen else [{}] if same else [{}, *meshes]
-            if not all(own):
+    # Over other devices, a mesh is no change of its own.
+    same = plan.num_devices == count and plan.device == device
+    options = [*kinds, meshes] if same else kinds
+    for number in range(len(options) + 1):
+        found: list[tuple[int, Advice]] = []
+        for chosen in itertools.combinations(options, number):
+            own = [values for values in chosen if values is not meshes]
+            where = meshes if len(own) < number else [{}] if same else [{}, *meshes]
+            if not enough(own, where):
                 continue
-            least = {key: value for values in own for key, value in values[-1].items()}
-            if any(_tried(plan, device, count, {**least, **mesh}) for mesh in where):
-                found += _first(plan, device, count, [*own, where])
+            steps = itertools.product(*(enumerate(values) for values in [*own, where]))
+            for picks in sorted(steps, key=_distance):
+                changes = _joined(values for _, values in picks)
+                if made := fitting(changes):
+                    found.append((_distance(picks), Advice(changes, made)))
+                    break
         if found:
-            _, changes, nearest = min(found, key=lambda one: one[0])
-            return Advice(changes, device, count, nearest)
+            return min(found, key=lambda one: one[0])[1]
     return None
 
 
-def _first(
-    plan: Plan, device: Device, count: int, kinds: list[_Kind]
-) -> Iterator[tuple[int, Changes, Plan]]:
-    """Yields the least of all changes of these kinds, after how far they go, or nothing."""
-    steps = [list(enumerate(values)) for values in kinds]
-    for picks in sorted(itertools.product(*steps), key=lambda picks: sum(i for i, _ in picks)):
-        changes = {key: value for _, pick in picks for key, value in pick.items()}
-        if made := _tried(plan, device, count, changes):
-            yield sum(i for i, _ in picks), tuple(changes.items()), made
-            return
+def _joined(changes: Iterable[Changes]) -> Changes:
+    return {key: value for each in changes for key, value in each.items()}
 
 
-def _tried(plan: Plan, device: Device, count: int, changes: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan with these changes if it fits the device."""
-    setting = plan.setting
-    config = changed(setting.config, changes)
-    try:
-        made = fit.make(config, setting.policy, setting.scorers, device, count, backend(device))
-    except ConfigError:  # pools that so many devices cannot be shared out to
-        return None
-    return made if made.fits else None
+def _distance(picks: Iterable[tuple[int, Changes]]) -> int:
+    return sum(step for step, _ in picks)
 
 
-def _kinds(plan: Plan) -> Iterator[_Kind]:
-    """Yields, kind by kind, what the run's settings may be."""
+def _kinds(plan: Plan) -> Iterator[list[Changes]]:
+    """Yields, kind by kind, the changes of a setting, each further from what it is."""
     config = plan.setting.config
     known = _REMAT.index(config.model.remat) + 1 if config.model.remat in _REMAT else len(_REMAT)
-    yield [{}] + [{"model.remat": name} for name in _REMAT[known:]]
+    yield [{"model.remat": name} for name in _REMAT[known:]]
 
     tokens, width = config.trainer.max_tokens_per_microbatch, config.max_sequence_tokens
-    yield [{}] + [
-        {"trainer.max_tokens_per_microbatch": fewer}
-        for fewer in _halves(tokens // width * width, width)
-        if fewer < tokens
-    ]
+    fewer = _halves(tokens // width * width, width)
+    yield [{"trainer.max_tokens_per_microbatch": size} for size in fewer if size < tokens]
 
     slots = plan.setting.num_slots
-    yield [{}] + [{"rollout.num_slots": fewer} for fewer in _halves(slots, 8) if fewer < slots]
+    yield [{"rollout.num_slots": size} for size in _halves(slots, 8) if size < slots]
 
-    dtypes: _Kind = [{}]
     moments = {"trainer.optimizer.moment_dtype": "bfloat16"}
     if needs.of(config.algorithm).critic:
         moments["critic.optimizer.moment_dtype"] = "bfloat16"
-    if config.trainer.optimizer.moment_dtype == "float32":
-        dtypes.append(moments)
+    dtypes = [moments] if config.trainer.optimizer.moment_dtype == "float32" else []
     if config.model.param_dtype == "float32":
         dtypes.append({"model.param_dtype": "bfloat16", **moments})
     yield dtypes
@@ -161,7 +155,7 @@ def _kinds(plan: Plan) -> Iterator[_Kind]:
     frozen = plan.setting.has("reference")
     moved = [("reference",)] * frozen + [("optimizer",)] + [("optimizer", "reference")] * frozen
     here = set(config.mesh.on_host)
-    yield [{}] + [{"mesh.on_host": names} for names in moved if here < set(names)]
+    yield [{"mesh.on_host": names} for names in moved if here < set(names)]
 
 
 def _halves(size: int, smallest: int) -> Iterator[int]:
@@ -171,7 +165,7 @@ def _halves(size: int, smallest: int) -> Iterator[int]:
     yield smallest
 
 
-def _meshes(plan: Plan, count: int) -> Iterator[dict[str, Any]]:
+def _meshes(plan: Plan, count: int) -> Iterator[Changes]:
     """Yields meshes over `count` devices, the nearest to the run's own first."""
     config = plan.setting.config
     if len(plan.pools) > 1:

@@ -34,15 +34,20 @@ class Device:
     jax_kind: str = ""  # a regular expression for what JAX calls it
     process_bytes: int = 0  # of a CPU: held by the process beside arrays, this device's share
 
+    @property
+    def backend(self) -> str:
+        """Whose compiler a plan assumes: "cpu", or "tpu" for all others."""
+        return "cpu" if self.name == "cpu" else "tpu"
+
 
 def _tpu(name, pattern, memory_gib, teraflops, memory_gbs, link_gbs, domain) -> Device:
-    memory, bandwidths = int(memory_gib * GIB), (memory_gbs * 1e9, link_gbs * 1e9)
-    return Device(name, memory, teraflops * 1e12, *bandwidths, domain, 6.25e9, pattern)
+    speeds = teraflops * 1e12, memory_gbs * 1e9, link_gbs * 1e9
+    return Device(name, int(memory_gib * GIB), *speeds, domain, 6.25e9, pattern)
 
 
 def _gpu(name, pattern, memory_gb, teraflops, memory_gbs, link_gbs, network_gbs) -> Device:
-    memory, bandwidths = int(0.9 * memory_gb * 1e9), (memory_gbs * 1e9, link_gbs * 1e9)
-    return Device(name, memory, teraflops * 1e12, *bandwidths, 8, network_gbs * 1e9, pattern)
+    speeds = teraflops * 1e12, memory_gbs * 1e9, link_gbs * 1e9
+    return Device(name, int(0.9 * memory_gb * 1e9), *speeds, 8, network_gbs * 1e9, pattern)
 
 
 DEVICES: Mapping[str, Device] = {
@@ -96,11 +101,6 @@ def peak_flops(devices: Sequence[Any]) -> float:
     """Returns the 16-bit operations a second of all these devices at best; NaN if unknown."""
     known = of_kind(devices[0].device_kind)
     return known.flops * len(devices) if known else math.nan
-
-
-def backend(device: Device) -> str:
-    """Returns whose compiler a plan for such devices assumes: "cpu", or "tpu" for all others."""
-    return "cpu" if device.name == "cpu" else "tpu"
 
 
 def of_topology(topology: str) -> tuple[Device, int]:

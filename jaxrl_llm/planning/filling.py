@@ -5,7 +5,7 @@ Host code over lengths: for the steps of a run (`learner/batches.py`), and for a
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -18,7 +18,7 @@ Rows = Sequence[Sequence[packing.Piece]]
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """Rows with every token in its place; fields of the same name are those of `Microbatch`."""
+    """Filled rows; fields that `Microbatch` has too mean the same there."""
 
     segment_ids: Int[np.ndarray, "M R W"]
     prefix_ids: Int[np.ndarray, "M R W"]
@@ -29,12 +29,15 @@ class Filled:
     beginnings: Int[np.ndarray, "M b"]
     shared: Int[np.ndarray, "M b"]
     asked: Bool[np.ndarray, "M R W"]  # tokens whose log-probs are wanted
-    before: Int[np.ndarray, "M R W"]  # where the token before each stands
+    before: Int[np.ndarray, "M R W"]  # column of the token before each
     # For each block of queries, the blocks of keys that hold what it sees.
     sees: Bool[np.ndarray, "M R blocks blocks"]
 
     def most_seen(self) -> int:
-        """Returns the most blocks of keys that a block of queries sees; 0 of uneven rows."""
+        """Returns the most blocks of keys that a block of queries sees.
+
+        It is 0 if the rows are not made of whole blocks.
+        """
         return int(self.sees.sum(-1).max(initial=0))
 
 
@@ -46,14 +49,10 @@ def filled(
     chosen: Int[np.ndarray, " b"],
     asked: Bool[np.ndarray, "B T"],
 ) -> Filled:
-    """Returns the rows of every microbatch.
+    """Returns the rows of every microbatch, in arrays of `shape` (M, R, W).
 
-    Args:
-      shape: (M, R, W).
-      most: Sequences that a microbatch can hold.
-      lengths: Tokens of every sequence of the step.
-      chosen: The sequences that pieces are of.
-      asked: Tokens whose log-probs are wanted.
+    A microbatch has room for `most` sequences. `lengths` and `asked` are of all sequences of the
+    step; the members of pieces count through `chosen`.
     """
     segment_ids = np.zeros(shape, np.int32)
     prefix_ids, positions, before = (np.zeros_like(segment_ids) for _ in range(3))
@@ -111,10 +110,8 @@ def rows(
 ) -> tuple[list[packing.Piece], list[list[int]]]:
     """Returns pieces of sequences and the pieces of each row.
 
-    Args:
-      common: What sequences begin with alike.
-      scored: Tokens of each sequence that the head looks at, at most `most_scored` in a row; None:
-        no limit.
+    The head looks at the `scored` tokens of each sequence, at most `most_scored` in a row; None: no
+    limit.
     """
     if scored is None:
         scored = np.zeros(len(lengths), np.int64)
@@ -152,7 +149,7 @@ def best_width(
     num_shards: int,
     parity: int,
 ) -> int:
-    """Returns the tokens of rows in which beginnings are shared; 0 if that does not pay.
+    """Returns the tokens of rows in which beginnings are shared; 0 if that is not faster.
 
     Args:
       width: Of rows in which nothing is shared.
@@ -162,29 +159,23 @@ def best_width(
     """
 
     def cost(needed: int, width: int, keys: int) -> float:
-        """Returns the work of `needed` rows, in tokens of rows so short that attention is free."""
+        """Returns the work of `needed` rows, in tokens that attend to nothing."""
         count = -(-needed // (max_tokens // width * num_shards))
         even = -(-needed // (count * num_shards)) * num_shards
         return count * even * width * (1 + keys / parity)
 
+    # Halves of the plain width, up to rows that hold whole groups.
+    longest = max(piece.length for piece in packing.pieces(lengths, common, max_tokens))
+    costs = {}
+    for halves in range(2, 2 * max_tokens // width + 1):
+        wide = width * halves // 2
+        needed, keys = len(rows(lengths, common, wide)[1]), keys_in_rows(lengths, common, wide)
+        costs[wide] = cost(needed, wide, keys)
+        if wide >= longest:
+            break
+    best = min(costs, key=costs.__getitem__)
     alone = cost(len(packing.pack(lengths, width)), width, width)
-    costs = {
-        wide: cost(len(rows(lengths, common, wide)[1]), wide, keys_in_rows(lengths, common, wide))
-        for wide in _widths(lengths, common, width, max_tokens)
-    }
-    best = min(costs, key=lambda wide: costs[wide])
     return best if costs[best] < alone else 0
-
-
-def _widths(
-    lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int, most: int
-) -> Iterator[int]:
-    """Yields the widths of row that may pay: halves of the plain width, up to whole groups."""
-    longest = max(piece.length for piece in packing.pieces(lengths, common, most))
-    for halves in range(2, 2 * most // width + 1):
-        yield width * halves // 2
-        if width * halves // 2 >= longest:
-            return
 
 
 def fewest_tokens(platform: str, num_shards: int) -> int:
@@ -193,7 +184,7 @@ def fewest_tokens(platform: str, num_shards: int) -> int:
 
 
 def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
-    """Returns rows of a microbatch, few enough that one that is not full wastes little of a step.
+    """Returns the rows of a microbatch: so few that one with empty rows wastes little of a step.
 
     That is a sixteenth of the rows needed by a minibatch, but at least `fewest` on each shard
     (fewer are slow) and at most `even`, the rows of the fewest microbatches that fit.
@@ -209,7 +200,7 @@ class RowsShape:
     rows: int
     width: int  # tokens of each
     keys: int  # that each query is compared with
-    gathered: int  # copies of each key that blocks of queries gather; 0: they read the row's own
+    gathered: int  # copies of each key, one for each block of queries; 0: none
     scored: int  # tokens of a row that the head looks at
     count: int  # microbatches
 
@@ -229,28 +220,23 @@ def longest(
     parity: int,
     fewest_tokens: int,
 ) -> RowsShape:
-    """Returns the rows of sequences that all are as long as a run allows.
+    """Returns the rows of `num_sequences` sequences that all are as long as a run allows.
 
-    Args:
-      num_sequences: In all microbatches together.
-      samples: Of each prompt, which they may share.
-      max_tokens: Of a microbatch on a device, slow below `fewest_tokens`.
-      parity: As of `best_width`; 0: nothing is shared.
+    `samples` of them may share a prompt. A microbatch has up to `max_tokens` on a device and is
+    slow below `fewest_tokens`. `parity` is as in `best_width`; 0: nothing is shared.
     """
     width = prompt + response
     lengths = np.full(num_sequences, width)
     groups = np.arange(num_sequences) // samples
     common = packing.Beginnings(groups, np.full(num_sequences, prompt))
+    keys, needed, scored = width, num_sequences, response
     share = parity and samples > 1
-    wide = best_width(lengths, common, width, max_tokens, num_shards, parity) if share else 0
-    if not wide:
-        keys, needed, chosen = width, num_sequences, response
-    else:
+    if wide := best_width(lengths, common, width, max_tokens, num_shards, parity) if share else 0:
         keys = keys_in_rows(lengths, common, wide)
         keys = with_room(wide, keys // KEY_BLOCK) * KEY_BLOCK if keys < wide else keys
         pieces, packed = rows(lengths, common, wide)
         needed, width = len(packed), wide
-        chosen = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
+        scored = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
     here, room = -(-needed // num_shards), max(1, max_tokens // width)
     in_one = here
     if here > room:
@@ -261,13 +247,13 @@ def longest(
         width=width,
         keys=keys,
         gathered=keys // KEY_BLOCK if keys < width else 0,
-        scored=-(-width * min(8, -(-chosen * 8 // width)) // 8),
+        scored=-(-width * min(8, -(-scored * 8 // width)) // 8),
         count=-(-here // in_one),
     )
 
 
-def places(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
-    """Returns the first `count` positions that are wanted in each row; W fills the rest."""
+def first_true(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
+    """Returns the first `count` true columns of each row; W fills the rest."""
     width = wanted.shape[-1]
     found = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
     return np.sort(found, axis=-1)[..., :count]

@@ -11,7 +11,7 @@ from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.setting import Parts, Setting
 from jaxrl_llm.sharding import pools
-from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
+from jaxrl_llm.sharding.mesh import mesh_sizes
 
 Roles = tuple[str, ...]
 
@@ -55,12 +55,7 @@ def axes(mesh: Mapping[str, int]) -> str:
 
 
 def make(
-    config: RLConfig,
-    policy: Shape,
-    scorers: tuple[Shape, ...],
-    device: Device,
-    num_devices: int,
-    backend: str = "tpu",
+    config: RLConfig, policy: Shape, scorers: tuple[Shape, ...], device: Device, num_devices: int
 ) -> Plan:
     """Returns the plan of a run whose `placement.choice` is not "auto"; else as `Setting`.
 
@@ -68,7 +63,7 @@ def make(
       ConfigError: If the mesh does not fill the devices, or they cannot be shared out to pools.
     """
     found = {
-        roles: Setting(config, policy, scorers, mesh, backend, device.memory_bytes)
+        roles: Setting(config, policy, scorers, mesh, device.backend, device.memory_bytes)
         for roles, mesh in _meshes(config, bool(scorers), num_devices).items()
     }
     programs = {
@@ -81,17 +76,12 @@ def make(
 
 def _meshes(config: RLConfig, scored: bool, num_devices: int) -> dict[Roles, dict[str, int]]:
     """Returns the roles of each pool and its mesh."""
-    placement = config.placement
-    if placement.choice == "colocate":
+    if config.placement.choice == "colocate":
         return {ROLES: mesh_sizes(config.mesh, num_devices)}
     needed = needs.of(config.algorithm)
     has = {"critic": needed.critic, "reference": needed.reference, "reward": scored}
     used = [role for role in ROLES if has.get(role, True)]
-    division, homes = placement.divided(used)
-    sizes = pools.sizes(placement, division, num_devices, 1)
-    found = {}
-    for name, pool in division.items():
-        changes = {axis: getattr(pool, axis) or getattr(config.mesh, axis) for axis in AXES}
-        mesh = mesh_sizes(dataclasses.replace(config.mesh, **changes), sizes[name])
-        found[tuple(role for role in used if homes[role] == name)] = mesh
-    return found
+    found, homes = pools.sizes(config.placement, config.mesh, used, num_devices, 1)
+    return {
+        tuple(role for role in used if homes[role] == name): mesh for name, mesh in found.items()
+    }

@@ -21,16 +21,17 @@ from jaxrl_llm.planning.setting import Setting
 ROLES = ("policy", "critic", "reference", "reward")
 Grouping = tuple[tuple[str, ...], ...]
 
-# What each role does in each stage of a step.
-_GENERATE = {"policy": ("reshard",), "rollout": ("prefill", "decode")}
-_SCORE = {
-    "policy": ("score",),
-    "critic": ("score_critic",),
-    "reference": ("score_reference",),
-    "reward": ("score_reward",),
+# The phases of each role in the three stages of a step (`roofline.phases`).
+_STAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "generate": {"policy": ("reshard",), "rollout": ("prefill", "decode")},
+    "score": {
+        "policy": ("score",),
+        "critic": ("score_critic",),
+        "reference": ("score_reference",),
+        "reward": ("score_reward",),
+    },
+    "learn": {"policy": ("train",), "critic": ("train_critic",)},
 }
-_LEARN = {"policy": ("train",), "critic": ("train_critic",)}
-_STAGES = (_GENERATE, _SCORE, _LEARN)
 _TENSOR = (1, 2, 4, 8)
 _PARTS = 8
 
@@ -43,7 +44,7 @@ class Pool:
     num_devices: int
     mesh: Mapping[str, int]
     bytes: float  # most on a device
-    stages: tuple[float, float, float]  # seconds of generating, scoring and learning
+    stages: tuple[float, ...]  # seconds of each of `_STAGES`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +68,12 @@ class Placement:
         """Returns in one line what bounds the placement."""
         if not self.fits:
             return "does not fit: some pool is too small for its models at every division"
-        stages = zip(*(pool.stages for pool in self.pools), strict=True)
-        longest = [max(stage) for stage in stages]
         devices = sum(pool.num_devices for pool in self.pools)
         busy = sum(sum(pool.stages) * pool.num_devices for pool in self.pools)
         idle = 1 - busy / (self.step_s * devices) if self.step_s else 0.0
         fullest = max(pool.bytes for pool in self.pools) / GIB
-        seconds = ", ".join(
-            f"{name} {time:.1f} s"
-            for name, time in zip(("generate", "score", "learn"), longest, strict=True)
-        )
+        longest = zip(_STAGES, _stage_seconds(self.pools), strict=True)
+        seconds = ", ".join(f"{name} {time:.1f} s" for name, time in longest)
         return f"{seconds}; devices idle {idle:.0%} of the step; fullest {fullest:.1f} GiB"
 
     def config(self) -> PlacementConfig:
@@ -87,8 +84,7 @@ class Placement:
             name = "_".join(pool.roles)
             pools[name] = PoolConfig(devices=pool.num_devices, **pool.mesh)
             roles |= dict.fromkeys(pool.roles, name)
-        home = roles["policy"]
-        everyone = {role: roles.get(role, home) for role in ALL_ROLES}
+        everyone = {role: roles.get(role, roles["policy"]) for role in ALL_ROLES}
         return PlacementConfig(choice="by_hand", pools=pools, roles=everyone)
 
 
@@ -112,39 +108,47 @@ def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1)
     by the number of pools. Every pool takes as many devices of each host. The mesh of `setting` is
     not used.
     """
-
-    @functools.cache
-    def pool(group: tuple[str, ...], count: int) -> Pool | None:
-        return _best_pool(setting, device, group, count)
-
-    roles = tuple(role for role in ROLES if setting.has(role))
+    best_pool = functools.cache(functools.partial(_best_pool, setting, device))
     found = []
-    for grouping in groupings(roles):
+    for grouping in groupings(tuple(role for role in ROLES if setting.has(role))):
         best = Placement(grouping, (), float("inf"))
         for counts in _divisions(num_devices, len(grouping)):
             if any(count % num_hosts for count in counts):
                 continue
-            made = tuple(filter(None, map(pool, grouping, counts)))
-            if len(made) == len(grouping) and _step_s(made) < best.step_s:
-                best = Placement(grouping, made, _step_s(made))
+            pools = tuple(filter(None, map(best_pool, grouping, counts)))
+            if len(pools) == len(grouping) and sum(_stage_seconds(pools)) < best.step_s:
+                best = Placement(grouping, pools, sum(_stage_seconds(pools)))
         found.append(best)
     return sorted(found, key=lambda placement: (placement.step_s, len(placement.grouping)))
 
 
-def speed(plan: Plan) -> roofline.Speed:
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """A step by the roofline."""
+
+    step_s: float
+    tokens_per_s_per_device: float  # of prompts and responses
+    mfu: float  # useful operations over what the devices could do in that time, 0 to 1
+    phases: Mapping[str, roofline.Cost]  # each on a device of its pool
+
+
+def speed(plan: Plan) -> Speed:
     """Returns how fast a run takes steps: pools at the same time, models of one in turns."""
-    pools = [_pool(setting, plan.device, roles) for roles, setting in plan.pools.items()]
-    costs = {
-        name: cost
-        for roles, setting in plan.pools.items()
-        for name, cost in _costs(setting, plan.device, roles).items()
-    }
-    return roofline.speed(plan.setting, plan.device, plan.num_devices, costs, _step_s(pools))
+    device, num_devices = plan.device, plan.num_devices
+    phases: dict[str, roofline.Cost] = {}
+    for roles, setting in plan.pools.items():
+        phases |= _costs(setting, device, roles)
+    pools = [_pool(setting, device, roles) for roles, setting in plan.pools.items()]
+    step_s = sum(_stage_seconds(pools))
+    tokens = plan.setting.config.sequences_per_step * plan.setting.width
+    useful = sum(cost.useful_flops * cost.num_devices for cost in phases.values())
+    mfu = useful / (step_s * device.flops * num_devices)
+    return Speed(step_s, tokens / step_s / num_devices, mfu, phases)
 
 
-def _step_s(pools: Collection[Pool]) -> float:
-    """Returns the seconds of a step: every stage takes as long as its slowest pool."""
-    return sum(max(stage) for stage in zip(*(pool.stages for pool in pools), strict=True))
+def _stage_seconds(pools: Collection[Pool]) -> list[float]:
+    """Returns the seconds of each stage of a step: those of its slowest pool."""
+    return [max(stage) for stage in zip(*(pool.stages for pool in pools), strict=True)]
 
 
 def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
@@ -154,7 +158,6 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
     """
     unit = max(1, num_devices // _PARTS)
     sizes = {*range(unit, num_devices, unit), *(1 << i for i in range(num_devices.bit_length()))}
-    sizes = {size for size in sizes if size <= num_devices}
     for first in itertools.product(sorted(sizes), repeat=num_pools - 1):
         last = num_devices - sum(first)
         if last in sizes or (num_pools == 1 and last == num_devices):
@@ -164,37 +167,37 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
 def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: int) -> Pool | None:
     """Returns the fastest mesh over `count` devices on which a group fits, None without one."""
     roles = (*group, "rollout") if "policy" in group else group
-    best = None
+    fitting = []
     for tensor in _TENSOR:
-        if count % tensor:
-            continue
-        # Dims of models divide by powers of two; the rest of a pool's size goes to data.
-        fsdp = (count // tensor) & -(count // tensor)
-        mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
-        made = _pool(dataclasses.replace(setting, mesh=mesh), device, roles)
-        if made.bytes > device.memory_bytes:
-            continue
-        if best is None or sum(made.stages) < sum(best.stages):
-            best = made
-    return best
+        if count % tensor == 0:
+            # Dims of models divide by powers of two; the rest of a pool's size goes to data.
+            fsdp = (count // tensor) & -(count // tensor)
+            mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
+            pool = _pool(dataclasses.replace(setting, mesh=mesh), device, roles)
+            if pool.bytes <= device.memory_bytes:
+                fitting.append(pool)
+    return min(fitting, key=lambda pool: sum(pool.stages), default=None)
 
 
 def _pool(setting: Setting, device: Device, roles: tuple[str, ...]) -> Pool:
     """Returns what roles need, and how long they take, on the setting's mesh."""
-    costs = _costs(setting, device, roles)
-    generate, score, learn = (
-        sum(costs[name].seconds for role in roles for name in stage.get(role, ()) if name in costs)
-        for stage in _STAGES
+    costs = roofline.phases(setting, device)
+    stages = tuple(
+        sum(costs[name].seconds for name in _phases(stage, roles) if name in costs)
+        for stage in _STAGES.values()
     )
     needed = memory.peak(setting, roles) + device.process_bytes
-    return Pool(roles, setting.num_devices, setting.mesh, needed, (generate, score, learn))
+    return Pool(roles, setting.num_devices, setting.mesh, needed, stages)
+
+
+def _phases(stage: Mapping[str, tuple[str, ...]], roles: tuple[str, ...]) -> list[str]:
+    return [name for role in roles for name in stage.get(role, ())]
 
 
 def _costs(setting: Setting, device: Device, roles: tuple[str, ...]) -> dict[str, roofline.Cost]:
     """Returns the cost of each phase that these roles go through."""
-    costs = roofline.phases(setting, device)
-    names = [name for stage in _STAGES for role in roles for name in stage.get(role, ())]
-    return {name: costs[name] for name in costs if name in names}
+    names = [name for stage in _STAGES.values() for name in _phases(stage, roles)]
+    return {k: cost for k, cost in roofline.phases(setting, device).items() if k in names}
 
 
 def table(ranking: list[Placement]) -> str:

@@ -84,10 +84,15 @@ def times(plan: Plan, price: float) -> str:
         f" MFU {speed.mfu:.1%}"
     )
     if price:
-        steps = plan.setting.config.trainer.num_steps
-        dollars = speed.dollars(price, plan.num_devices, steps)
+        steps, dollars = plan.setting.config.trainer.num_steps, _dollars(plan, speed, price)
         lines.append(f"{steps} steps: {dollars:,.0f} dollars at {price} a device and hour")
     return "\n".join(lines)
+
+
+def _dollars(plan: Plan, speed: placement.Speed, price: float) -> float:
+    """Returns the price of the run at `price` for each device and hour."""
+    num_steps = plan.setting.config.trainer.num_steps
+    return price * plan.num_devices * num_steps * speed.step_s / 3600
 
 
 def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
@@ -105,9 +110,9 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
             for name, parts in plan.programs.items()
         },
         "advice": {
-            "changes": dict(advice.changes),
-            "device": advice.device.name,
-            "num_devices": advice.num_devices,
+            "changes": advice.changes,
+            "device": advice.plan.device.name,
+            "num_devices": advice.plan.num_devices,
             "peak_bytes": advice.plan.peak,
         },
     }
@@ -115,8 +120,7 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
         speed = placement.speed(plan)
         found["speed"] = dataclasses.asdict(speed)
         if price:
-            steps = plan.setting.config.trainer.num_steps
-            found["dollars"] = speed.dollars(price, plan.num_devices, steps)
+            found["dollars"] = _dollars(plan, speed, price)
     return found
 
 

@@ -7,7 +7,6 @@ overlap. Host work, evaluation and checkpoints are left out.
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning.devices import Device
-from jaxrl_llm.planning.setting import ITEM_BYTES, Setting, num_params
+from jaxrl_llm.planning.setting import Head, Setting, num_params
 
 REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
 
@@ -56,40 +55,6 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """A step by the roofline."""
-
-    step_s: float
-    tokens_per_s_per_device: float  # of prompts and responses
-    mfu: float  # useful operations over what the devices could do in that time, 0 to 1
-    phases: Mapping[str, Cost]
-
-    def dollars(self, price: float, num_devices: int, num_steps: int) -> float:
-        """Returns the price of a run at so much for each device and hour."""
-        return price * num_devices * num_steps * self.step_s / 3600
-
-
-def speed(
-    setting: Setting, device: Device, num_devices: int, costs: Mapping[str, Cost], step_s: float
-) -> Speed:
-    """Returns how fast a run takes steps on devices of known speed.
-
-    Args:
-      num_devices: Of all pools.
-      costs: Of each phase, on a device of its pool.
-      step_s: Seconds of a step; pools may do several phases at one time.
-    """
-    tokens = setting.config.sequences_per_step * setting.width
-    useful = sum(cost.useful_flops * cost.num_devices for cost in costs.values())
-    return Speed(
-        step_s=step_s,
-        tokens_per_s_per_device=tokens / step_s / num_devices,
-        mfu=useful / (step_s * device.flops * num_devices),
-        phases=costs,
-    )
-
-
 def _cost(setting: Setting, device: Device, work, useful, memory, links, group) -> Cost:
     seconds = 0.0
     if device.flops:
@@ -104,88 +69,76 @@ def _cost(setting: Setting, device: Device, work, useful, memory, links, group) 
     return Cost(work, useful, memory, links, seconds, setting.num_devices)
 
 
-def _pass(setting: Setting, device: Device, head: str, *, trained: bool) -> Cost:
+def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cost:
     """Returns a forward, or a forward and backward, pass over all sequences of a step."""
     config, shape, mesh = setting.config, setting.policy, setting.mesh
-    sequences, width = config.sequences_per_step, setting.width
-    lengths = np.full(sequences, width)
-    forward = flops.forward(shape, lengths, int(head == "scalar")) / setting.num_devices
-    again = _recomputed(config.model.remat, shape)
+    sequences, width, params = config.sequences_per_step, setting.width, num_params(shape)
+    forward = flops.forward(shape, np.full(sequences, width), int(head == "scalar"))
+    forward /= setting.num_devices
+    tensor, shards, data = mesh["tensor"], mesh["fsdp"], mesh["data"]
+    weights = params * setting.compute_item / tensor
     times = config.trainer.epochs if trained else 1
-    useful = forward * (3 * times if trained else 1)
-    work = useful + (forward * again * times if trained else 0.0)
-
-    item = ITEM_BYTES[config.model.compute_dtype]
-    tensor = mesh["tensor"]
-    weights = num_params(shape) * item / tensor
+    passes = 3 if trained else 1
     each = config.minibatch_size * width if trained else sequences * width
     updates = times * sequences * width / each
-    microbatches = updates * setting.rows(each // width).count
-    passes = 3 if trained else 1
-    memory = weights * passes * microbatches
-    if trained:
-        held = num_params(shape) / (tensor * mesh["fsdp"])
-        memory += updates * held * (2 * 4 * 3 + 4 * 2)  # weights and moments in and out, gradients
-    tokens = times * sequences * width / setting.row_shards
-    carry = tokens * shape.hidden_size * item
-    memory += shape.num_layers * carry * 12 * passes
+    useful = forward * (passes * times)
+    work = useful + (forward * _recomputed(config.model.remat, shape) * times if trained else 0.0)
 
-    shards = mesh["fsdp"]
+    microbatches = updates * setting.rows(each // width).count
+    memory = weights * passes * microbatches
+    tokens = times * sequences * width / setting.row_shards
+    carry = tokens * shape.hidden_size * setting.compute_item
     links = weights * (shards - 1) / shards * passes * microbatches
     # Two sums over the tensor axis a layer and direction, each sent and received in pieces.
     links += passes * shape.num_layers * 2 * 2 * carry * (tensor - 1) / tensor
     if trained:
-        data = mesh["data"]
-        links += updates * 2 * num_params(shape) / (tensor * shards) * 4 * (data - 1) / data
+        held = params / (tensor * shards)
+        memory += updates * held * (2 * 4 * 3 + 4 * 2)  # weights and moments in and out, gradients
+        links += updates * 2 * params / (tensor * shards) * 4 * (data - 1) / data
+    memory += shape.num_layers * carry * 12 * passes
     return _cost(setting, device, work, useful, memory, links, setting.num_devices)
 
 
 def _recomputed(remat: str, shape: Shape) -> float:
     """Returns the share of a forward pass that the backward pass does again."""
-    attended = shape.num_heads * shape.head_size
-    output, mlp = attended * shape.hidden_size, shape.mlp_size * shape.hidden_size
-    projections = output + 2 * shape.num_kv_heads * shape.head_size * shape.hidden_size
-    layer = projections + output + 3 * mlp
+    output = shape.num_heads * shape.head_size * shape.hidden_size
+    mlp = shape.mlp_size * shape.hidden_size
+    layer = flops.layer_products(shape)
     kept = {"attention": output + 2 * mlp, "projections": output, "dots": 0.0, "none": 0.0}
     return kept.get(remat.removeprefix("offload_"), layer) / layer
 
 
 def _prefill(setting: Setting, device: Device) -> Cost:
-    config, shape = setting.config, setting.policy
-    prompts = config.trainer.prompts_per_step
-    tokens = config.data.max_prompt_tokens
+    config, shape, tensor = setting.config, setting.policy, setting.mesh["tensor"]
+    prompts, tokens = config.trainer.prompts_per_step, config.data.max_prompt_tokens
     work = flops.forward(shape, np.full(prompts, tokens), 1) / setting.num_devices
-    weights = num_params(shape) * ITEM_BYTES[config.model.compute_dtype] / setting.mesh["tensor"]
+    weights = num_params(shape) * setting.compute_item / tensor
     batches = max(1, prompts * tokens / 4096)
     links = 4 * shape.num_layers * prompts * tokens / setting.row_shards * shape.hidden_size
-    links *= (setting.mesh["tensor"] - 1) / setting.mesh["tensor"]
-    group = setting.mesh["tensor"]
-    return _cost(setting, device, work, work, weights * batches, links, group)
+    links *= (tensor - 1) / tensor
+    return _cost(setting, device, work, work, weights * batches, links, tensor)
 
 
 def _decode(setting: Setting, device: Device) -> Cost:
-    config, shape, mesh = setting.config, setting.policy, setting.mesh
-    slots = setting.num_slots
-    waves = math.ceil(config.sequences_per_step / slots)
-    steps = waves * config.rollout.max_response_tokens
-    item = ITEM_BYTES[config.model.compute_dtype]
+    config, shape, item = setting.config, setting.policy, setting.compute_item
+    tensor, fsdp = setting.mesh["tensor"], setting.mesh["fsdp"]
+    slots, response = setting.num_slots, config.rollout.max_response_tokens
+    steps = math.ceil(config.sequences_per_step / slots) * response
     local = slots / setting.row_shards
-    held = num_params(shape) / mesh["tensor"]
-    mean = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
-    attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / mesh["tensor"]
+    held = num_params(shape) / tensor
+    mean = config.data.max_prompt_tokens + response / 2
+    attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / tensor
     work = steps * local * (2 * held + attended)
     heads = setting.split(shape.num_kv_heads)
     cache = 2 * shape.num_layers * local * heads * mean * shape.head_size * item
-    tensor = mesh["tensor"]
     links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
     if config.mesh.rollout == "train":
-        links += steps * held * item * (mesh["fsdp"] - 1) / mesh["fsdp"]
+        links += steps * held * item * (fsdp - 1) / fsdp
     return _cost(setting, device, work, work, steps * (held * item + cache), links, tensor)
 
 
 def _reshard(setting: Setting, device: Device) -> Cost:
-    item = ITEM_BYTES[setting.config.model.compute_dtype]
     shards = 1 if setting.config.mesh.rollout == "train" else setting.mesh["fsdp"]
-    arriving = num_params(setting.policy) * item / setting.mesh["tensor"]
+    arriving = num_params(setting.policy) * setting.compute_item / setting.mesh["tensor"]
     links = arriving * (shards - 1) / shards
     return _cost(setting, device, 0.0, 0.0, 2 * arriving, links, setting.num_devices)

@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import jax
 
@@ -23,6 +23,7 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "temporary")
+Head = Literal["lm", "scalar"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +51,24 @@ def _leaves(network: Network, adapters: bool) -> list[tuple[str, tuple[int, ...]
 
 @functools.lru_cache(maxsize=4096)
 def _counts(network: Network, adapters: bool, rules: tuple, mesh: tuple) -> Counts:
-    sizes, split_by = dict(mesh), dict(rules)
-    held = dict.fromkeys(("layers", "embed", "rest"), 0)
+    sizes, held = dict(mesh), dataclasses.asdict(Counts())
     for group, dims, names in _leaves(network, adapters):
-        spec = mesh_lib.partition_spec(dims, names, split_by, sizes, network.units)
-        axes = [axis for of_dim in spec for axis in jax.tree.leaves(of_dim)]
-        shards = math.prod(sizes[axis] for axis in axes)
+        spec = mesh_lib.partition_spec(dims, names, dict(rules), sizes, network.units)
+        shards = math.prod(sizes[axis] for axis in jax.tree.leaves(tuple(spec)))
         held[group if group in held else "rest"] += math.prod(dims) // shards
     return Counts(**held)
 
 
-def counts(shape: Shape, head: str, rules: mesh_lib.Rules, mesh: Mapping[str, int]) -> Counts:
-    """Returns the parameters that each device holds of a network with an "lm" or "scalar" head.
-
-    Args:
-      rules: E.g. `sharding.mesh.TRAIN`; `{}` is a whole copy.
-    """
-    network = Network(shape, head="scalar" if head == "scalar" else "lm")
-    return _counts(network, False, _frozen(rules), _frozen(mesh))
-
-
-def _frozen(mapping: Mapping[str, Any]) -> tuple:
-    return tuple(sorted(mapping.items()))
+def _counted(
+    network: Network, rules: mesh_lib.Rules, mesh: Mapping[str, int], adapters: bool = False
+) -> Counts:
+    """Returns the parameters, or adapters, of a network on each device."""
+    return _counts(network, adapters, tuple(sorted(rules.items())), tuple(sorted(mesh.items())))
 
 
 def num_params(shape: Shape) -> int:
     """Returns the parameters of a network."""
-    return counts(shape, "lm", {}, {}).all
+    return _counted(Network(shape), {}, {}).all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +89,8 @@ class Parts:
         """Bytes of device memory."""
         return sum(getattr(self, name) for name in PARTS)
 
-    def scaled(self, factor: float) -> "Parts":
-        """Returns as many times of what is on the device."""
-        return Parts(**{name: factor * getattr(self, name) for name in PARTS}, host=self.host)
+    def __mul__(self, factor: float) -> "Parts":
+        return Parts(*(factor * size for size in vars(self).values()))
 
     def __add__(self, other: "Parts") -> "Parts":
         return Parts(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -136,10 +127,6 @@ class Setting:
         }[role]
 
     @property
-    def num_critics(self) -> int:
-        return needs.of(self.config.algorithm).num_critics
-
-    @property
     def row_shards(self) -> int:
         """Devices that the rows of a batch are split over."""
         return self.mesh["data"] * self.mesh["fsdp"]
@@ -150,13 +137,28 @@ class Setting:
         return self.config.max_sequence_tokens
 
     @property
+    def param_item(self) -> int:
+        """Bytes of a number of trained weights."""
+        return ITEM_BYTES[self.config.model.param_dtype]
+
+    @property
+    def compute_item(self) -> int:
+        """Bytes of a number in training and scoring."""
+        return ITEM_BYTES[self.config.model.compute_dtype]
+
+    @property
+    def rollout_item(self) -> int:
+        """Bytes of a number of the rollout copy and the cache."""
+        dtype = self.config.rollout.dtype
+        return self.compute_item if dtype == "compute" else ITEM_BYTES[dtype]
+
+    @property
     def num_slots(self) -> int:
         """Sequences decoded at one time, by the engine's own rule."""
         config = self.config
 
         def needed(slots: int) -> float:
-            rows = slots * (1 + config.rollout.speculation.draft_tokens)
-            rows = rows // self.row_shards if rows % self.row_shards == 0 else rows
+            rows = self.rows_here(slots * (1 + config.rollout.speculation.draft_tokens))
             logits = 3.0 * rows * self.split(self.policy.vocab_size) * 4
             return self.cache_bytes(slots, self.width) + logits
 
@@ -167,14 +169,16 @@ class Setting:
     def cache_bytes(self, rows: int, width: int) -> float:
         """Returns bytes of keys and values of so many sequences on one device."""
         shape = self.policy
-        rows = rows // self.row_shards if rows % self.row_shards == 0 else rows
-        entries = rows * self.split(shape.num_kv_heads) * width * shape.head_size
-        return 2.0 * shape.num_layers * entries * rollout_item(self)
+        entries = self.rows_here(rows) * self.split(shape.num_kv_heads) * width * shape.head_size
+        return 2.0 * shape.num_layers * entries * self.rollout_item
+
+    def rows_here(self, rows: int) -> int:
+        """Returns the rows on one device: all of them where the row shards do not divide them."""
+        return _share(rows, self.row_shards)
 
     def split(self, size: int) -> int:
         """Returns `size` on one device: divided by the tensor axis where that divides it."""
-        tensor = self.mesh["tensor"]
-        return size // tensor if size % tensor == 0 else size
+        return _share(size, self.mesh["tensor"])
 
     @property
     def kernel(self) -> attention.Implementation:
@@ -200,77 +204,85 @@ class Setting:
             filling.fewest_tokens(self.backend, self.row_shards),
         )
 
+    def held(self, head: Head) -> Counts:
+        """Returns the policy's, or a critic's, parameters on a device in the training layout."""
+        return _counted(Network(self.policy, head=head), mesh_lib.TRAIN, self.mesh)
 
-def counted(setting: Setting, head: str) -> Counts:
-    """Returns the policy's, or a critic's, parameters on a device in the training layout."""
-    return counts(setting.policy, head, mesh_lib.TRAIN, setting.mesh)
+    def weights(self, head: Head) -> float:
+        """Returns bytes of `held`."""
+        return self.held(head).all * self.param_item
+
+    def layer_params(self) -> int:
+        """Returns the parameters of one of the policy's layers, gathered for use on a device."""
+        whole = {axis: size if axis == "tensor" else 1 for axis, size in self.mesh.items()}
+        layers = _counted(Network(self.policy), mesh_lib.TRAIN, whole).layers
+        return layers // self.policy.num_layers
+
+    def num_learned(self, head: Head) -> int:
+        """Returns the parameters that are trained, on a device: all of them, or the adapters."""
+        lora = self.config.lora
+        if head != "lm" or not lora.rank:
+            return self.held(head).all
+        return _counted(Network(self.policy, lora=lora), mesh_lib.TRAIN, self.mesh, True).all
+
+    @property
+    def rollout_held(self) -> Counts:
+        """The rollout copy's parameters on a device."""
+        rules = mesh_lib.LAYOUTS[self.config.mesh.rollout]
+        return _counted(Network(self.policy), rules, self.mesh)
+
+    @property
+    def rollout_weights(self) -> float:
+        """Bytes of `rollout_held`."""
+        return self.rollout_held.all * self.rollout_item
+
+    @property
+    def rollout_pieces(self) -> tuple[float, float]:
+        """Bytes of the rollout copy that move at one time: embedding, head and norm; a layer."""
+        held, item = self.rollout_held, self.rollout_item
+        return (held.embed + held.rest) * item, held.layers // self.policy.num_layers * item
+
+    def given(self, role: str) -> Parts:
+        """Returns weights and optimizer of the policy or all critics, as an update takes them."""
+        config = self.config
+        head: Head = "lm"
+        number, chosen = 1, config.trainer.optimizer
+        if role == "critic":
+            head, chosen = "scalar", config.critic.optimizer
+            number = needs.of(config.algorithm).num_critics
+        learned, weights = self.num_learned(head), self.weights(head)
+        if head == "lm" and config.lora.rank:
+            weights += learned * 4  # adapters are float32
+        # The first moment has a dtype of its own, the second is float32.
+        moments = ITEM_BYTES[chosen.moment_dtype] + 4
+        return Parts(weights=number * weights, optimizer=number * learned * moments)
+
+    def resting(self, role: str) -> Parts:
+        """Returns what a role keeps on a device, and in the host's memory, all through a step."""
+        on_host = self.config.mesh.on_host
+        if not self.has(role):
+            return Parts()
+        if role == "rollout":
+            return Parts(weights=self.rollout_weights)
+        if role == "reward":
+            networks = (Network(shape, head="scalar") for shape in self.scorers)
+            held = sum(_counted(each, mesh_lib.TRAIN, self.mesh).all for each in networks)
+            return Parts(weights=held * self.param_item)
+        if role == "reference":
+            whole = self.weights("lm")
+            return Parts(host=whole) if "reference" in on_host else Parts(weights=whole)
+        parts = self.given(role)
+        if "optimizer" in on_host:
+            return dataclasses.replace(parts, optimizer=0.0, host=parts.optimizer)
+        return parts
+
+    @property
+    def batch_bytes(self) -> float:
+        """Bytes of what the update reads of a step's sequences, a whole copy on every device."""
+        tokens = self.config.sequences_per_step * self.width
+        chosen = self.config.minibatch_size * self.width
+        return tokens * (4 + 2 * 1 + 9 * 4) + chosen * 2 * 4
 
 
-def given(setting: Setting, role: str) -> Parts:
-    """Returns weights and optimizer of the policy or of all critics, as an update takes them."""
-    config = setting.config
-    head, number, chosen = "lm", 1, config.trainer.optimizer
-    if role == "critic":
-        head, number, chosen = "scalar", setting.num_critics, config.critic.optimizer
-    learned = num_learned(setting, head)
-    weights = counted(setting, head).all * ITEM_BYTES[config.model.param_dtype]
-    if head == "lm" and config.lora.rank:
-        weights += learned * 4  # adapters are float32
-    # The first moment has a dtype of its own, the second is float32.
-    moments = ITEM_BYTES[chosen.moment_dtype] + 4
-    return Parts(weights=number * weights, optimizer=number * learned * moments)
-
-
-def resting(setting: Setting, role: str) -> Parts:
-    """Returns what a role keeps on a device, and in the host's memory, all through a step."""
-    if not setting.has(role):
-        return Parts()
-    config = setting.config
-    item = ITEM_BYTES[config.model.param_dtype]
-    if role == "rollout":
-        return Parts(weights=rollout_counts(setting).all * rollout_item(setting))
-    if role == "reward":
-        held = (counts(s, "scalar", mesh_lib.TRAIN, setting.mesh).all for s in setting.scorers)
-        return Parts(weights=sum(held) * item)
-    if role == "reference":
-        whole = counted(setting, "lm").all * item
-        on_host = "reference" in config.mesh.on_host
-        return Parts(host=whole) if on_host else Parts(weights=whole)
-    parts = given(setting, role)
-    if "optimizer" in config.mesh.on_host:
-        return dataclasses.replace(parts, optimizer=0.0, host=parts.optimizer)
-    return parts
-
-
-def num_learned(setting: Setting, head: str) -> int:
-    """Returns the parameters that are trained, on a device: all of them, or the adapters."""
-    lora = setting.config.lora
-    if head != "lm" or not lora.rank:
-        return counted(setting, head).all
-    network = Network(setting.policy, lora=lora)
-    return _counts(network, True, _frozen(mesh_lib.TRAIN), _frozen(setting.mesh)).all
-
-
-def rollout_item(setting: Setting) -> int:
-    """Returns bytes of a number of the rollout copy and the cache."""
-    dtype = setting.config.rollout.dtype
-    return ITEM_BYTES[setting.config.model.compute_dtype if dtype == "compute" else dtype]
-
-
-def rollout_counts(setting: Setting) -> Counts:
-    """Returns the rollout copy's parameters on a device."""
-    rules = mesh_lib.LAYOUTS[setting.config.mesh.rollout]
-    return counts(setting.policy, "lm", rules, setting.mesh)
-
-
-def rollout_ends(setting: Setting) -> tuple[float, float]:
-    """Returns bytes of the rollout copy's ends and of one of its layers."""
-    held, item = rollout_counts(setting), rollout_item(setting)
-    return (held.embed + held.rest) * item, held.layers // setting.policy.num_layers * item
-
-
-def batch_bytes(setting: Setting) -> float:
-    """Returns bytes of what the update reads of a step's sequences, a whole copy everywhere."""
-    tokens = setting.config.sequences_per_step * setting.width
-    chosen = setting.config.minibatch_size * setting.width
-    return tokens * (4 + 2 * 1 + 9 * 4) + chosen * 2 * 4
+def _share(size: int, parts: int) -> int:
+    return size // parts if size % parts == 0 else size

@@ -7,13 +7,14 @@ would pass it through the host's memory.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig, PoolConfig
+from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _COPIES = "copies"  # mesh axis over devices that hold the same
@@ -32,33 +33,31 @@ def meshes(
     Raises:
       ConfigError: If the devices cannot be divided so.
     """
-    pools, homes = placement.divided(used)
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
-    shares = sizes(placement, pools, len(devices), len(hosts))
+    pools, homes = sizes(placement, config, used, len(devices), len(hosts))
     found, start = {}, 0
-    for name, pool in pools.items():
-        share = shares[name] // len(hosts)
+    for name, axes in pools.items():
+        share = math.prod(axes.values()) // len(hosts)
         own = [device for of_host in hosts.values() for device in of_host[start : start + share]]
         start += share
-        axes = {axis: getattr(pool, axis) or getattr(config, axis) for axis in mesh_lib.AXES}
-        try:
-            found[name] = mesh_lib.make_mesh(dataclasses.replace(config, **axes), own)
-        except ConfigError as error:
-            raise ConfigError(
-                [f"config.placement: pool {name!r}: {problem}" for problem in error.problems]
-            ) from error
+        found[name] = mesh_lib.make_mesh(dataclasses.replace(config, **axes), own)
     return {role: found[pool] for role, pool in homes.items()}
 
 
 def sizes(
-    placement: PlacementConfig, pools: Mapping[str, PoolConfig], num_devices: int, num_hosts: int
-) -> dict[str, int]:
-    """Returns the number of devices of each pool; raises ConfigError as `meshes` does."""
-    found = {name: pool.devices for name, pool in pools.items()}
-    fixed = sum(size for size in found.values() if size != -1)
-    wild = [name for name, size in found.items() if size == -1]
+    placement: PlacementConfig,
+    config: MeshConfig,
+    used: Collection[str],
+    num_devices: int,
+    num_hosts: int,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the mesh axes of each pool and the pool of each role; raises as `meshes`."""
+    pools, homes = placement.divided(used)
+    counts = {name: pool.devices for name, pool in pools.items()}
+    wild = [name for name, count in counts.items() if count == -1]
+    fixed = sum(counts.values()) + len(wild)
     rest, left = divmod(num_devices - fixed, max(len(wild), 1))
     if rest < bool(wild) or left or (not wild and rest):
         raise ConfigError(
@@ -68,16 +67,22 @@ def sizes(
                 " placement.choice='by_hand' and devices for each pool that add up"
             ]
         )
-    found.update({name: rest for name in wild})
-    if uneven := [name for name, size in found.items() if size % num_hosts]:
-        raise ConfigError(
-            [
-                f"config.placement.pools.{name}: {found[name]} devices cannot be as many of each of"
+    found, problems = {}, []
+    for name, pool in pools.items():
+        count = rest if name in wild else counts[name]
+        axes = {axis: getattr(pool, axis) or getattr(config, axis) for axis in mesh_lib.AXES}
+        if count % num_hosts:
+            problems.append(
+                f"config.placement.pools.{name}: {count} devices cannot be as many of each of"
                 f" {num_hosts} hosts; use a multiple of {num_hosts}"
-                for name in uneven
-            ]
-        )
-    return found
+            )
+        try:
+            found[name] = mesh_lib.mesh_sizes(dataclasses.replace(config, **axes), count)
+        except ConfigError as error:
+            problems += [f"config.placement: pool {name!r}: {each}" for each in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return found, homes
 
 
 def staging(source: Mesh, target: Mesh) -> Mesh:
@@ -86,22 +91,12 @@ def staging(source: Mesh, target: Mesh) -> Mesh:
     It has the target's axes; if the source has n times as many devices, each part is held n times.
     If the numbers do not divide, it is the source: arrays must then be whole on each device.
     """
-    if source == target:
+    if not fits(source, target):
         return source
-    times, left = divmod(source.size, target.size)
-    if left or not times:
-        return source
-    if times == 1:
-        return Mesh(
-            source.devices.reshape(target.devices.shape),
-            target.axis_names,
-            axis_types=target.axis_types,
-        )
-    return Mesh(
-        source.devices.reshape(*target.devices.shape, times),
-        (*target.axis_names, _COPIES),
-        axis_types=(*target.axis_types, target.axis_types[0]),
-    )
+    shape, names, types = target.devices.shape, target.axis_names, target.axis_types
+    if source.size > target.size:
+        shape, names, types = (*shape, -1), (*names, _COPIES), (*types, types[0])
+    return Mesh(source.devices.reshape(shape), names, axis_types=types)
 
 
 def fits(source: Mesh, target: Mesh) -> bool:
@@ -130,12 +125,8 @@ def _moved(array: Any, target: NamedSharding) -> Any:
         raise TypeError(f"an array that crosses pools must have a mesh, got {source}")
     here, there = source.mesh, target.mesh
     assert isinstance(here, Mesh) and isinstance(there, Mesh), "arrays have devices"
-    if fits(here, there):
-        staged = NamedSharding(staging(here, there), target.spec)
-    else:
-        staged = NamedSharding(here, PartitionSpec())
-    laid_out = _laid_out(staged)(array)
-    return _copied(laid_out, target)
+    spec = target.spec if fits(here, there) else PartitionSpec()
+    return _copied(_laid_out(NamedSharding(staging(here, there), spec))(array), target)
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,22 +136,18 @@ def _laid_out(sharding: NamedSharding):
 
 def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
     """Copies each part from a device of the same host that holds it or the whole array."""
-    held = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    whole = _bounds((), array.shape)
+
+    def bounds(index: Any) -> tuple:
+        return tuple(part.indices(size) for part, size in zip(index, array.shape, strict=True))
+
+    held = {bounds(shard.index): shard.data for shard in array.addressable_shards}
     pieces = []
     for device, index in target.addressable_devices_indices_map(array.shape).items():
-        index = index or ()
-        part = held.get(_bounds(index, array.shape))
+        part = held.get(bounds(index))
         if part is None:
-            part = held[whole][index]
+            part = held[bounds([slice(None)] * array.ndim)][index or ()]
         pieces.append(jax.device_put(part, device))
     return jax.make_array_from_single_device_arrays(array.shape, target, pieces)
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Returns (start, stop) of every dim, whole where the index says nothing."""
-    slices = [*index, *[slice(None)] * (len(shape) - len(index))]
-    return tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
 
 
 def devices(meshes: Collection[Mesh]) -> list[Any]:

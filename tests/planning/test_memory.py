@@ -11,7 +11,7 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.setting import num_params
+from jaxrl_llm.planning.setting import Setting, num_params
 from jaxrl_llm.planning.shapes import SHAPES
 
 VALUES = {
@@ -30,10 +30,10 @@ VALUES = {
 SHAPE = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
 
 
-def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> memory.Setting:
+def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> Setting:
     values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
     sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True))
-    return memory.Setting(from_config_dict(values), shape, (), sizes, backend)
+    return Setting(from_config_dict(values), shape, (), sizes, backend)
 
 
 def combinations():
