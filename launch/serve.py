@@ -55,7 +55,7 @@ def main():
     app = make_app(served, driver, Metrics(driver), limits)
     longest = served.max_tokens - 1  # leaves room for one token
     filters = (False, True) if WARM_UP.value else ()
-    programs = engine.programs(WARM_UP.value, longest, filters)
+    programs = engine.jitted.programs(WARM_UP.value, longest, filters)
     del params  # or these would stay in memory beside those that SIGHUP brings
     read = lambda: source.weights().params  # noqa: E731
     server.run(

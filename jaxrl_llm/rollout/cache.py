@@ -1,8 +1,8 @@
 """KV cache of all slots: a long part that decode steps only read, a short one they write.
 
-A step writes one token a slot, each at its own position. In the cache that would be a scatter per
-layer and step, and a program that writes an array copies the part it reads. So the tokens of a
-chunk of steps lie side by side, in the order of the steps, and join the cache when the chunk ends.
+A step writes one token a slot, each at its own position: in the cache, a scatter per layer and
+step. A program that writes an array also copies what it reads of it. So the tokens of a chunk of
+steps are kept in order of the steps, and join the cache when the chunk ends.
 """
 
 import dataclasses
@@ -83,10 +83,7 @@ def fill(
     keys: Sequence[Float[Array, "n K W H"]],
     values: Sequence[Float[Array, "n K W H"]],
 ) -> Cache:
-    """Returns the cache with W tokens in these slots, from position 0 on.
-
-    Slots past the last one are dropped. There is one array of keys and of values per layer.
-    """
+    """Returns the cache with W tokens in these slots; slots past the last one are dropped."""
 
     def put(blocks, rows, axis):
         written = []
@@ -174,11 +171,7 @@ def attention(
     values: Sequence[Float[Array, "S K _ H"]],
     seen: Bool[Array, "S Q window"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns attention of a few queries a slot, with the same rounding as `full_attention`.
-
-    Args:
-      keys, values: Blocks of "window" positions together.
-    """
+    """Returns attention of a few queries a slot, with the same rounding as `full_attention`."""
     slots, width, num_heads, size = q.shape
     heads = keys[0].shape[1]
     # The queries of all heads that share keys, and of all positions, are the rows of one matmul.

@@ -19,11 +19,8 @@ def num_slots(
 ) -> int:
     """Returns how many sequences are decoded at one time; see `chosen_slots`.
 
-    Args:
-      network: Its `compute_dtype` is the cache's.
-      mesh: Devices that are not present, or do not tell their memory, set no limit.
-      max_tokens: The cache's length.
-      draft_tokens: Guesses of a decode step; each has logits of its own.
+    `max_tokens` is the cache's length; each guess of `draft_tokens` has its own logits. Devices
+    that are not present, or do not tell their memory, set no limit.
     """
 
     def needed(slots: int) -> int:
@@ -38,16 +35,19 @@ def cache_bytes(network: Network, mesh: Mesh, slots: int, max_tokens: int) -> in
     """Returns the bytes of keys and values on one device."""
     shape = network.shape
     array = (slots, shape.num_kv_heads, max_tokens, shape.head_size)
-    split = mesh_lib.sharding_of(array, cache.AXES, mesh)
-    entries = math.prod(split.shard_shape(array))
-    return 2 * shape.num_layers * entries * jnp.dtype(network.compute_dtype).itemsize
+    keys = _bytes(mesh, array, cache.AXES, network.compute_dtype)
+    return 2 * shape.num_layers * keys
 
 
 def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:
     """Returns the bytes of that many rows of logits on one device."""
-    array = (rows, network.shape.vocab_size)
-    split = mesh_lib.sharding_of(array, ("batch", "vocab"), mesh)
-    return math.prod(split.shard_shape(array)) * jnp.dtype(jnp.float32).itemsize
+    return _bytes(mesh, (rows, network.shape.vocab_size), ("batch", "vocab"), jnp.float32)
+
+
+def _bytes(mesh: Mesh, array: tuple[int, ...], dims: tuple[str | None, ...], dtype: Any) -> int:
+    """Returns the bytes of an array on one device."""
+    shard = mesh_lib.sharding_of(array, dims, mesh).shard_shape(array)
+    return math.prod(shard) * jnp.dtype(dtype).itemsize
 
 
 def _free_bytes(device: Any) -> float:

@@ -4,10 +4,11 @@ The engine owns compiled programs and no weights: parameters are an argument of 
 so new weights of the same layout cost nothing.
 """
 
+import bisect
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ from jaxrl_llm.rollout.requests import (
     Request,
     SamplingParams,
 )
-from jaxrl_llm.rollout.scheduler import Placement, Reader, Scheduler
+from jaxrl_llm.rollout.scheduler import Assignment, Reader, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 
 
@@ -80,18 +81,13 @@ class Statistics:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Decode steps that the device was given and the host has not read."""
 
     outputs: programs.Outputs
     version: int  # of the weights
     num_slots: int
     queue_waits: bool
-
-
-def _no_decoder(tokens: Sequence[int]) -> str:
-    raise AssertionError("requests with stop strings are refused by an engine without decoder")
 
 
 class Engine:
@@ -110,33 +106,24 @@ class Engine:
         chunk_steps: int = 16,
         layout: str = "tensor",
         speculation: SpeculationConfig = NO_SPECULATION,
-        decode: Decode = _no_decoder,
+        decode: Decode | None = None,
     ):
         """
         Args:
           network: The policy; its `compute_dtype` is the cache's.
-          num_slots: Sequences decoded at one time.
           max_tokens: Longest prompt plus response; the cache's length.
           chunk_steps: Most decode steps before the host reads their tokens.
           layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
             split over, where they divide.
           speculation: Guesses that are checked together; they change speed, not samples.
-          decode: Tokens to text, for stop strings; without it requests that have some are refused.
+          decode: Tokens to text; without it requests with stop strings are refused.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
         self._step_tokens = 1 + speculation.draft_tokens  # that a step may give a slot
-        self._decode = decode
-        self.limits = Limits(max_tokens, network.shape.vocab_size, decode is not _no_decoder)
-        self.jitted = Jitted(
-            network,
-            mesh,
-            num_slots=num_slots,
-            max_tokens=max_tokens,
-            chunk_steps=chunk_steps,
-            layout=layout,
-            speculation=speculation,
-        )
+        self._decode = decode or str  # str is never called
+        self.limits = Limits(max_tokens, network.shape.vocab_size, decode is not None)
+        self.jitted = Jitted(network, mesh, num_slots, max_tokens, chunk_steps, layout, speculation)
         self.reset()
 
     def reset(self) -> None:
@@ -144,7 +131,6 @@ class Engine:
         self._scheduler = Scheduler(self.num_slots, self._decode)
         self._reader = Reader(lambda *args: self.jitted.prefill(*args), self.max_tokens)
         self._sums = Statistics()
-        self._prefill_s = self._decode_s = 0.0
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -155,7 +141,7 @@ class Engine:
 
     @property
     def num_active(self) -> int:
-        """Samples that stand in a slot."""
+        """Samples that have a slot."""
         return self._scheduler.num_active
 
     @property
@@ -165,29 +151,17 @@ class Engine:
             self._sums,
             prefill_tokens=self._reader.num_tokens,
             prefill_positions=self._reader.num_positions,
-            prefill_s=self._prefill_s,
-            decode_s=self._decode_s,
         )
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        return self.jitted.count()
-
-    def programs(
-        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
-    ) -> list[Program]:
-        """Returns what to `compile` for requests of these kinds (see `Jitted.warm_up`).
-
-        Afterwards nothing compiles while up to `num_prompts` of up to `prompt_tokens` are read
-        together. Otherwise programs compile when they are first needed.
-        """
-        return self.jitted.warm_up(num_prompts, prompt_tokens, filters)
+        names = ("empty", "prefill", "insert", "generate", "release", "move")
+        return sum(getattr(self.jitted, name)._cache_size() for name in names)
 
     def compile(self, params: Params, program: Program) -> None:
-        """Compiles a program of `programs`; may be called between any two turns of `step`."""
+        """Compiles one of `jitted.programs`; may be called between any two calls of `step`."""
         with jax.set_mesh(self.mesh):
-            state = self.jitted.empty() if self._state is None else self._state
-            self._state = program.call(params, state)
+            self._state = program.call(params, self._state or self.jitted.empty())
 
     def submit(self, request: Request) -> int:
         """Queues a request; returns its number, never given twice between two resets.
@@ -206,41 +180,39 @@ class Engine:
         """
         return self._scheduler.remove(number)
 
-    def step(self, params: Params, version: int = 0) -> list[Progress]:
-        """Takes one turn: fills free slots from the queue, decodes a chunk.
+    def step(self, params: Params, version: int = 0, *, ahead: bool = False) -> list[Progress]:
+        """Fills free slots from the queue and decodes a chunk.
 
         Args:
-          params: Rollout parameters, `layers` a tuple. They may change between turns, with the
-            same shapes and layout: prompts that were not yet placed are read again, slots keep
-            their keys and values.
+          params: Rollout parameters, `layers` a tuple. They may change between steps, with the
+            same shapes and layout: prompts without a slot are read again, slots keep their keys
+            and values.
           version: Of these weights; reported with every token that they draw.
+          ahead: The device may begin the next chunk before this one is read: nothing is
+            submitted, aborted or changed before the next step.
 
         Returns:
           One entry for each sample that got tokens, or failed; none if there is nothing to do.
         """
-        return self._turn(params, version, ahead=False)
-
-    def _turn(self, params: Params, version: int, *, ahead: bool) -> list[Progress]:
-        """Takes a turn; `ahead`: the device may begin the next chunk before this one is read."""
         scheduler = self._scheduler
-        done, self._chunk = self._chunk, None
+        chunk, self._chunk = self._chunk, None
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
-            if done is None:
+            if chunk is None:
                 # Again until no slot is free: a sample may end with its first token.
-                while placements := scheduler.admit():
-                    for batch in self._reader.split(params, placements, scheduler):
-                        self._admit(*batch, version)
+                while entering := scheduler.admit():
+                    for batch in self._reader.split(params, entering, scheduler):
+                        self._insert(*batch, version)
             filled = time.perf_counter()
-            self._prefill_s += filled - began
+            self._sums += Statistics(prefill_s=filled - began)
             if scheduler.num_active:
-                if done is None:
+                if chunk is None:
                     num_slots = self._settle()
-                    done = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
+                    chunk = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
                 if ahead:
-                    self._chunk = self._dispatch_ahead(params, version, done)
-                self._take(done)
-                self._decode_s += time.perf_counter() - filled
+                    self._chunk = self._dispatch_ahead(params, version, chunk)
+                self._take(chunk)
+                self._sums += Statistics(decode_s=time.perf_counter() - filled)
         return scheduler.progress()
 
     def generate(
@@ -249,7 +221,6 @@ class Engine:
         """Returns the completions of every request, in the order of its samples.
 
         Args:
-          params: Rollout parameters, `layers` a tuple.
           longest_prompt: Tokens of the longest prompt of any call; with it, calls whose own longest
             prompts differ read them with the same program.
 
@@ -267,21 +238,14 @@ class Engine:
             self.limits.check(request, f"request {i}")
         self.reset()
         self._reader.longest = longest_prompt
-        add = self._scheduler.add
-        completions = {add(r): [Completion() for _ in r.params] for r in requests}
+        scheduler = self._scheduler
+        completions = [scheduler.completions(scheduler.add(request)) for request in requests]
         try:
             while self.num_waiting or self.num_active:
-                # No request comes or goes meanwhile, so the host may be a chunk behind.
-                for p in self._turn(params, version, ahead=True):
-                    if p.error is not None:
-                        raise p.error
-                    completion = completions[p.request][p.sample]
-                    completion.tokens += p.tokens
-                    completion.log_probs += p.log_probs
-                    completion.versions += p.versions
-                    completion.top_log_probs += p.top_log_probs
-                    completion.finish_reason = p.finish_reason
-            return list(completions.values())
+                for progress in self.step(params, version, ahead=True):
+                    if progress.error is not None:
+                        raise progress.error
+            return completions
         except BaseException:
             self.reset()
             raise
@@ -289,26 +253,26 @@ class Engine:
             # The cache's memory, and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
 
-    def _admit(
-        self, prefix: Prefix, prompts: list[int], placements: list[Placement], version: int
+    def _insert(
+        self, prefix: Prefix, prompts: list[int], entering: list[Assignment], version: int
     ) -> None:
         """Puts samples into slots; `prompts` are the indices of their prompts in the prefix."""
-        size = next(size for size in self.jitted.insert_sizes if size >= len(placements))
-        requests = [self._scheduler.requests[p.request] for p in placements]
-        drawn = [
-            (request.keys[p.sample], request.params[p.sample])
-            for request, p in zip(requests, placements, strict=True)
-        ]
-        state = self.jitted.empty() if self._state is None else self._state
+        samples = [(self._scheduler.requests[a.request], a.sample) for a in entering]
+        filtered, num_top = self._switches([r.params[i] for r, i in samples])
         self._state, outputs = self.jitted.insert(
-            state,
+            self._state or self.jitted.empty(),
             prefix,
             scheduler_lib.admission(
-                drawn, [p.slot for p in placements], prompts, size, self.num_slots
+                [(r.keys[i], r.params[i]) for r, i in samples],
+                [a.slot for a in entering],
+                prompts,
+                _at_least(len(entering), self.jitted.insert_sizes),
+                self.num_slots,
             ),
-            **self._switches([params for _, params in drawn]),
+            filtered=filtered,
+            num_top=num_top,
         )
-        self._scheduler.take_first(placements, _read(outputs), version)
+        self._scheduler.take_first(entering, jax.device_get(outputs), version)
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode.
@@ -316,56 +280,54 @@ class Engine:
         Fewer active samples move together at the front, where a smaller program decodes them.
         """
         scheduler = self._scheduler
-        num_slots = self._num_slots_for(scheduler.num_active)
+        num_slots = _at_least(scheduler.num_active, self.jitted.slot_counts)
         moves = scheduler.compact(num_slots)
         for i in range(0, len(moves), MOVES):
             pairs = np.full((MOVES, 2), self.num_slots, np.int32)
             pairs[: len(moves[i : i + MOVES])] = moves[i : i + MOVES]
             self._state = self.jitted.move(self._state, pairs[:, 0], pairs[:, 1])
-        if stale := [slot for slot in scheduler.stale_slots() if slot < self.num_slots]:
+        if stale := scheduler.stale_slots():
             mask = np.zeros(self.num_slots, bool)
             mask[stale] = True
             self._state = self.jitted.release(self._state, mask)
         return num_slots
 
-    def _num_slots_for(self, num_samples: int) -> int:
-        """Returns how many slots the smallest program with room for so many samples decodes."""
-        return next(n for n in self.jitted.slot_counts if n >= num_samples)
-
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
-        queue_waits = self._scheduler.num_waiting > 0
+        queue_waits = self.num_waiting > 0
+        filtered, num_top = self._switches(self._scheduler.active_params)
         self._state, outputs = self.jitted.generate(
             params,
             self._state,
-            # While samples wait all slots are taken, and a sixteenth of them is worth a refill;
-            # afterwards the device runs on until its chunk or its work is done.
+            # While samples wait, a sixteenth of the slots free is worth a refill; afterwards the
+            # device runs on until its chunk or its work is done.
             np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
             num_slots=num_slots,
-            window=next((w for w in self.jitted.windows if w >= longest), self.max_tokens),
-            **self._switches(self._scheduler.active_params),
+            window=_at_least(min(longest, self.max_tokens), self.jitted.windows),
+            filtered=filtered,
+            num_top=num_top,
         )
         return _Chunk(outputs, version, num_slots, queue_waits)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
-        """Gives the device what follows a chunk that is not read, if the host decides nothing.
+        """Gives the device the chunk after one that is not read, unless the host must decide.
 
-        It decides while samples wait for a slot, where few enough will be left for a smaller
-        program, or none, and where texts are searched for stop strings. That a sample ended before
+        It must while samples wait for a slot, where those that are left fit a smaller program or
+        none are left, and where texts are searched for stop strings. That a sample ended before
         its limit is seen one chunk late.
         """
         scheduler = self._scheduler
         left = scheduler.lengths(self.chunk_steps)
         if chunk.queue_waits or not left or any(p.stop_strings for p in scheduler.active_params):
             return None
-        if self._num_slots_for(len(left)) < chunk.num_slots:
+        if _at_least(len(left), self.jitted.slot_counts) < chunk.num_slots:
             return None
         longest = max(left) + self.chunk_steps * self._step_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
 
     def _take(self, chunk: _Chunk) -> None:
         """Reads what a chunk sampled."""
-        sampled = _read(chunk.outputs)
+        sampled = jax.device_get(chunk.outputs)
         # [steps, S]: an active slot gets a token in every step, whatever was guessed.
         given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
         active = np.any(given, axis=1)
@@ -379,16 +341,14 @@ class Engine:
             busy_slot_steps=slot_steps if chunk.queue_waits else 0,
         )
 
-    def _switches(self, params: list[SamplingParams]) -> dict[str, Any]:
-        """Returns what these samples need of a program that others can do without."""
+    def _switches(self, params: list[SamplingParams]) -> tuple[bool, int]:
+        """Returns (filtered, num_top): what these samples need of a program, others do not."""
         most = max((p.num_top_log_probs for p in params), default=0)
         widest = min(MAX_TOP_LOG_PROBS, self.network.shape.vocab_size)
-        return {
-            "filtered": any(p.is_filtered for p in params),
-            "num_top": bucket(most, largest=widest) if most else 0,
-        }
+        num_top = bucket(most, largest=widest) if most else 0
+        return any(p.is_filtered for p in params), num_top
 
 
-def _read(outputs: programs.Outputs) -> programs.Outputs:
-    """Waits for the device; returns its outputs as numpy arrays."""
-    return jax.device_get(outputs)
+def _at_least(smallest: int, sizes: Sequence[int]) -> int:
+    """Returns the first of rising sizes that is not below `smallest`."""
+    return sizes[bisect.bisect_left(sizes, smallest)]

@@ -95,9 +95,8 @@ def rollout(
     """Returns `len(samples)` sequences of every prompt, prompt-major, and the work for all turns.
 
     Args:
-      weights: Rollout parameters and their version.
       samples: How each sample of a prompt is drawn; `max_tokens` bounds all turns together.
-      key: Of this call; sample i of prompt p uses `fold_in(key, p * len(samples) + i)`.
+      key: Sample i of prompt p uses `fold_in(key, p * len(samples) + i)`.
       begin: Begins the episode of a prompt's i-th sample.
     """
     n = len(samples)
@@ -115,35 +114,22 @@ def rollout(
         requests = [_request(group) for group in groups]
         turns = engine.generate(weights.params, requests, weights.version, prompts.longest)
         done += engine.statistics
-        going_on = [
-            sequence
+        groups = [
+            [sequence]
             for group, completions in zip(groups, turns, strict=True)
             for sequence, completion in zip(group, completions, strict=True)
             if sequence.take(completion)
         ]
-        groups = [[sequence] for sequence in going_on]
 
-    prompt_lengths = [len(s.prompt.tokens) for s in sequences]
-    lengths = np.array(prompt_lengths, np.int32) + [len(s.tokens) for s in sequences]
-    lengths = lengths.astype(np.int32)
-    shape = (len(sequences), bucket(int(lengths.max()), smallest=32, largest=engine.max_tokens))
-    tokens = np.zeros(shape, np.int32)
-    response_mask = np.zeros(shape, bool)
-    log_probs = np.zeros(shape, np.float32)
-    versions = np.zeros(shape, np.int32)
-    for row, (start, s) in enumerate(zip(prompt_lengths, sequences, strict=True)):
-        response = slice(start, int(lengths[row]))
-        tokens[row, :start] = s.prompt.tokens
-        tokens[row, response] = s.tokens
-        response_mask[row, response] = s.chosen
-        log_probs[row, response] = s.log_probs
-        versions[row, response] = s.versions
+    starts = [len(s.prompt.tokens) for s in sequences]
+    ends = [start + len(s.tokens) for start, s in zip(starts, sequences, strict=True)]
+    shape = (len(sequences), bucket(max(ends), smallest=32, largest=engine.max_tokens))
     rollouts = Rollouts(
-        tokens=tokens,
-        response_mask=response_mask,
-        rollout_log_probs=log_probs,
-        versions=versions,
-        lengths=lengths,
+        tokens=np.zeros(shape, np.int32),
+        response_mask=np.zeros(shape, bool),
+        rollout_log_probs=np.zeros(shape, np.float32),
+        versions=np.zeros(shape, np.int32),
+        lengths=np.array(ends, np.int32),
         group_ids=np.repeat(np.arange(len(prompts.prompts), dtype=np.int32), n),
         stopped=np.array([s.stopped for s in sequences]),
         prompts=prompts.prompts,
@@ -151,6 +137,12 @@ def rollout(
             str(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences
         ),
     )
+    for row, s in enumerate(sequences):
+        response = slice(starts[row], ends[row])
+        rollouts.tokens[row, : ends[row]] = (*s.prompt.tokens, *s.tokens)
+        rollouts.response_mask[row, response] = s.chosen
+        rollouts.rollout_log_probs[row, response] = s.log_probs
+        rollouts.versions[row, response] = s.versions
     return rollouts, done
 
 

@@ -1,12 +1,11 @@
 """The programs of an engine, jitted: static and donated arguments, shardings, and the warm-up."""
 
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,31 +21,31 @@ MOVES = 4  # samples moved by one call
 _WINDOW_STEP = 64  # windows closer together save less time than their programs cost
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A call that compiles, and changes nothing in any slot, whatever is decoded there."""
+class Program(NamedTuple):
+    """A call that compiles a program and changes no slot, whatever is decoded there."""
 
     name: str
     call: Callable[[Params, DecodeState], DecodeState]
 
 
 class Jitted:
-    """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`."""
+    """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`.
+
+    The arguments are those of `engine.Engine`.
+    """
 
     def __init__(
         self,
         network: Network,
         mesh: Mesh,
-        *,
         num_slots: int,
         max_tokens: int,
         chunk_steps: int,
         layout: str,
         speculation: SpeculationConfig,
     ):
-        """See `engine.Engine`."""
         self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
-        replicated = mesh_lib.replicated(mesh)
+        self._replicated = mesh_lib.replicated(mesh)
         ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
@@ -66,20 +65,24 @@ class Jitted:
                 keeps_history=speculation.draft_tokens > 0,
             )
 
+        @ruled
+        def sharding(a):
+            dims = cache.AXES if a.ndim == 4 else ("batch", *[None] * (a.ndim - 1))
+            return mesh_lib.sharding_of(a.shape, dims, mesh)
+
+        # The compiler could split the state that comes out in another way than the one that goes
+        # in; then the next call would compile again.
         with jax.set_mesh(mesh):
-            self._state_shapes = jax.eval_shape(empty)
-        # Left to the compiler, the state could come back split in another way than it went in,
-        # and the next call would compile again.
-        sharding = ruled(lambda a: mesh_lib.sharding_of(a.shape, _state_dims(a.ndim), mesh))
-        self.state_shardings = jax.tree.map(sharding, self._state_shapes)
-        self.empty = jax.jit(empty, out_shardings=self.state_shardings)
+            self.state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
+            self.empty = jax.jit(empty, out_shardings=self.state_shardings)
+            self.abstract_state = jax.eval_shape(self.empty)
         read = functools.partial(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
         self.prefill = jax.jit(ruled(read))
         self.insert = jax.jit(
             ruled(programs.insert),
             static_argnames=("filtered", "num_top"),
             donate_argnums=0,
-            out_shardings=(self.state_shardings, replicated),
+            out_shardings=(self.state_shardings, self._replicated),
         )
         decode = functools.partial(
             programs.generate,
@@ -93,85 +96,71 @@ class Jitted:
             ruled(decode),
             static_argnames=("num_slots", "window", "filtered", "num_top"),
             donate_argnums=1,
-            out_shardings=(self.state_shardings, replicated),
+            out_shardings=(self.state_shardings, self._replicated),
         )
         in_place = functools.partial(jax.jit, donate_argnums=0, out_shardings=self.state_shardings)
         self.release = in_place(programs.release)
         self.move = in_place(programs.move)
         # Slots that are split over devices stay where they are: all of them decode, always.
         split = self.state_shardings.tokens.spec[0] is not None
-        self.slot_counts = sizes(num_slots, 8) if not split else (num_slots,)
-
-    def count(self) -> int:
-        """Returns how many programs were compiled so far."""
-        names = ("empty", "prefill", "insert", "generate", "release", "move")
-        return sum(getattr(self, name)._cache_size() for name in names)
-
-    def abstract_state(self) -> DecodeState:
-        """Returns shapes and shardings of the decode state."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            self._state_shapes,
-            self.state_shardings,
-        )
+        self.slot_counts = (num_slots,) if split else sizes(num_slots, 8)
 
     def lower_prefill(
         self, params: Params, num_prompts: int, prompt_tokens: int
     ) -> jax.stages.Lowered:
         """Returns the widest program that reads such prompts; `params` may be abstract."""
-        rows, width = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        abstract = jax.tree.map(
-            lambda a: self._abstract(a.shape, a.dtype), scheduler.empty_rows(rows, width)
+        shape = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
+        return self.prefill.lower(
+            params, jax.tree.map(self._abstract, scheduler.empty_rows(*shape))
         )
-        return self.prefill.lower(params, abstract)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
         """Returns the program of a decode chunk of all slots; `window` 0 is the widest."""
         with jax.set_mesh(self._mesh):
             return self.generate.lower(
                 params,
-                self.abstract_state(),
-                self._abstract((), jnp.int32),
+                self.abstract_state,
+                self._abstract(np.int32(0)),
                 num_slots=self._num_slots,
                 window=window or self._max_tokens,
                 filtered=False,
                 num_top=0,
             )
 
-    def _abstract(self, shape: tuple[int, ...], dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self._mesh))
+    def _abstract(self, array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated)
 
-    def warm_up(
-        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool]
+    def programs(
+        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
     ) -> list[Program]:
-        """Returns what requests without likeliest tokens need, short and few ones first.
+        """Returns what to compile ahead of requests, short and few ones first.
+
+        Then nothing compiles later while up to `num_prompts` prompts of up to `prompt_tokens` are
+        read together, unless a request wants the likeliest tokens.
 
         Args:
-          num_prompts: Most prompts that are read together.
-          prompt_tokens: Of the longest prompt.
-          filters: The values of `SamplingParams.is_filtered`; each has programs of its own.
+          filters: The values of `SamplingParams.is_filtered`; each has its own programs.
         """
         shapes = {
             shape
             for count in range(1, num_prompts + 1)
             for shape in scheduler.row_shapes(count, prompt_tokens, self._max_tokens)
         }
-        found: list[tuple[Any, Program]] = []
-        if filters:
-            found.append(((), Program("moving samples", self._move_nothing)))
+        found: dict[tuple[int, ...], Program] = {}  # by their order
         for filtered in filters:
             after = ", filtered" if filtered else ""
             for rows, width in shapes:
-                name = f"prefill of {rows} x {width} tokens{after}"
-                call = functools.partial(self._insert_nothing, rows, width, filtered)
-                order = (filtered, self.slot_counts[0], width, 0, rows)
-                found.append((order, Program(name, call)))
-            for slots in self.slot_counts:
-                for window in self.windows:
-                    name = f"decoding of {slots} slots x {window} tokens{after}"
-                    call = functools.partial(self._generate_nothing, slots, window, filtered)
-                    found.append(((filtered, slots, window, 1, 0), Program(name, call)))
-        return [program for _, program in sorted(found, key=lambda entry: entry[0])]
+                found[filtered, self.slot_counts[0], width, 0, rows] = Program(
+                    f"prefill of {rows} x {width} tokens{after}",
+                    functools.partial(self._insert_nothing, rows, width, filtered),
+                )
+            for slots, window in itertools.product(self.slot_counts, self.windows):
+                found[filtered, slots, window, 1, 0] = Program(
+                    f"decoding of {slots} slots x {window} tokens{after}",
+                    functools.partial(self._generate_nothing, slots, window, filtered),
+                )
+        moving = [Program("moving samples", self._move_nothing)] if found else []
+        return moving + [found[order] for order in sorted(found)]
 
     def _move_nothing(self, params: Params, state: DecodeState) -> DecodeState:
         nowhere = np.full(MOVES, self._num_slots, np.int32)
@@ -189,17 +178,9 @@ class Jitted:
     def _generate_nothing(
         self, num_slots: int, window: int, filtered: bool, params: Params, state: DecodeState
     ) -> DecodeState:
-        free_target = np.int32(0)  # reached before the first step
-        state, _ = self.generate(
-            params,
-            state,
-            free_target,
-            num_slots=num_slots,
-            window=window,
-            filtered=filtered,
-            num_top=0,
-        )
-        return state
+        enough_free = np.int32(0)  # slots: reached before the first step
+        sizes = {"num_slots": num_slots, "window": window}
+        return self.generate(params, state, enough_free, **sizes, filtered=filtered, num_top=0)[0]
 
 
 def sizes(largest: int, smallest: int) -> tuple[int, ...]:
@@ -209,9 +190,9 @@ def sizes(largest: int, smallest: int) -> tuple[int, ...]:
     (6, 12, 24)
     """
     found = [largest]
-    while found[-1] % 2 == 0 and found[-1] // 2 >= smallest:
-        found.append(found[-1] // 2)
-    return tuple(reversed(found))
+    while found[0] % 2 == 0 and found[0] // 2 >= smallest:
+        found.insert(0, found[0] // 2)
+    return tuple(found)
 
 
 def windows(max_tokens: int) -> tuple[int, ...]:
@@ -224,8 +205,3 @@ def windows(max_tokens: int) -> tuple[int, ...]:
     octaves = [smallest << i for i in range(5)]
     between = [size * 3 // 2 for size in octaves if size >= 2 * _WINDOW_STEP]
     return (*(size for size in sorted([*octaves, *between]) if size < max_tokens), max_tokens)
-
-
-def _state_dims(ndim: int) -> tuple[str | None, ...]:
-    """Returns the dim names of a cache (4 dims) or of any other part of the decode state."""
-    return cache.AXES if ndim == 4 else ("batch", *[None] * (ndim - 1))

@@ -31,8 +31,8 @@ class Prompts:
 class Prefix:
     """P prompts that were read: their keys and values, and what follows them.
 
-    The "tokens" of all rows end to end. Where prompts share rows an empty row follows, so that a
-    row's width can be cut out wherever a prompt begins.
+    "tokens" are those of all rows end to end. Where prompts share rows an empty row follows, so
+    that a row's width can be cut out wherever a prompt begins.
     """
 
     keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
@@ -49,9 +49,8 @@ def prefill(
 ) -> Prefix:
     """Reads prompts. No token attends to another prompt or to padding.
 
-    Args:
-      piece_tokens: Wider rows hold one prompt each and are read in pieces of so many tokens, to
-        hold the activations of one piece only; static.
+    Rows wider than `piece_tokens` (static) hold one prompt each and are read in pieces of that
+    size, so that the activations of only one piece are in memory.
     """
     rows, width = prompts.tokens.shape
     shared = prompts.starts.shape[0] > rows

@@ -41,8 +41,8 @@ class DecodeState:
 class Outputs:
     """What was sampled; shares no memory with the state, so it outlives the next call.
 
-    Rounds: steps (one for `insert`) times the tokens that a step may give a slot. S slots (for
-    `insert`: admitted samples), k likeliest tokens.
+    "rounds" are steps (one for `insert`) times the tokens that a step may give a slot. For
+    `insert` S counts the samples that enter. There are k likeliest tokens.
     """
 
     tokens: Int[Array, "rounds S"]  # -1: none, the slot was not active or a guess was wrong
@@ -75,10 +75,7 @@ def empty_state(
 ) -> DecodeState:
     """Returns a state in which every slot is free.
 
-    Args:
-      blocks: Positions of each block of the cache (see `cache.Cache`).
-      num_stops: Tokens that may end a sample.
-      keeps_history: Whether all tokens are kept, which speculation needs.
+    `blocks` are the positions of each block of the cache; speculation needs `keeps_history`.
     """
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
@@ -107,10 +104,7 @@ def insert(
     filtered: bool,
     num_top: int,
 ) -> tuple[DecodeState, Outputs]:
-    """Copies prefixes into slots and samples the first token of each.
-
-    Returns the state, and one step's outputs with a column for each admitted sample.
-    """
+    """Copies prefixes into slots and samples the first token of each, a column of the outputs."""
     a = admission
     lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
     tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
@@ -184,9 +178,7 @@ def generate(
       window: No slot has more tokens before the first step.
       gather: Whether the part of the cache that is read is copied out before the steps. On a CPU
         each matmul with part of an array copies that part; accelerators do not.
-      filtered: See `sampling.sample`.
       num_top: Likeliest tokens to report.
-      draft_tokens, ngram_tokens: See `speculation.propose`. 0: no speculation.
     """
     width = 1 + draft_tokens
     read = functools.partial(cache_lib.front, state.cache, num_slots, window)
@@ -229,12 +221,12 @@ def generate(
         kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
         return step + 1, live, recent, kept
 
-    places = (num_steps, width, num_slots)
+    dims = (num_steps, width, num_slots)
     blank = (
-        jnp.full(places, -1, jnp.int32),
-        jnp.zeros(places, jnp.float32),
-        jnp.zeros((*places, num_top), jnp.int32),
-        jnp.zeros((*places, num_top), jnp.float32),
+        jnp.full(dims, -1, jnp.int32),
+        jnp.zeros(dims, jnp.float32),
+        jnp.zeros((*dims, num_top), jnp.int32),
+        jnp.zeros((*dims, num_top), jnp.float32),
     )
     _, live, recent, kept = lax.while_loop(unfinished, body, (0, live, recent, blank))
     cache = cache_lib.join(state.cache, recent, window + size)
@@ -262,17 +254,12 @@ def _decode_step(
     """Feeds every active slot its last token and samples the next.
 
     With speculation it feeds Q - 1 guesses after that token, samples after each of them, and keeps
-    what follows right ones. Inactive slots compute too and change nothing.
-
-    Args:
-      cache: The part that is read, of these slots.
-      recent: Tokens fed since the cache was written; this step's are those from `start` on.
-      live: Slots, without their cache.
-      in_cache: Which positions of the cache a slot has filled.
+    what follows right ones. Inactive slots compute too and change nothing. This step's tokens
+    stand in `recent` from `start` on; `live` are the slots without their cache.
 
     Returns:
-      The slots; recent tokens; (tokens (-1: none), log-probs [Q, S], likeliest tokens and theirs
-      [Q, S, k]).
+      The slots; recent tokens; (tokens (-1: none), log-probs [Q, S], likeliest tokens and their
+      log-probs [Q, S, k]).
     """
     active = live.remaining > 0
     fed = live.tokens[:, None]  # [S, Q]

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from jaxrl_llm.errors import UserError
 # left to the model's own ends of sequence.
 NUM_STOP_TOKENS = 16
 MAX_TOP_LOG_PROBS = 32
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
-# "": still running; "stop": a stop token or a stop string; "length": its limit of tokens; "error":
-# the host's work for this sample alone raised an error.
+# "": still running; "stop": a stop token or stop string; "length": the limit of tokens; "error":
+# the host's work for this sample raised an error.
 FinishReason = Literal["", "stop", "length", "abort", "error"]
 # Of one position in a sequence: (token, log-prob) pairs, the likeliest first.
 TopLogProbs = tuple[tuple[int, float], ...]
@@ -31,9 +33,8 @@ class RequestError(UserError, ValueError):
 class SamplingParams:
     """How one sample is drawn.
 
-    A stop token ends the sample and is its last token. A stop string ends it with the first
-    token that completes the string in the sample's text: that token is kept whole, whatever
-    text it holds after the string (`stopping.text_before` cuts a text there).
+    A stop token is the sample's last token. So is the first token that completes a stop string in
+    its text, whatever text that token holds after the string (`stopping.text_before` cuts there).
     """
 
     max_tokens: int
@@ -55,8 +56,8 @@ class Request:
     """A prompt and the samples wanted of it; the prompt is read once for all of them.
 
     The random number of a token follows from the key of its sample and its position in the
-    sequence, prompt included. So a sample that was aborted goes on as a request of its own:
-    prompt and tokens so far as the prompt, the same key, what is left of `max_tokens`.
+    sequence, prompt included. So an aborted sample can continue as a new request: prompt and
+    tokens so far as the prompt, the same key, the rest of `max_tokens`.
     """
 
     tokens: tuple[int, ...]
@@ -80,9 +81,8 @@ class Completion:
         return self.finish_reason == "stop"
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What one turn of the engine added to one sample."""
+class Progress(NamedTuple):
+    """What one step of the engine added to one sample."""
 
     request: int  # as `Engine.submit` returned it
     sample: int
@@ -94,6 +94,10 @@ class Progress:
     error: Exception | None = None  # why, if that is "error"
 
 
+def _is_integer(value: Any, lowest: int, highest: int) -> bool:
+    return isinstance(value, Integral) and lowest <= int(value) <= highest
+
+
 # NaN fails every comparison.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (
@@ -101,7 +105,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"must be finite and at least {MIN_TEMPERATURE:g}, or 0 for greedy",
     ),
     "top_k": (
-        lambda k: isinstance(k, Integral) and 0 <= int(k) < 2**31,
+        lambda k: _is_integer(k, 0, 2**31 - 1),
         "must be an integer from 0 (off) to 2147483647",
     ),
     "top_p": (lambda p: 0 < p <= 1, "must be above 0 and at most 1 (off)"),
@@ -128,11 +132,7 @@ def is_text(string: str) -> bool:
     >>> is_text("\\ud83d")
     False
     """
-    try:
-        string.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not _SURROGATE.search(string)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,58 +145,50 @@ class Limits:
 
     def check(self, request: Request, name: str) -> None:
         """Raises a `RequestError` for what the engine cannot serve; `name` begins its message."""
-        if problem := self._problem(request):
+        if problem := next(self._problems(request), ""):
             raise RequestError(f"{name}: {problem}")
 
-    def _problem(self, request: Request) -> str:
+    def _problems(self, request: Request) -> Iterator[str]:
         length = len(request.tokens)
         if not 1 <= length < self.max_tokens:
-            return f"a prompt of {length} tokens; this engine takes 1 to {self.max_tokens - 1}"
-        if problem := self._token_problem("prompt", request.tokens):
-            return problem
+            yield f"a prompt of {length} tokens; this engine takes 1 to {self.max_tokens - 1}"
+        yield from self._token_problems("prompt", request.tokens)
         keys = np.asarray(request.keys)
         if keys.shape != (len(request.params), 2) or keys.dtype.kind not in "iu":
-            return (
+            yield (
                 f"keys of shape {keys.shape} and {keys.dtype} for {len(request.params)} samples;"
                 " give one raw key of two integers for each"
             )
         # Samples of a prompt mostly share their parameters.
-        each = {id(params): params for params in request.params}.values()
-        return next((p for params in each if (p := self._sampling_problem(params, length))), "")
+        for params in {id(params): params for params in request.params}.values():
+            yield from self._sampling_problems(params, length)
 
-    def _token_problem(self, name: str, tokens: Sequence[int]) -> str:
+    def _token_problems(self, name: str, tokens: Sequence[int]) -> Iterator[str]:
         ids = np.asarray(tokens)
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            return f"{name}: token ids are integers, got {tokens!r:.100}"
-        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if wrong.size:
-            return f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
-        return ""
+        if len(tokens) and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+            yield f"{name}: token ids are integers, got {tokens!r:.100}"
+        elif (wrong := ids[(ids < 0) | (ids >= self.vocab_size)]).size:
+            yield f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
 
-    def _sampling_problem(self, params: SamplingParams, prompt_tokens: int) -> str:
-        room, count = self.max_tokens - prompt_tokens, params.max_tokens
-        if not (isinstance(count, Integral) and 1 <= int(count) <= room):
-            return (
-                f"max_tokens={count!r:.100} after a prompt of {prompt_tokens}"
+    def _sampling_problems(self, params: SamplingParams, prompt_tokens: int) -> Iterator[str]:
+        room, most = self.max_tokens - prompt_tokens, min(MAX_TOP_LOG_PROBS, self.vocab_size)
+        if not _is_integer(params.max_tokens, 1, room):
+            yield (
+                f"max_tokens={params.max_tokens!r:.100} after a prompt of {prompt_tokens}"
                 f" must lie between 1 and {room} and be an integer"
             )
         for field in _RULES:
             if problem := number_problem(field, getattr(params, field)):
-                return f"{field} {problem}"
+                yield f"{field} {problem}"
         if len(params.stop_tokens) > NUM_STOP_TOKENS:
-            return f"{len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
-        if params.stop_tokens and (p := self._token_problem("stop_tokens", params.stop_tokens)):
-            return p
-        most, count = min(MAX_TOP_LOG_PROBS, self.vocab_size), params.num_top_log_probs
-        if not (isinstance(count, Integral) and 0 <= int(count) <= most):
-            return (
-                f"num_top_log_probs={count!r:.100} must lie between 0 and {most} and be an integer"
-            )
+            yield f"{len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
+        yield from self._token_problems("stop_tokens", params.stop_tokens)
+        if not _is_integer(num_top := params.num_top_log_probs, 0, most):
+            yield f"num_top_log_probs={num_top!r:.100} must lie between 0 and {most}, an integer"
         if params.stop_strings and not self.takes_stop_strings:
-            return "stop strings need the text of tokens; give the engine `decode`"
+            yield "stop strings need the text of tokens; give the engine `decode`"
         for string in params.stop_strings:
             if not string:
-                return "a stop string is empty; leave it out"
+                yield "a stop string is empty; leave it out"
             if not is_text(string):
-                return f"stop string {string!r:.100} holds half of a surrogate pair; leave it out"
-        return ""
+                yield f"stop string {string!r:.100} holds half of a surrogate pair; leave it out"

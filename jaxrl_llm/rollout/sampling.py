@@ -34,9 +34,9 @@ def sample(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Returns one token a row and its log-prob.
 
-    The log-prob is that of the whole vocabulary at the sampling temperature (temperature 1
-    for greedy rows): what the same network gives in training. Filters restrict what may be
-    drawn, not what is reported.
+    The log-prob is that of the whole vocabulary at the sampling temperature (1 for greedy rows):
+    what the same network gives in training. Filters restrict what may be drawn, not what is
+    reported.
 
     Args:
       logits: Unscaled, float32.
@@ -46,12 +46,10 @@ def sample(
     scaled = _scaled(logits, sampler)
     mass = jnp.exp(scaled)  # unnormalized probabilities, the largest is 1
     log_total = jnp.log(mass.sum(-1))
-
     allowed = _filter(mass, sampler) if filtered else mass
     tokens = _inverse_cdf(allowed, _uniforms(sampler.keys, positions))
     greedy = sampler.temperature == 0.0
     tokens = jnp.where(greedy, jnp.argmax(logits, -1), tokens).astype(jnp.int32)
-
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
     return tokens, chosen - log_total
 
@@ -59,10 +57,7 @@ def sample(
 def top_log_probs(
     logits: Float[Array, "S V"], sampler: SamplerState, count: int
 ) -> tuple[Int[Array, "S k"], Float[Array, "S k"]]:
-    """Returns the likeliest tokens of each row and their log-probs, as `sample` reports them.
-
-    `count` is static and at most V; 0 costs nothing.
-    """
+    """Returns the `count` likeliest tokens of each row and their log-probs, as in `sample`."""
     if not count:
         shape = (logits.shape[0], 0)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
@@ -71,11 +66,8 @@ def top_log_probs(
 
 
 def _scaled(logits: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S V"]:
-    """Returns the logits at each row's temperature (1 for greedy rows), less their largest.
-
-    The largest is subtracted first: at a small temperature quotients are large, and so is the
-    rounding of their difference.
-    """
+    """Returns the logits less their largest, at each row's temperature (1 for greedy rows)."""
+    # In this order: at a small temperature quotients are large, and so is their rounding.
     temperature = jnp.where(sampler.temperature == 0.0, 1.0, sampler.temperature)
     return (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
 
@@ -90,8 +82,8 @@ def _uniforms(keys, positions) -> Float[Array, "S 2"]:
 def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> Int[Array, " S"]:
     """Returns an entry of each row, drawn in proportion to `mass`.
 
-    Two short searches instead of V Gumbel numbers: for a block of entries, then for the entry in
-    it. Each has its own uniform: one alone has too few bits for rare entries of a large vocabulary.
+    Two short searches replace V Gumbel numbers: one finds a block of entries, one the entry in it.
+    Each has its own uniform: one has too few bits for rare entries of a large vocabulary.
     """
     size = mass.shape[-1]
     blocks = jnp.pad(mass, ((0, 0), (0, -size % _BLOCK))).reshape(mass.shape[0], -1, _BLOCK)
@@ -102,10 +94,8 @@ def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> In
 
 
 def _search(mass: Float[Array, "S entries"], uniform: Float[Array, " S"]) -> Int[Array, " S"]:
-    """Returns the first entry with mass at which the running sum passes `uniform` of its total.
-
-    Sums in parallel are not monotone to the last bit, so mass is asked for, not inferred.
-    """
+    """Returns the first entry with mass at which the running sum passes `uniform` of its total."""
+    # Parallel sums may fall in the last bit, so a larger sum does not show that there is mass.
     sums = jnp.cumsum(mass, -1)
     found = (mass > 0) & (sums > uniform[:, None] * sums[:, -1:])
     last = mass.shape[-1] - 1 - jnp.argmax((mass > 0)[:, ::-1], axis=-1)
@@ -130,8 +120,8 @@ def _filter(mass: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S
 def _threshold(mass: Float[Array, "S V"], enough, start: Bool[Array, " S"] | bool = True):
     """Returns the largest t of each row such that the entries >= t are still `enough`.
 
-    Bisection over the bit patterns of non-negative floats, which are ordered as integers are;
-    no sort. Rows where `start` is False get 0, which keeps every entry.
+    It bisects over the bits of non-negative floats, which are ordered as integers are. Rows where
+    `start` is False get 0, which keeps every entry.
     """
 
     def bit(i, low):

@@ -5,10 +5,9 @@ Decisions follow from requests and replicated outputs alone, so they are the sam
 
 import bisect
 import collections
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,9 +31,8 @@ MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
 SMALLEST_WIDTH = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """A sample that enters a slot: `sample` of request `request`."""
+class Assignment(NamedTuple):
+    """A sample that enters a slot: number `sample` of request `request`."""
 
     request: int
     sample: int
@@ -48,29 +46,31 @@ class _Sample:
         self.request, self.index, self.params = request, index, params
         self.prompt_tokens = prompt_tokens
         self.completion = Completion()
-        self.num_reported = 0
         self.error: Exception | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.completion.tokens)
 
     def extend(self, sampled: Outputs, column: int, version: int) -> int:
         """Takes in one column; returns how many tokens it held."""
         given = sampled.tokens[:, column] >= 0
-        c = self.completion
-        c.tokens.extend(sampled.tokens[given, column].tolist())
-        c.log_probs.extend(sampled.log_probs[given, column].tolist())
-        c.versions.extend([version] * int(given.sum()))
+        count, c = int(given.sum()), self.completion
+        c.tokens += sampled.tokens[given, column].tolist()
+        c.log_probs += sampled.log_probs[given, column].tolist()
+        c.versions += [version] * count
         if k := self.params.num_top_log_probs:
-            tops = zip(
-                sampled.top_tokens[given, column, :k].tolist(),
-                sampled.top_log_probs[given, column, :k].tolist(),
-                strict=True,
-            )
-            c.top_log_probs.extend(tuple(zip(*top, strict=True)) for top in tops)
-        return int(given.sum())
+            tokens = sampled.top_tokens[given, column, :k].tolist()
+            log_probs = sampled.top_log_probs[given, column, :k].tolist()
+            c.top_log_probs += [
+                tuple(zip(*top, strict=True)) for top in zip(tokens, log_probs, strict=True)
+            ]
+        return count
 
-    def progress(self) -> Progress:
-        """Returns what was not reported before."""
-        first, c = self.num_reported, self.completion
-        self.num_reported = len(c.tokens)
+    def progress(self, first: int) -> Progress:
+        """Returns what was sampled from token `first` on."""
+        c = self.completion
         return Progress(
             self.request,
             self.index,
@@ -84,17 +84,17 @@ class _Sample:
 
 
 class Scheduler:
-    """Keeps slots full: hands out free slots in order of arrival, lowest slot first."""
+    """Keeps slots full: gives free slots to samples in order of arrival, lowest slot first."""
 
     def __init__(self, num_slots: int, decode: Decode):
-        """`decode` turns tokens into text; asked only where a sample has stop strings."""
-        self._decode = decode
+        """`decode` turns tokens into text; called only for samples with stop strings."""
+        self._num_slots, self._decode = num_slots, decode
         self._num_requests = 0
         self.requests: dict[int, Request] = {}  # unfinished, in order of arrival
         self._samples: dict[int, list[_Sample]] = {}
         self._waiting: collections.deque[_Sample] = collections.deque()
-        self._owners: list[_Sample | None] = [None] * num_slots
-        self._touched: dict[_Sample, None] = {}  # in order; what `progress` will report
+        self._active: dict[int, _Sample] = {}  # by slot
+        self._touched: dict[_Sample, int] = {}  # in order: the first token not yet reported
         self._stale: set[int] = set()
 
     @property
@@ -103,12 +103,12 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        return sum(owner is not None for owner in self._owners)
+        return len(self._active)
 
     @property
     def active_params(self) -> list[SamplingParams]:
         """How each active sample is drawn."""
-        return [owner.params for owner in self._owners if owner is not None]
+        return [sample.params for sample in self._active.values()]
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
@@ -120,89 +120,84 @@ class Scheduler:
             self._waiting.extend(samples)
         return number
 
+    def completions(self, number: int) -> list[Completion]:
+        """Returns those of an unfinished request; they grow until their samples end."""
+        return [sample.completion for sample in self._samples.get(number, ())]
+
     def remove(self, number: int) -> list[Completion]:
-        """Takes an unfinished request out; returns its completions as far as they came."""
-        if number not in self.requests:
-            return []
-        del self.requests[number]
-        samples = self._samples.pop(number)
-        self._waiting = collections.deque(s for s in self._waiting if s.request != number)
-        for slot, owner in enumerate(self._owners):
-            if owner is not None and owner.request == number:
-                self._owners[slot] = None
-                self._stale.add(slot)
-        for sample in samples:
+        """Takes an unfinished request out; returns its completions so far."""
+        completions = self.completions(number)
+        self.requests.pop(number, None)
+        for sample in self._samples.pop(number, ()):
             self._touched.pop(sample, None)
             if not sample.completion.finish_reason:
                 sample.completion.finish_reason = "abort"
-        return [sample.completion for sample in samples]
+        self._waiting = collections.deque(s for s in self._waiting if s.request != number)
+        for slot in [slot for slot, s in self._active.items() if s.request == number]:
+            del self._active[slot]
+            self._stale.add(slot)
+        return completions
 
     def lengths(self, beyond: int = 0) -> list[int]:
         """Returns the tokens so far of each active sequence that may get over `beyond` more."""
         return [
-            owner.prompt_tokens + len(owner.completion.tokens)
-            for owner in self._owners
-            if owner is not None and owner.params.max_tokens > len(owner.completion.tokens) + beyond
+            sample.prompt_tokens + sample.num_tokens
+            for sample in self._active.values()
+            if sample.params.max_tokens > sample.num_tokens + beyond
         ]
 
-    def admit(self) -> list[Placement]:
-        """Returns the samples that enter a slot now: as many as are waiting and slots free."""
-        placements = []
-        for slot, owner in enumerate(self._owners):
-            if owner is None and self._waiting:
-                sample = self._owners[slot] = self._waiting.popleft()
-                placements.append(Placement(sample.request, sample.index, slot))
-        return placements
+    def _free(self, num_slots: int) -> list[int]:
+        return [slot for slot in range(num_slots) if slot not in self._active]
 
-    def take_first(
-        self, placements: Sequence[Placement], sampled: Outputs, version: int = 0
-    ) -> None:
-        """Takes in what `insert` sampled; the columns are in the order of `placements`."""
-        for column, placement in enumerate(placements):
-            self._stale.discard(placement.slot)
-            self._take(placement.slot, sampled, column, version)
+    def admit(self) -> list[Assignment]:
+        """Returns the samples that enter a slot now: as many as are waiting and slots free."""
+        entering = []
+        for slot in self._free(self._num_slots)[: len(self._waiting)]:
+            sample = self._active[slot] = self._waiting.popleft()
+            entering.append(Assignment(sample.request, sample.index, slot))
+        return entering
+
+    def take_first(self, entered: Sequence[Assignment], sampled: Outputs, version: int = 0) -> None:
+        """Takes in what `insert` sampled; the columns are in the order of `entered`."""
+        for column, assignment in enumerate(entered):
+            self._stale.discard(assignment.slot)
+            self._take(assignment.slot, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
         """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
-        behind = [s for s in range(num_slots, len(self._owners)) if self._owners[s] is not None]
-        free = [s for s in range(num_slots) if self._owners[s] is None]
-        moves = list(zip(behind, free, strict=False))
+        behind = sorted(slot for slot in self._active if slot >= num_slots)
+        moves = list(zip(behind, self._free(num_slots), strict=False))
         for source, target in moves:
-            self._owners[target], self._owners[source] = self._owners[source], None
+            self._active[target] = self._active.pop(source)
             self._stale.discard(target)
         return moves
 
     def take(self, sampled: Outputs, version: int = 0) -> int:
         """Takes in what `generate` sampled in the first slots; returns how many tokens."""
-        return sum(
-            self._take(slot, sampled, slot, version)
-            for slot in range(len(sampled.remaining))
-            if self._owners[slot] is not None
-        )
+        return sum(self._take(slot, sampled, slot, version) for slot in sorted(self._active))
 
     def _take(self, slot: int, sampled: Outputs, column: int, version: int) -> int:
-        sample = self._owners[slot]
-        assert sample is not None
-        c, num_seen = sample.completion, len(sample.completion.tokens)
+        sample = self._active[slot]
+        c, num_seen, strings = sample.completion, sample.num_tokens, sample.params.stop_strings
         count = sample.extend(sampled, column, version)
-        if sampled.remaining[column] <= 0:
+        if count:
+            self._touched.setdefault(sample, num_seen)
+        ended = sampled.remaining[column] <= 0  # on the device
+        if ended:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
-        if count and (strings := sample.params.stop_strings):
-            ended, length = c.finish_reason, 0
+        if count and strings:
             try:
                 length = stopping.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
             except Exception as error:  # of the user's decoder: it ends this sample alone
-                sample.error, c.finish_reason = error, "error"
+                sample.error, c.finish_reason, length = error, "error", 0
             if length:
                 for kept in (c.tokens, c.log_probs, c.versions, c.top_log_probs):
                     del kept[length:]
                 c.finish_reason = "stop"
-            if c.finish_reason and not ended:
-                self._stale.add(slot)
-        if count:
-            self._touched[sample] = None
         if c.finish_reason:
-            self._owners[slot] = None
+            del self._active[slot]
+            if not ended:
+                self._stale.add(slot)
         return count
 
     def stale_slots(self) -> list[int]:
@@ -212,21 +207,21 @@ class Scheduler:
 
     def progress(self) -> list[Progress]:
         """Returns what was sampled since the last call; forgets requests that are finished."""
-        touched, self._touched = list(self._touched), {}
+        touched, self._touched = self._touched, {}
         for number in {sample.request for sample in touched}:
             if all(sample.completion.finish_reason for sample in self._samples[number]):
                 del self.requests[number], self._samples[number]
-        return [sample.progress() for sample in touched]
+        return [sample.progress(first) for sample, first in touched.items()]
 
 
 class Reader:
-    """Reads the prompts of placed samples, and ahead in the queue as far as a batch reaches.
+    """Reads the prompts of samples that enter, and more of the queue as far as a batch reaches.
 
-    Each prompt is read once; what was read is kept until its samples are placed.
+    Each prompt is read once; what was read is kept until its samples have entered.
     """
 
     def __init__(self, read: Callable[[Params, Prompts], Prefix], max_tokens: int):
-        """`max_tokens` are those of the longest prompt."""
+        """`max_tokens`: of the longest prompt."""
         self._read, self._max_tokens = read, max_tokens
         self.longest = 0  # tokens of the longest prompt that may come later
         self.num_tokens = 0  # of all prompts read so far
@@ -236,31 +231,32 @@ class Reader:
         self._read_with: Callable[[], object] = lambda: None
 
     def split(
-        self, params: Params, placements: list[Placement], scheduler: Scheduler
-    ) -> Iterator[tuple[Prefix, list[int], list[Placement]]]:
-        """Yields (prefix, indices of prompts, placements) of the batches with these placements."""
+        self, params: Params, entering: list[Assignment], scheduler: Scheduler
+    ) -> Iterator[tuple[Prefix, list[int], list[Assignment]]]:
+        """Yields (prefix, indices of prompts, assignments) of the batches with these samples."""
         weights = jax.tree.leaves(params)[0]
         if self._read_with() is not weights:
             # Read with other weights, or never. Weakly held: this must not keep them in memory.
             self._indices = {}
             self._read_with = weakref.ref(weights)
-        while placements:
-            if placements[0].request not in self._indices:
-                self._fill(params, placements[0].request, scheduler)
+        while entering:
+            if entering[0].request not in self._indices:
+                self._fill(params, entering[0].request, scheduler)
             assert self._batch is not None
-            inside = [p for p in placements if p.request in self._indices]
-            yield self._batch, [self._indices[p.request] for p in inside], inside
-            placements = placements[len(inside) :]
+            inside = [a for a in entering if a.request in self._indices]
+            yield self._batch, [self._indices[a.request] for a in inside], inside
+            entering = entering[len(inside) :]
 
     def _fill(self, params: Params, first: int, scheduler: Scheduler) -> None:
         waiting = [number for number in scheduler.requests if number >= first]
         waiting = waiting[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
         prompts = [scheduler.requests[number].tokens for number in waiting]
-        count = num_fitting([len(prompt) for prompt in prompts], self._max_tokens, self.longest)
+        lengths = [len(prompt) for prompt in prompts]
+        count = num_fitting(lengths, self._max_tokens, self.longest)
         batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
         self._indices = {number: i for i, number in enumerate(waiting[:count])}
         self._batch = self._read(params, batch)
-        self.num_tokens += sum(map(len, prompts[:count]))
+        self.num_tokens += sum(lengths[:count])
         self.num_positions += batch.tokens.size
 
 
@@ -278,9 +274,9 @@ def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> in
 def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int, longest: int = 0) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
-    There are few sizes of rows and widths, which alone decide every shape; `max_tokens` is the
-    widest. Rows are wide enough for a prompt of `longest` tokens too, if such rows can be shared
-    and are at most four times as wide.
+    Rows and widths come in few sizes, which decide every shape; `max_tokens` is the widest. Rows
+    also hold a prompt of `longest` tokens, if such rows can be shared and are at most four times
+    as wide.
     """
     lengths = [len(prompt) for prompt in prompts]
     width = _width(max(lengths), max_tokens, longest)
@@ -321,7 +317,7 @@ def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _share(width: int) -> int:
-    """Returns how many prompts a row has room for, in the mean over a batch."""
+    """Returns how many prompts fit in a row, on average over a batch."""
     return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
 
 
@@ -342,11 +338,10 @@ def admission(
     size: int,
     num_slots: int,
 ) -> Admission:
-    """Returns the arrays of an insert of `size` samples; unused entries go to no slot.
+    """Returns the arrays of an insert of `size` samples; unused entries go to slot `num_slots`.
 
     Args:
       drawn: Key and parameters of each sample.
-      slots: Of each; `num_slots` is none.
       prompts: Index in the prefix of the prompt that each begins with.
     """
     num_unused = size - len(drawn)

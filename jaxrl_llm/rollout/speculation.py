@@ -1,9 +1,8 @@
-"""Guesses at the next tokens from the sequence itself, checked by one pass over all of them.
+"""Guesses at the next tokens (prompt lookup), checked by one pass over all of them.
 
-Prompt lookup: the guess is what followed the sequence's last tokens where they stood before.
-`programs.generate` feeds the guesses and samples at every position. A guess is kept if the sampler
-draws it at its position, so samples are the same with and without guesses, where rounding allows.
-This is speculative sampling (2211.17192, algorithm 1) with drafts that are certain.
+A guess is what followed the sequence's last tokens where they occurred before. It is kept if the
+sampler draws it at its position, so samples are the same with and without guesses, up to rounding.
+This is speculative sampling (2211.17192, algorithm 1) with drafts of probability 1.
 """
 
 import jax.numpy as jnp
@@ -19,24 +18,23 @@ def propose(
 ) -> Int[Array, "S k"]:
     """Returns what may follow each sequence; -1 everywhere if its last token is new to it.
 
-    The longest ending of up to `ngram_tokens` tokens that occurs earlier decides, at its latest
-    occurrence. A guess that reaches the end goes on as if the sequence repeated itself.
+    The latest earlier occurrence of the longest ending of up to `ngram_tokens` tokens decides. A
+    guess that reaches the end goes on as if the sequence repeated itself.
 
     Args:
       history: Tokens by position; those after the last one are ignored.
       positions: Of the last token of each sequence.
-      draft_tokens, ngram_tokens: Static; at least 1.
     """
     size = history.shape[1]
-    places = jnp.arange(size)
-    same = places < positions[:, None]
-    matched = jnp.zeros(history.shape, jnp.int32)  # tokens up to each place that match the ending
+    index = jnp.arange(size)
+    same = index < positions[:, None]
+    matched = jnp.zeros(history.shape, jnp.int32)  # tokens up to each index that match the ending
     for back in range(ngram_tokens):
         ending = jnp.take_along_axis(history, jnp.maximum(positions - back, 0)[:, None], axis=1)
         earlier = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
         same &= earlier == ending
         matched += same
-    best = jnp.argmax(matched * size + places * (matched > 0), axis=1)[:, None]
+    best = jnp.argmax(matched * size + index * (matched > 0), axis=1)[:, None]
     found = jnp.take_along_axis(matched, best, axis=1) > 0
     period = jnp.maximum(positions[:, None] - best, 1)
     follow = best + 1 + jnp.arange(draft_tokens) % period
@@ -51,10 +49,8 @@ def kept(
 ) -> Bool[Array, "S Q"]:
     """Returns which draws belong to the samples: the first, and those after right guesses.
 
-    Args:
-      drawn: Token i was drawn after the last token and drafts 0 to i - 1; Q is k + 1.
-      drafts, stops: -1 is none.
-      remaining: Tokens that may still be sampled.
+    Token i of `drawn` was drawn after the last token and drafts 0 to i - 1; Q is k + 1. Drafts and
+    stops that are -1 are none; `remaining` tokens may still be sampled.
     """
     before = drawn[:, :-1]
     goes_on = (before == drafts) & (before[:, :, None] != stops[:, None]).all(-1)

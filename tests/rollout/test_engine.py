@@ -23,7 +23,6 @@ from engine_work import (
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.on_cpu import kernels, products
 from jaxrl_llm.rollout import capacity, prefill, scheduler
-from jaxrl_llm.rollout import engine as engine_lib
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -327,7 +326,7 @@ def test_what_the_text_of_one_sample_raises_ends_it_alone(one_window):
 
 def order_of_chunks(engine, budgets, monkeypatch, **params):
     """Runs samples; returns what was done, d: a chunk dispatched, r: a chunk (or insert) read."""
-    events, generate, read = [], engine.jitted.generate, engine_lib._read
+    events, generate, read = [], engine.jitted.generate, jax.device_get
 
     def dispatch(*args, **kwargs):
         events.append("d")
@@ -341,7 +340,7 @@ def order_of_chunks(engine, budgets, monkeypatch, **params):
     asked = [request(random, 8, [SamplingParams(n, **params)], i) for i, n in enumerate(budgets)]
     with monkeypatch.context() as patched:
         patched.setattr(engine.jitted, "generate", dispatch)
-        patched.setattr(engine_lib, "_read", read_chunk)
+        patched.setattr(jax, "device_get", read_chunk)
         found = engine.generate(rollout_params(), asked)
     assert [len(row[0].tokens) for row in found] == list(budgets)
     assert engine.statistics.decode_tokens == sum(budgets) - len(budgets)
@@ -460,7 +459,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
 def test_programs_compiled_between_turns_change_no_sample(one_window):
     engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT, chunk_steps=4)
     params = rollout_params()
-    names = [program.name for program in engine.programs(8, 40, filters=(False, True))]
+    names = [program.name for program in engine.jitted.programs(8, 40, filters=(False, True))]
     assert len(set(names)) == len(names) >= 7
     # What a first short request needs comes first.
     assert names[1].startswith("prefill of 1 x 64 tokens") and "filtered" in names[-1]
@@ -468,7 +467,7 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
     while engine.num_waiting or engine.num_active:
         for p in engine.step(params):
             found.setdefault((p.request, p.sample), []).extend(p.tokens)
-        for program in engine.programs(num_prompts=1, prompt_tokens=40):
+        for program in engine.jitted.programs(num_prompts=1, prompt_tokens=40):
             engine.compile(params, program)
     for number, completions in zip(numbers, expected(), strict=True):
         assert [found[number, i] for i in range(len(completions))] == [
@@ -489,7 +488,7 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
         chunk_steps=4,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
     )
-    for program in engine.programs(num_prompts=6, prompt_tokens=100):
+    for program in engine.jitted.programs(num_prompts=6, prompt_tokens=100):
         engine.compile(rollout, program)
     count = engine.num_compilations()
     random, finished, best = np.random.default_rng(4), 0, 0.0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.rollout.programs import Outputs
 from jaxrl_llm.rollout.requests import Progress, Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Placement, Scheduler
+from jaxrl_llm.rollout.scheduler import Assignment, Scheduler
 
 
 def text_of(tokens):
@@ -48,14 +48,14 @@ def test_one_run_by_hand():
 
     # The first two samples of the first prompt enter; the second ends with its first token.
     placements = scheduler.admit()
-    assert placements == [Placement(0, 0, 0), Placement(0, 1, 1)]
+    assert placements == [Assignment(0, 0, 0), Assignment(0, 1, 1)]
     scheduler.take_first(placements, first([1, 2, 9], (3, 0, 0)))  # an insert may be wider
     assert (scheduler.num_waiting, scheduler.num_active) == (2, 1)
     assert max(scheduler.lengths()) == 3
 
     # The freed slot is the one that is filled; a full house admits nobody.
     placements = scheduler.admit()
-    assert placements == [Placement(1, 0, 1)]
+    assert placements == [Assignment(1, 0, 1)]
     assert scheduler.admit() == []
     scheduler.take_first(placements, first([3], [2]))
     assert scheduler.lengths() == [3, 3]
@@ -72,8 +72,8 @@ def test_one_run_by_hand():
     ]
     assert list(scheduler.requests) == [0, 2]  # the second is finished and forgotten
     assert max(scheduler.lengths()) == 5
-    assert scheduler.admit() == [Placement(2, 0, 1)]
-    scheduler.take_first([Placement(2, 0, 1)], first([6], [1]))
+    assert scheduler.admit() == [Assignment(2, 0, 1)]
+    scheduler.take_first([Assignment(2, 0, 1)], first([6], [1]))
     assert scheduler.take(outputs({0: [1], 1: [5]}, 3, 2, [0, 0])) == 2
     assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
     # 5 ends a sample only where it is among the sample's stop tokens.
@@ -108,7 +108,7 @@ def test_a_request_is_removed_wherever_its_samples_are():
     assert scheduler.progress() == []
     # A slot that is filled again is in step with the device, the other is not.
     placements = scheduler.admit()
-    assert placements == [Placement(other, 0, 0)]
+    assert placements == [Assignment(other, 0, 0)]
     scheduler.take_first(placements, first([3], [0]))
     assert scheduler.stale_slots() == [1]
     assert scheduler.stale_slots() == []

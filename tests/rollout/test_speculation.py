@@ -291,7 +291,7 @@ def test_other_weights_compile_nothing_and_give_their_own_samples():
 
 
 def test_without_speculation_no_history_is_kept():
-    state = engine_of().jitted.abstract_state()
+    state = engine_of().jitted.abstract_state
     assert state.history.shape == (8, 0)
-    kept_by = engine_of(speculation=THREE).jitted.abstract_state()
+    kept_by = engine_of(speculation=THREE).jitted.abstract_state
     assert kept_by.history.shape == (8, LIMIT)
