@@ -1,4 +1,4 @@
-"""What is learned from the samples: advantage, policy loss, KL control, corrections."""
+"""The algorithm: advantage, policy loss, KL control, corrections."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -38,18 +38,18 @@ GROUP_ADVANTAGES = (
 )
 
 
-# What built-in advantages read beside rewards; `algorithms/custom.py` looks at a user's own.
+# Inputs of built-in advantages besides rewards; `algorithms/custom.py` checks a user's own.
 _MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
 
 
 def is_import_path(name: str) -> bool:
-    """Returns whether `name` points at a user's function: `package.module:f` or `file.py:f`."""
+    """Returns whether `name` is the path of a function, `package.module:f` or `file.py:f`."""
     return ":" in name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Group):
-    """One point in the space spanned by the published algorithms; `recipe` names a row of it."""
+    """The choices of an algorithm; `recipe` names a published row of them."""
 
     recipe: Name = "grpo"
     samples_per_prompt: Annotated[int, Range("[1, 65536]")] = 8
@@ -61,13 +61,13 @@ class AlgorithmConfig(Group):
     # Policy loss.
     policy_loss: Name = "vanilla"
     aggregation: Name = "token-mean"
-    # Tokens that seq-mean-token-sum-norm divides by.
+    # The divisor of seq-mean-token-sum-norm, in tokens.
     loss_scale: Annotated[
         float, Range("0 or [1, 1000000000]", "0: rollout.max_response_tokens")
     ] = 0.0
     clip_low: Annotated[float, Range("(0, 1]")] = 0.2
     clip_high: Bound = 0.2
-    # The cap of the ratio in dppo_tv and dppo_kl.
+    # Also the upper limit of the ratio in dppo_tv and dppo_kl.
     dual_clip: Annotated[float, Range("(1, inf]", "inf: off")] = 3.0
     entropy_coef: Annotated[float, Range("[-1000, 1000]")] = 0.0
     sapo_tau_pos: Annotated[float, Range("[0.001, 1000]")] = 1.0
@@ -87,21 +87,21 @@ class AlgorithmConfig(Group):
     kl_horizon: Count = 10_000  # sequences
     # Critic.
     value_clip: Bound = 0.5
-    critic_warmup_steps: Every = 0  # RL steps that train the critic alone
+    critic_warmup_steps: Every = 0  # first RL steps, which train only the critic
     # Sampling of DAPO (arXiv:2503.14476).
-    dynamic_sampling: bool = False  # drop groups of equal reward and sample again
+    dynamic_sampling: bool = False  # drop groups with equal scores and sample other prompts
     max_sampling_waves: Count = 10
-    # The soft length penalty begins that far before the cap.
+    # The length penalty begins this many tokens before the limit.
     overlong_buffer_tokens: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     overlong_penalty: Coefficient = 1.0
-    # Off-policy correction between rollout and training log-probs.
+    # Correction of the difference between rollout and training log-probs.
     correction: Literal["none", "token", "sequence"] = "none"
     correction_mode: Literal["truncate", "mask"] = "truncate"
-    correction_low: Coefficient = 0.0  # mask mode: weights below become zero
+    correction_low: Coefficient = 0.0  # "mask": smaller weights become 0
     correction_high: Annotated[float, Range("[0, inf]", "inf: no bound")] = 2.0
     correction_normalize: bool = False
     rejections: tuple[Name, ...] = ()  # e.g. ("token_k1", "seq_mean_k3")
-    rejection_lows: tuple[Coefficient, ...] = ()  # k1 only: ratio below which to reject
+    rejection_lows: tuple[Coefficient, ...] = ()  # k1 only: rejects smaller ratios
     rejection_highs: tuple[Bound, ...] = ()
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
     # Safe-RLHF (arXiv:2310.12773).

@@ -17,15 +17,15 @@ class DataConfig(Group):
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
     max_prompt_tokens: Tokens = 256
-    filter_long_prompts: bool = True  # False: a longer prompt is an error
+    filter_long_prompts: bool = True  # drop them; False: a longer prompt is an error
     shuffle: bool = True
-    chat_template: bool = True  # False: message contents are joined as plain text
-    num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that read ahead
-    # The built-in task: sums of digits, worked step by step.
+    chat_template: bool = True  # False: message contents are joined by newlines
+    num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
+    # The built-in task: sums of digits, with step-by-step solutions.
     arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
     arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
     arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
-    # Share of worked examples that are wrong.
+    # Share of worked examples with an error.
     arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
 
     def rules(self) -> Iterator[Problem]:

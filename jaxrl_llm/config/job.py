@@ -1,4 +1,4 @@
-"""What every job has: a model, data, a mesh, steps, records. The jobs that learn from answers."""
+"""Settings of every job, and the jobs that learn from given answers."""
 
 import dataclasses
 import operator
@@ -16,7 +16,7 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig(Group):
-    """One job; its subclasses add what only they have, and the name of the job."""
+    """Settings of every job; subclasses add their own settings and the name of the job."""
 
     seed: Annotated[int, Range("[0, 4294967295]")] = 0
     model: ModelConfig = ModelConfig()
@@ -32,22 +32,22 @@ class JobConfig(Group):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of the longest sequence that a model reads."""
+        """Maximum tokens of a sequence, prompt and answer."""
         raise NotImplementedError
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a microbatch on a device; where nothing has chosen them, enough for a row."""
+        """Maximum tokens of a microbatch on a device; if not set, enough for one row."""
         return self.trainer.max_tokens_per_microbatch or max(16_384, self.max_sequence_tokens)
 
     @property
     def max_scored_tokens(self) -> int:
-        """Tokens of a sequence whose log-probs are wanted at most; 0: not known."""
+        """Maximum tokens of a sequence that need log-probs; 0: not known."""
         return 0
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of the whole job; what a schedule decays over."""
+        """Optimizer updates of the whole job; a schedule decays over them."""
         return self.trainer.num_steps
 
     def warnings(self) -> Iterator[str]:
@@ -55,7 +55,7 @@ class JobConfig(Group):
         yield from ()
 
 
-# Keys of every job that no job on given answers reads.
+# Settings of every job that jobs on given answers do not use.
 _UNREAD = (
     "lora",
     "data.eval_files",
@@ -76,13 +76,13 @@ _UNREAD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(JobConfig):
-    """A job over given answers; nothing is sampled, scored or evaluated."""
+    """A job on given answers; it does not sample, score or evaluate."""
 
     trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Keys, and groups of them, without effect in this job."""
+        """Settings and groups without effect in this job."""
         return _UNREAD
 
     @property
@@ -102,7 +102,7 @@ class SupervisedConfig(JobConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning of the policy on worked answers."""
+    """Supervised fine-tuning of the policy on given answers."""
 
     job: Literal["sft"] = "sft"
 

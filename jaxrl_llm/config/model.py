@@ -1,4 +1,4 @@
-"""The networks of a run: where they come from, numbers and memory, adapters of the policy."""
+"""The networks of a run: weights, shape, dtypes, memory, and adapters of the policy."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ Width = Annotated[int, Range("[1, 16777216]")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Group):
-    """The policy network: a Hugging Face folder, or a random one of a given shape."""
+    """The policy network: a Hugging Face folder, or random weights of a given shape."""
 
-    path: Folder = ""  # folder with config.json and safetensors; "" makes a random model
-    tokenizer: Folder = ""  # folder; "" is `path`, or the built-in character tokenizer
-    chat_template: File = ""  # Jinja template file; "" is the tokenizer's own
-    # Shape of a random model; unused with `path`.
+    path: Folder = ""  # folder with config.json and safetensors; "": random weights
+    tokenizer: Folder = ""  # folder; "": `path`, or the built-in character tokenizer
+    chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
+    # Shape of a random model; not used with `path`.
     family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
     hidden_size: Width = 64
     num_layers: Annotated[int, Range("[1, 1024]")] = 2
@@ -28,11 +28,11 @@ class ModelConfig(Group):
     mlp_size: Width = 256
     rope_theta: Annotated[float, Range("[1, 1e+12]")] = 10_000.0
     tie_embeddings: bool = True
-    # Numbers and memory.
+    # Dtypes and memory.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the backward pass recomputes, and where it keeps the rest: docs/performance.md.
-    # "auto": the least that the plan finds to fit.
+    # Rematerialization: which activations the backward pass recomputes or offloads
+    # (docs/performance.md). "auto": the plan takes the least recomputation that fits.
     remat: Literal[
         "auto",
         "none",
@@ -43,8 +43,8 @@ class ModelConfig(Group):
         "offload_full",
         "offload_attention",
     ] = "auto"
-    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel of whole rows
-    vocab_chunk: Tokens = 512  # tokens whose logits exist at one time
+    attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel for packed rows
+    vocab_chunk: Tokens = 512  # tokens whose logits exist at the same time
 
     def rules(self) -> Iterator[Problem]:
         if self.num_heads % self.num_kv_heads:
@@ -65,16 +65,16 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 class LoraConfig(Group):
     """Low-rank adapters on a frozen policy (arXiv:2106.09685): W + alpha / rank * A B.
 
-    A critic, where there is one, is trained whole.
+    All weights of a critic are trained.
     """
 
-    rank: Annotated[int, Range("[0, 65536]", "0: off, all of the policy is trained")] = 0
+    rank: Annotated[int, Range("[0, 65536]", "0: off, all weights of the policy are trained")] = 0
     alpha: Annotated[float, Range("(0, 1000000]")] = 16.0
-    targets: tuple[Name, ...] = PROJECTIONS  # which projections get adapters
+    targets: tuple[Name, ...] = PROJECTIONS  # projections that get adapters
 
     @property
     def scale(self) -> float:
-        """What the product of the two factors is multiplied with."""
+        """The factor of the product A B."""
         return self.alpha / self.rank
 
     def rules(self) -> Iterator[Problem]:
@@ -87,15 +87,15 @@ class LoraConfig(Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig(Group):
-    """The value network of PPO; used when the advantage is `gae`."""
+    """The value network; used by advantages that read `values`, such as `gae`."""
 
-    # Hugging Face folder (one-label classifier or causal LM); "": policy's weights.
+    # Hugging Face folder (one-label classifier or causal LM); "": the weights of the policy.
     path: Folder = ""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(Group):
-    """The frozen policy of the KL terms."""
+    """The frozen reference policy of the KL terms."""
 
-    path: Folder = ""  # "": the policy's weights when RL begins
+    path: Folder = ""  # "": the weights of the policy at the start of RL

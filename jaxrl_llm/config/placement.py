@@ -1,6 +1,6 @@
-"""Which devices a run has and each of its models: the mesh, pools, a pool for every role.
+"""Devices of a run: the mesh, pools of devices, and the pool of each role.
 
-Roles that share a pool take turns on it; those on different pools work at the same time.
+Roles on the same pool run one after the other. Roles on different pools run at the same time.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from jaxrl_llm.errors import Problem
 Axis = Annotated[int, Range("-1 or [1, 1000000]", "-1: the rest")]
 PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as config.mesh")]
 
-# Critic stands for both critics of Safe-RLHF, reward for all reward and cost models.
+# "critic" means both critics of Safe-RLHF, "reward" all reward and cost models.
 ROLES = ("policy", "critic", "reference", "reward", "rollout")
 
-# Ready-made choices: the roles of each pool. Pools get equal shares of the devices; one whose
-# roles the run does not have gets none.
+# The roles of each pool. All pools have the same number of devices. A pool gets no devices if the
+# run has none of its roles.
 CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "colocate": (ROLES,),
     "split": (("policy", "reference", "rollout"), ("critic", "reward")),
@@ -28,17 +28,18 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Group):
-    """Sizes of the mesh axes; one of them may be -1, the rest of the devices."""
+    """Sizes of the mesh axes; one axis may be -1: all remaining devices."""
 
     data: Axis = 1
     fsdp: Axis = -1
     sequence: Axis = 1
     tensor: Axis = 1
-    # How devices that share a row's length attend: swap length for heads, or pass keys around.
+    # Attention of rows that are split by length: all-to-all over heads, or ring attention.
     sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
-    # Rollout weights: split by tensor; as in training; over all model axes; whole on each device.
+    # How rollout weights are split: by the tensor axis, as in training, over all model axes, or
+    # not at all.
     rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
-    on_host: tuple[Name, ...] = ()  # rests in host memory between uses: "optimizer", "reference"
+    on_host: tuple[Name, ...] = ()  # in host memory between uses: "optimizer", "reference"
 
     def rules(self) -> Iterator[Problem]:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
@@ -50,9 +51,9 @@ class MeshConfig(Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolConfig(Group):
-    """Some of the devices and the mesh over them; a size of 0 is that of `config.mesh`."""
+    """A pool: its number of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
 
-    devices: Axis = -1  # of all hosts together, as many of each
+    devices: Axis = -1  # on all hosts together, the same number on each
     data: PoolAxis = 0
     fsdp: PoolAxis = 0
     sequence: PoolAxis = 0
@@ -61,10 +62,10 @@ class PoolConfig(Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Group):
-    """Where each role lives; "auto": where the planner finds a step to be fastest."""
+    """The devices of each role; "auto": the placement that is fastest by the plan."""
 
     choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand", "auto"] = "colocate"
-    # Of "by_hand": pools by name, and the pool of each role.
+    # Only for "by_hand": pools by name, and the pool of each role.
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Published algorithms, each a row of `AlgorithmConfig` fields, and the names to choose from."""
+"""Published algorithms as rows of `AlgorithmConfig` fields, and the names of all choices."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""What a run keeps of itself and what it says: checkpoints, metrics, alerts.
+"""Checkpoints, metrics, profiler and alerts.
 
-The part of the config that decides no number of a healthy run. Its fields may change between two
-starts of one run.
+These settings do not change the results of a healthy run. They may change between two starts of a
+run.
 """
 
 import dataclasses
@@ -22,51 +22,51 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Group):
-    """When a step is saved. One atomic step holds everything that a resumed run needs."""
+    """When a step is saved. A saved step holds everything that a resumed run needs."""
 
     # RL steps.
     every: Annotated[int, Range("[0, 2147483647]", "0: only after the last step")] = 0
-    keep: Count = 2  # newest steps
-    best_metric: Name = ""  # the step with its best value is saved, and kept beside them; "": none
+    keep: Count = 2  # number of newest steps to keep
+    best_metric: Name = ""  # the step with its best value is also saved and kept; "": none
     best_mode: Literal["max", "min"] = "max"
-    on_failure: Literal["stop", "continue"] = "stop"  # when the disk is full or read-only
-    # From SIGTERM or SIGINT to the end of the process, saved or not.
-    grace_s: Annotated[float, Range("(0, inf]", "inf: as long as it takes")] = 60.0
+    on_failure: Literal["stop", "continue"] = "stop"  # if the disk is full or read-only
+    # Maximum time from SIGTERM or SIGINT to the end of the process.
+    grace_s: Annotated[float, Range("(0, inf]", "inf: no limit")] = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Group):
-    """Where numbers go, beside `WORKDIR/metrics.jsonl`, which is always written."""
+    """Outputs of metrics besides `WORKDIR/metrics.jsonl`, which is always written."""
 
     every: Count = 1
     console: bool = True
     tensorboard: bool = True
     wandb_project: Name = ""  # "": off
     rollouts_every: Every = 1  # RL steps between rollout dumps
-    # When the disk is full or read-only; continue: numbers are written later, dumps are lost.
+    # If the disk is full or read-only. "continue": metrics are written later, dumps are lost.
     on_failure: Literal["stop", "continue"] = "stop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfilerConfig(Group):
-    """A window of steps that the JAX profiler records, for TensorBoard, in `WORKDIR/profile`."""
+    """Steps that the JAX profiler records for TensorBoard, in `WORKDIR/profile`."""
 
     # RL steps.
-    first_step: Annotated[int, Range("[0, 2147483647]", "0: no window")] = 0
+    first_step: Annotated[int, Range("[0, 2147483647]", "0: no profile")] = 0
     num_steps: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertConfig(Group):
-    """When one alert fires, and what the run does then."""
+    """When an alert fires, and what the run does then."""
 
-    # What the reading may not pass; which side is bad stands at the alert.
+    # The alert fires above or below this value; see the comment of the alert.
     limit: Annotated[float, Range("[0, inf]", "action='off': no such alert")]
     steps: Count = 1  # in a row, before it fires
     action: Literal["off", "continue", "skip", "stop"] = "continue"  # stop: after a save
 
 
-# Known before the weights change, so that the step's updates can be left out.
+# Alerts whose reading is known before the weights change, so that they can skip the update.
 SKIPPABLE = (
     "nonfinite",
     "kl",
@@ -79,24 +79,24 @@ SKIPPABLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertsConfig(Group):
-    """What the run watches in every step, and whom it tells."""
+    """Readings that are checked in every step, and who is told."""
 
-    # Share of updates whose loss or gradient is not finite, above; none of them is ever taken.
+    # Above: share of updates with a loss or gradient that is not finite; all of them are skipped.
     nonfinite: AlertConfig = AlertConfig(limit=0.0, action="skip")
-    # Of the policy against itself when the step began, above; skip: that update and, as its
-    # weights do not move, those like it.
+    # Above: KL of the policy to itself at the start of the step. "skip" skips that update and, as
+    # the weights do not change, the same updates after it.
     kl: AlertConfig = AlertConfig(limit=0.5)
-    reference_kl: AlertConfig = AlertConfig(limit=10.0)  # against the reference policy, above
-    entropy: AlertConfig = AlertConfig(limit=1e-3)  # nats per token, below
-    # Mean |p - q| of sampled tokens between the engine and the training network, above.
+    reference_kl: AlertConfig = AlertConfig(limit=10.0)  # above: KL to the reference policy
+    entropy: AlertConfig = AlertConfig(limit=1e-3)  # below: nats per token
+    # Above: mean |p - q| of sampled tokens, between the engine and the training network.
     log_prob_difference: AlertConfig = AlertConfig(limit=0.1)
-    constant_reward: AlertConfig = AlertConfig(limit=0.0, steps=10)  # max - min of scores, at most
-    reward_failures: AlertConfig = AlertConfig(limit=0.1)  # share of calls, above
-    disk: AlertConfig = AlertConfig(limit=0.03)  # free share of the run's file system, below
-    # Tokens/s over their median before, below; so long that a busy machine alone is no alert.
+    constant_reward: AlertConfig = AlertConfig(limit=0.0, steps=10)  # at most: max - min of scores
+    reward_failures: AlertConfig = AlertConfig(limit=0.1)  # above: share of failed calls
+    disk: AlertConfig = AlertConfig(limit=0.03)  # below: free share of the run's file system
+    # Below: tokens/s relative to their median before; 5 steps, because a machine may be busy.
     throughput: AlertConfig = AlertConfig(limit=0.3, steps=5)
-    webhook: Address = ""  # a JSON object is posted to it; "": none
-    function: Function = ""  # your own, called with the same object; "": none
+    webhook: Address = ""  # receives a POST with a JSON object; "": none
+    function: Function = ""  # your own function, called with the same object; "": none
 
     def rules(self) -> Iterator[Problem]:
         for field in dataclasses.fields(self):

@@ -1,4 +1,4 @@
-"""What a response is worth."""
+"""Scores of responses: reward functions, reward models and costs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig(Group):
-    """One reward function and its share of the score."""
+    """One reward function and its weight in the score."""
 
-    function: str = ""  # arithmetic, gsm8k, math, format, length; or an import or file path
+    function: str = ""  # arithmetic, gsm8k, math, code, format, length; or an import or file path
     weight: Real = 1.0
-    data_source: Name = "*"  # rows it applies to; "*": all
+    data_source: Name = "*"  # rows that it scores; "*": all
 
     def rules(self) -> Iterator[Problem]:
         if not self.function:
@@ -23,28 +23,28 @@ class RewardFunctionConfig(Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Group):
-    """One reward (or cost) model on the mesh and its share of the score."""
+    """One reward (or cost) model on the mesh and its weight in the score."""
 
-    path: Folder = ""  # Hugging Face one-label classifier; "": the one trained by `preference`
+    path: Folder = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
     weight: Real = 1.0
     data_source: Name = "*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardsConfig(Group):
-    """What a response is worth: the weighted sum of all terms that apply to its data source."""
+    """The score of a response: the weighted sum of all terms for its data source."""
 
     functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
-    num_workers: Annotated[int, Range("[1, 1024]")] = 2  # processes
+    num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
     timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call
-    # Address space of a process.
+    # Address space of a worker process.
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
-    environment: tuple[Name, ...] = ()  # variables of the run that the processes may see
+    environment: tuple[Name, ...] = ()  # environment variables that the workers may see
     on_failure: Literal["stop", "score"] = "stop"
-    failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # what float32 holds
+    failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
 
     def rules(self) -> Iterator[Problem]:
         if not self.functions and not self.models:

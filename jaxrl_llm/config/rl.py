@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: what it has beside what every job has, and the rules."""
+"""Settings of reinforcement learning, and the rules between them."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class RLConfig(JobConfig):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step at most, padding included."""
+        """Maximum tokens of a step, including padding."""
         return self.sequences_per_step * self.max_sequence_tokens
 
     @property
@@ -66,7 +66,7 @@ class RLConfig(JobConfig):
 
     @property
     def evaluation_rewards(self) -> RewardsConfig:
-        """What held-out answers are judged by: `evaluation.functions`, or all that RL uses."""
+        """Rewards of held-out answers: `evaluation.functions`, or if empty those of RL."""
         if not self.evaluation.functions:
             return self.rewards
         return dataclasses.replace(
@@ -135,7 +135,7 @@ class RLConfig(JobConfig):
             yield "preference.num_steps", f"needs preference pairs; {message}"
 
     def _skips_without_effect(self) -> Iterator[Problem]:
-        """Yields alerts that shall skip updates and, in this run, can never fire before one."""
+        """Yields alerts with action "skip" that can never skip an update in this run."""
         measured = self.algorithm.old_log_probs == "recompute"
         one_update = self.minibatch_size == self.sequences_per_step and self.trainer.epochs == 1
         reasons = {}
@@ -164,7 +164,7 @@ class RLConfig(JobConfig):
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
 
     def stage(self, stage: StageConfig, job: type[Job], longest: int) -> Job:
-        """Returns a stage before RL as a job of its own; `longest` are a sequence's most tokens."""
+        """Returns a stage before RL as a job; `longest` is the maximum tokens of a sequence."""
         return job(
             seed=self.seed,
             model=self.model,

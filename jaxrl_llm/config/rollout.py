@@ -1,4 +1,4 @@
-"""How responses are sampled, and how the engine works where that changes speed alone."""
+"""How responses are sampled, and settings of the engine that change only its speed."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from jaxrl_llm.config.ranges import Group, Range, Text, Tokens
 from jaxrl_llm.errors import Problem
 
-# Of the temperatures above 0 (greedy). Float32 logits are right to about 2e-6: divided by less
-# than this, that error alone would decide what is drawn and what training learns of it.
+# The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
+# temperature this error would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
 StopString = Annotated[str, Text()]
@@ -17,14 +17,14 @@ Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig(Group):
-    """Tokens guessed from the sequence itself, and checked by one pass over all of them.
+    """Speculative decoding: draft tokens from the sequence itself, checked in one pass.
 
-    It pays where responses repeat their prompts or themselves and few slots decode; the samples
-    are the same.
+    It is faster if responses repeat their prompts or themselves and few slots decode. The samples
+    do not change.
     """
 
-    draft_tokens: Annotated[int, Range("[0, 16]", "0: off")] = 0  # guesses in a decode step
-    # Longest ending of a sequence that is looked for in it.
+    draft_tokens: Annotated[int, Range("[0, 16]", "0: off")] = 0  # draft tokens per decode step
+    # Maximum length of the suffix that is searched in the sequence.
     ngram_tokens: Annotated[int, Range("[1, 16]")] = 3
 
 
@@ -40,11 +40,11 @@ class RolloutConfig(Group):
     top_k: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
-    stop_tokens: tuple[Token, ...] = ()  # beside the tokenizer's end of sequence
+    stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
     stop_strings: tuple[StopString, ...] = ()  # a response ends with the token that completes one
-    # At one time; chosen from the work and the memory.
+    # Sequences decoded at the same time; 0: chosen from the workload and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
-    # Decode steps between two looks of the host.
+    # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
     speculation: SpeculationConfig = NO_SPECULATION
@@ -65,11 +65,11 @@ def chosen_slots(
     free_bytes: float,
     needed_bytes: Callable[[int], float],
 ) -> int:
-    """Returns how many sequences are decoded at one time where the config does not say.
+    """Returns how many sequences are decoded at the same time if the config does not say.
 
-    As many as a step has, up to 64 on a CPU and 256 elsewhere (more do not decode faster), halved
-    until what they need on a device is a quarter of the memory that is free there when the engine
-    is made. The devices of a CPU count as 4 GiB together.
+    The sequences of a step, at most 64 on a CPU and 256 elsewhere (more do not decode faster). The
+    number is halved until they need a quarter of the memory that is free on a device when the
+    engine is made. The devices of a CPU count as 4 GiB together.
     """
     if platform == "cpu":
         free_bytes = (4 << 30) / num_devices

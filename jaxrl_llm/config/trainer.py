@@ -1,4 +1,4 @@
-"""Steps of a run and their sizes, its optimizers, the stages before RL, evaluation."""
+"""Steps and their sizes, optimizers, the stages before RL, and evaluation."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Group):
-    """AdamW with warm-up, decay and a bound on the global gradient norm."""
+    """AdamW with warm-up, decay and clipping of the global gradient norm."""
 
     learning_rate: Annotated[float, Range("[0, 1000]")] = 1e-6
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: Every = 0  # optimizer updates, not RL steps
-    min_lr_ratio: Share = 0.0  # floor of the decay, as a share of learning_rate
+    min_lr_ratio: Share = 0.0  # lowest value of the decay, relative to learning_rate
     weight_decay: Annotated[float, Range("[0, 1000]")] = 0.01
-    # 1 - beta must be more than the rounding of float32.
+    # 1 - beta must be larger than the rounding error of float32.
     beta1: Annotated[float, Range("[0, 0.999999]")] = 0.9
     beta2: Annotated[float, Range("[0, 0.999999]")] = 0.999
-    # Below, a gradient whose square is 0 in float32 would take a step of any length.
+    # With a smaller eps, a gradient whose square is 0 in float32 could make a step of any size.
     eps: Annotated[float, Range("[1e-18, 1000]")] = 1e-8
     max_grad_norm: Bound = 1.0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -30,18 +30,18 @@ class OptimizerConfig(Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Group):
-    """How long a job goes on, and how an update is cut."""
+    """The number of steps, the microbatches and the optimizer."""
 
     num_steps: Count = 100
-    # Per device, padding included; a hard cap.
-    max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: by the plan")] = 0
-    shared_prompts: Literal["auto", "off"] = "auto"  # learners read a group's prompt once
+    # Per device, including padding; a hard limit.
+    max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: chosen by the plan")] = 0
+    shared_prompts: Literal["auto", "off"] = "auto"  # compute the prompt of a group once
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLTrainerConfig(TrainerConfig):
-    """Sizes of a step. Prompts x samples make a step, cut into minibatches (one update each)."""
+    """Sizes of a step: prompts x samples, split into minibatches (one update each)."""
 
     prompts_per_step: Annotated[int, Range("[1, 1000000]")] = 8
     # Sequences of one update.
@@ -51,10 +51,10 @@ class RLTrainerConfig(TrainerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedTrainerConfig(TrainerConfig):
-    """Sizes of supervised training: a batch is one step and one update."""
+    """Sizes of supervised training: a step is one batch and one update."""
 
     batch_size: Annotated[int, Range("[1, 1000000]")] = 64  # rows: examples or pairs
-    max_sequence_tokens: Tokens = 2048  # of prompt and answer; a longer row is an error
+    max_sequence_tokens: Tokens = 2048  # prompt and answer; a longer row is an error
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
@@ -72,7 +72,7 @@ class StageConfig(Group):
 class EvaluationConfig(Group):
     """Held-out evaluation: mean@k, pass@k and maj@k per data source."""
 
-    # What an answer is worth here. Empty: `rewards`; a reward model's score is no accuracy.
+    # Reward functions of the evaluation. Empty: those of `rewards`.
     functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     # RL steps.
     every: Annotated[int, Range("[0, 2147483647]", "0: only before and after")] = 0
