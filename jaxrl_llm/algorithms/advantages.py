@@ -1,7 +1,7 @@
 """Advantage estimators along the response, the table of all, and the call of the chosen one.
 
-`rewards` [B, T] are for emitting each token, `values` [B, T] the predicted returns just before
-it. All results are zero outside `response_mask`; tokens outside it are skipped, not discounted.
+`rewards` are for emitting each token, `values` the predicted returns just before it. All results
+are zero outside `response_mask`; tokens outside it are skipped, not discounted.
 """
 
 from collections.abc import Callable
@@ -9,22 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from jaxrl_llm.algorithms import group_advantages, token_baselines
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
-from jaxrl_llm.algorithms.masked import whiten, zero_outside
+from jaxrl_llm.algorithms.masked import Mask, PerRow, PerToken, masked_sum, whiten, zero_outside
 from jaxrl_llm.algorithms.token_baselines import AdvantagesAndReturns
 from jaxrl_llm.config import AlgorithmConfig
 
 
 def generalized_advantage_estimation(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-    *,
-    gamma: float,
-    gae_lambda: float,
+    rewards: PerToken, values: PerToken, response_mask: Mask, *, gamma: float, gae_lambda: float
 ) -> AdvantagesAndReturns:
     r"""Returns advantages and value targets of one trajectory per row.
 
@@ -34,17 +29,14 @@ def generalized_advantage_estimation(
         A_t     = delta_t + gamma * gae_lambda * A_{t+1}          (Eq. 11)
 
     `V` is zero after the last response token: the response ended, it was not cut. Advantages
-    are not normalized; returns are `advantages + values`.
+    are not normalized; returns are `advantages + values`. Schulman et al., arXiv:1506.02438;
+    equations as numbered in PPO, arXiv:1707.06347.
 
-    Example:
-      >>> advantages, returns = generalized_advantage_estimation(
-      ...     rewards=jnp.array([[0.0, 0.0, 1.0]]), values=jnp.array([[0.9, 0.5, 0.5]]),
-      ...     response_mask=jnp.array([[False, True, True]]), gamma=1.0, gae_lambda=1.0)
-      >>> print(advantages)
-      [[0.  0.5 0.5]]
-
-    Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage
-      Estimation, arXiv:1506.02438; equations as numbered in PPO, arXiv:1707.06347.
+    >>> advantages, returns = generalized_advantage_estimation(
+    ...     rewards=jnp.array([[0.0, 0.0, 1.0]]), values=jnp.array([[0.9, 0.5, 0.5]]),
+    ...     response_mask=jnp.array([[False, True, True]]), gamma=1.0, gae_lambda=1.0)
+    >>> print(advantages)
+    [[0.  0.5 0.5]]
     """
 
     def step(carry, inputs):
@@ -64,22 +56,17 @@ def generalized_advantage_estimation(
 
 
 def gae(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-    gamma: float,
-    gae_lambda: float,
+    rewards: PerToken, values: PerToken, response_mask: Mask, gamma: float, gae_lambda: float
 ) -> AdvantagesAndReturns:
     """Returns `generalized_advantage_estimation`, its advantages whitened over the batch.
 
     Deviation: verl leaves values outside the mask.
 
-    Example:
-      >>> advantages, returns = gae(
-      ...     rewards=jnp.array([[1.0], [0.0]]), values=jnp.zeros((2, 1)),
-      ...     response_mask=jnp.ones((2, 1), bool), gamma=1.0, gae_lambda=1.0)
-      >>> print(advantages.ravel().round(4), returns.ravel())
-      [ 0.7071 -0.7071] [1. 0.]
+    >>> advantages, returns = gae(
+    ...     rewards=jnp.array([[1.0], [0.0]]), values=jnp.zeros((2, 1)),
+    ...     response_mask=jnp.ones((2, 1), bool), gamma=1.0, gae_lambda=1.0)
+    >>> print(advantages.ravel().round(4), returns.ravel())
+    [ 0.7071 -0.7071] [1. 0.]
     """
     advantages, returns = generalized_advantage_estimation(
         rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda
@@ -88,18 +75,16 @@ def gae(
 
 
 def reinforce_plus_plus(
-    rewards: Float[Array, "B T"], response_mask: Bool[Array, "B T"], gamma: float
+    rewards: PerToken, response_mask: Mask, gamma: float
 ) -> AdvantagesAndReturns:
     """Returns the discounted reward to go, whitened over all tokens of the batch, and unwhitened.
 
-    Example:
-      >>> advantages, returns = reinforce_plus_plus(
-      ...     rewards=jnp.array([[0.0, 0.0, 1.0]]),
-      ...     response_mask=jnp.array([[True, False, True]]), gamma=0.5)
-      >>> print(returns, advantages.round(4))
-      [[0.5 0.  1. ]] [[-0.7071  0.      0.7071]]
+    Hu et al., REINFORCE++, arXiv:2501.03262.
 
-    Reference: Hu et al., REINFORCE++, arXiv:2501.03262.
+    >>> advantages, returns = reinforce_plus_plus(
+    ...     jnp.array([[0.0, 0.0, 1.0]]), jnp.array([[True, False, True]]), gamma=0.5)
+    >>> print(returns, advantages.round(4))
+    [[0.5 0.  1. ]] [[-0.7071  0.      0.7071]]
     """
     _, returns = generalized_advantage_estimation(
         rewards, jnp.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0
@@ -107,27 +92,22 @@ def reinforce_plus_plus(
     return whiten(returns, response_mask), returns
 
 
-def remax(
-    rewards: Float[Array, "B T"], response_mask: Bool[Array, "B T"], baselines: Float[Array, " B"]
-) -> AdvantagesAndReturns:
+def remax(rewards: PerToken, response_mask: Mask, baselines: PerRow) -> AdvantagesAndReturns:
     """Returns the reward to go minus the score of the prompt's greedy response, and as it is.
 
-    Deviation: verl leaves values on tool tokens.
+    Li et al., ReMax, arXiv:2310.10505. Deviation: verl leaves values on tool tokens.
 
-    Example:
-      >>> advantages, _ = remax(
-      ...     rewards=jnp.array([[0.0, 1.0]]), response_mask=jnp.ones((1, 2), bool),
-      ...     baselines=jnp.array([0.25]))
-      >>> print(advantages)
-      [[0.75 0.75]]
-
-    Reference: Li et al., ReMax, arXiv:2310.10505.
+    >>> advantages, _ = remax(
+    ...     jnp.array([[0.0, 1.0]]), jnp.ones((1, 2), bool), baselines=jnp.array([0.25]))
+    >>> print(advantages)
+    [[0.75 0.75]]
     """
     returns = token_baselines.returns_to_go(rewards, response_mask)
     return jnp.where(response_mask, returns - baselines[:, None], 0.0), returns
 
 
-ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns]] = {
+# Those of `group_advantages` return advantages alone, for each row or for each token.
+ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
     "gae": gae,
     "grpo": group_advantages.grpo,
     "grpo_passk": group_advantages.grpo_passk,
@@ -144,30 +124,29 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns]] = {
 
 
 def estimate(
-    config: AlgorithmConfig, *, response_mask: Bool[Array, "B T"], **available: Any
+    config: AlgorithmConfig, *, rewards: PerToken, response_mask: Mask, **available: Any
 ) -> AdvantagesAndReturns:
     """Returns what the estimator `config.advantage` makes of the values that it names.
 
-    A user's function names any of `rewards` [B, T] (the KL penalty included),
-    `response_mask`, `values`, `group_ids` [B], `baselines` [B], `old_log_probs`,
-    `sum_squared_probs`, `correction_weights`, `term_rewards` and `term_weights` [terms, B],
-    `gamma`, `gae_lambda`, `group_std` and `config`, as far as the caller has them, and
-    returns advantages and returns [B, T]. What it returns outside the mask is discarded.
+    A user's function names any of `rewards` [B, T] (the KL penalty included), `response_mask`,
+    `scores` [B] (rewards summed over the response), `members` [B] (rows with a response token),
+    `values`, `group_ids` [B], `baselines` [B], `old_log_probs`, `sum_squared_probs`,
+    `correction_weights`, `term_rewards` and `term_weights` [terms, B], `gamma`, `gae_lambda`,
+    `group_std` and `config`, as far as the caller has them, and returns advantages and returns
+    [B, T]. What it returns outside the mask is discarded.
 
-    Args:
-      response_mask: Not the mask that rejection left: a rejected token has no gradient, but
-        its reward still counts.
+    `response_mask` is not the mask that rejection left: a rejected token has no gradient, but its
+    reward still counts.
 
     Raises:
       ValueError, ImportError, AttributeError, FunctionError: The function cannot be found
         (see `lookup.resolve`), names what is not available, or returns something else.
 
-    Example:
-      >>> advantages, _ = estimate(
-      ...     AlgorithmConfig(advantage="rloo"), response_mask=jnp.ones((2, 1), bool),
-      ...     rewards=jnp.array([[1.0], [0.0]]), group_ids=jnp.array([0, 0]))
-      >>> print(advantages.ravel())
-      [ 1. -1.]
+    >>> advantages, _ = estimate(
+    ...     AlgorithmConfig(advantage="rloo"), response_mask=jnp.ones((2, 1), bool),
+    ...     rewards=jnp.array([[1.0], [0.0]]), group_ids=jnp.array([0, 0]))
+    >>> print(advantages.ravel())
+    [ 1. -1.]
     """
     where = f"config.algorithm.advantage={config.advantage!r}"
     named = {
@@ -175,10 +154,17 @@ def estimate(
         "gamma": config.gamma,
         "gae_lambda": config.gae_lambda,
         "group_std": config.group_std,
+        "rewards": rewards,
         "response_mask": response_mask,
+        "scores": masked_sum(rewards, response_mask, -1),
+        "members": jnp.any(response_mask, axis=-1),
     }
     function = resolve(config.advantage, ESTIMATORS, "advantage estimator")
     result = call_by_name(function, named | available, where)
+    if config.advantage in ESTIMATORS and not isinstance(result, tuple):
+        advantages = result if result.ndim == 2 else result[:, None]
+        advantages = jnp.where(response_mask, advantages, 0.0)
+        return advantages, advantages
     shapes = [jnp.shape(array) for array in result] if isinstance(result, tuple | list) else []
     if shapes != [response_mask.shape, response_mask.shape]:
         got = f"arrays of shapes {shapes}" if shapes else type(result).__name__

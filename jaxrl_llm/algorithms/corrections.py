@@ -1,79 +1,95 @@
 """Off-policy correction: the engine that sampled is not quite the policy that is trained.
 
-Two remedies from the ratio exp(old_log_probs - rollout_log_probs): weights on the loss
-(importance sampling, truncated or masked) and a smaller mask (rejection). Neither has a
-gradient. `log_ratios` are `old_log_probs - rollout_log_probs`, zero outside the mask of the
-response tokens. The numbers that describe the gap are in `correction_metrics`.
+Two remedies from the ratio exp(old_log_probs - rollout_log_probs): weights on the loss (importance
+sampling, truncated or masked) and a smaller mask (rejection). Neither has a gradient. `log_ratios`
+are `old_log_probs - rollout_log_probs`, zero outside the mask of the response tokens. Metrics are
+scalars over the response tokens of a batch, named as in verl; over an empty batch they are 0, and
+`training/rollout_probs_diff_valid` says so.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms.correction_metrics import (
-    Metrics,
-    engine_gap,
-    rejection_metrics,
-    weight_metrics,
+from jaxrl_llm.algorithms.masked import (
+    Bools,
+    Mask,
+    PerRow,
+    PerToken,
+    RowMask,
+    Scalar,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    masked_variance,
+    zero_outside,
 )
-from jaxrl_llm.algorithms.masked import masked_max, masked_mean, masked_sum
-from jaxrl_llm.algorithms.ratios import bounded, log_ratio
+from jaxrl_llm.algorithms.ratios import MAX_LOG_RATIO, bounded
 from jaxrl_llm.config import AlgorithmConfig
 
+Metrics = dict[str, Scalar]
 
-def raw_weights(
-    level: str, log_ratios: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Returns importance weights before truncation, zero outside the mask.
 
-    `token`: `exp(log_ratio)` of each token. `sequence`: `exp` of the row's sum, on each
-    of its tokens. `none`: 1. Exponents are clipped to [-20, 20].
+def correct(
+    config: AlgorithmConfig,
+    old_log_probs: PerToken,
+    rollout_log_probs: PerToken,
+    response_mask: Mask,
+) -> tuple[PerToken, Mask, Metrics]:
+    """Returns weights and mask for the loss, and the numbers that describe the gap.
 
-    Example:
-      >>> log_ratios, mask = jnp.log(jnp.array([[2.0, 3.0]])), jnp.array([[True, True]])
-      >>> print(raw_weights("token", log_ratios, mask), raw_weights("sequence", log_ratios, mask))
-      [[2. 3.]] [[6. 6.]]
+    Weights are zero outside `response_mask`, and 1 inside without a correction; their mean and all
+    metrics are over `response_mask`, before rejection. Compute denominators of the loss from the
+    mask returned here. Deviation: by default verl divides by the rejected tokens too.
+    Truncated weights: Espeholt et al., V-trace, arXiv:1802.01561, section 4.1.
+
+    >>> weights, loss_mask, metrics = correct(
+    ...     AlgorithmConfig(correction="token", correction_high=1.5),
+    ...     jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.5, 0.25]])),
+    ...     jnp.array([[True, True]]))
+    >>> print(weights, loss_mask, metrics["training/rollout_probs_diff_max"])
+    [[1.  1.5]] [[ True  True]] 0.25
     """
-    exponents = {
-        "none": jnp.zeros_like(log_ratios),
-        "token": bounded(log_ratios),
-        "sequence": bounded(masked_sum(log_ratios, mask, -1))[:, None],
-    }[level]
-    return jnp.where(mask, jnp.exp(exponents), 0.0)
+    old_log_probs = jax.lax.stop_gradient(old_log_probs)
+    rollout_log_probs = jax.lax.stop_gradient(rollout_log_probs)
+    old, rollout = zero_outside(response_mask, old_log_probs, rollout_log_probs)
+    log_ratios = old - rollout
+    weights, weight_numbers = _correction_weights(config, log_ratios, response_mask)
+    loss_mask, rejection_numbers = _rejection(config, log_ratios, response_mask)
+    gap = engine_gap(old_log_probs, rollout_log_probs, response_mask)
+    return weights, loss_mask, gap | weight_numbers | rejection_numbers
 
 
-def correction_weights(
-    config: AlgorithmConfig, log_ratios: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> tuple[Float[Array, "B T"], Metrics]:
+def _correction_weights(
+    config: AlgorithmConfig, log_ratios: PerToken, mask: Mask
+) -> tuple[PerToken, Metrics]:
     """Returns the weights that the config asks for, and their `rollout_corr/` metrics.
 
+    Before truncation the weight of a token is `exp` of its log-ratio, or of their sum over the row.
     `truncate` lowers weights above `correction_high` to it; `mask` makes weights outside
-    [correction_low, correction_high] zero, the loss mask untouched. With
-    `correction_normalize` the weights are divided by their mean: over tokens at token
-    level, over sequences at sequence level; not by a mean of 1e-8 or less.
-
-    Example:
-      >>> log_ratios, mask = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([[True, True]])
-      >>> weights, _ = correction_weights(AlgorithmConfig(correction="token"), log_ratios, mask)
-      >>> print(weights)
-      [[1. 2.]]
+    [correction_low, correction_high] zero, the loss mask untouched. With `correction_normalize`
+    the weights are divided by their mean: over tokens at token level, over sequences at sequence
+    level; not by a mean of 1e-8 or less.
     """
-    raw = raw_weights(config.correction, log_ratios, mask)
+    high = config.correction_high
     if config.correction == "none":
-        return raw, {}
+        return jnp.where(mask, jnp.ones_like(log_ratios), 0.0), {}
+    if config.correction == "token":
+        exponents = bounded(log_ratios)
+    else:
+        exponents = bounded(masked_sum(log_ratios, mask, -1))[:, None]
+    raw = jnp.where(mask, jnp.exp(exponents), 0.0)
     if config.correction_mode == "truncate":
-        weights = jnp.minimum(raw, config.correction_high)
-        low = 1.0 / config.correction_high if config.correction_high > 0 else math.inf
+        weights = jnp.minimum(raw, high)
+        low = 1.0 / high if high > 0 else math.inf
     else:
         low = config.correction_low
-        weights = jnp.where((raw >= low) & (raw <= config.correction_high), raw, 0.0)
-    metrics = weight_metrics(
-        config.correction, weights, raw, log_ratios, mask, low, config.correction_high
-    )
+        weights = jnp.where((raw >= low) & (raw <= high), raw, 0.0)
+    metrics = _weight_metrics(config.correction, weights, raw, log_ratios, mask, low, high)
     if config.correction_mode == "mask":
-        outside = (raw < low) | (raw > config.correction_high)
+        outside = (raw < low) | (raw > high)
         metrics["rollout_corr/rollout_is_oob_ratio"] = masked_mean(outside * 1.0, mask)
     if config.correction_normalize:
         mean = metrics["rollout_corr/rollout_is_mean"]
@@ -85,19 +101,12 @@ def correction_weights(
     return weights, metrics
 
 
-def rejection_statistic(
-    option: str, log_ratios: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float[Array, "B T"]:
+def _rejection_statistic(option: str, log_ratios: PerToken, mask: Mask) -> PerToken:
     """Returns the number by which `option` rejects, on each token; zero outside the mask.
 
     With `l` the log-ratio clipped to [-20, 20]: k1 is `-l`, k2 is `l**2 / 2`, k3 is
-    `exp(l) - 1 - l`. `token_*` is the token's own, `seq_sum_*`, `seq_mean_*` and
-    `seq_max_*` the row's.
-
-    Example:
-      >>> log_ratios, mask = jnp.array([[1.0, 3.0]]), jnp.array([[True, True]])
-      >>> print(rejection_statistic("seq_mean_k1", log_ratios, mask))
-      [[-2. -2.]]
+    `exp(l) - 1 - l`. `token_*` is the token's own; `seq_sum_*`, `seq_mean_*` and `seq_max_*` are
+    the row's.
     """
     level, _, estimator = option.rpartition("_")
     ratios = bounded(log_ratios)
@@ -112,20 +121,11 @@ def rejection_statistic(
     return jnp.where(mask, reduce(per_token, mask, -1)[:, None], 0.0)
 
 
-def rejection(
-    config: AlgorithmConfig, log_ratios: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> tuple[Bool[Array, "B T"], Metrics]:
+def _rejection(config: AlgorithmConfig, log_ratios: PerToken, mask: Mask) -> tuple[Mask, Metrics]:
     """Returns the tokens that every option of `config.rejections` keeps, and metrics.
 
-    k1 options keep `log(low) <= statistic <= log(high)`: the bounds are ratios (low 0:
-    none). The others keep `statistic <= high`. A `seq_` option keeps or rejects the row.
-
-    Example:
-      >>> config = AlgorithmConfig(
-      ...     rejections=("token_k1",), rejection_lows=(0.5,), rejection_highs=(2.0,))
-      >>> kept, _ = rejection(config, jnp.array([[0.1, 3.0]]), jnp.array([[True, True]]))
-      >>> print(kept)
-      [[ True False]]
+    k1 options keep `log(low) <= statistic <= log(high)`: the bounds are ratios (low 0: no bound).
+    The others keep `statistic <= high`. A `seq_` option keeps or rejects the row.
     """
     kept = mask
     metrics: Metrics = {}
@@ -135,9 +135,10 @@ def rejection(
             low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
         else:
             low = -math.inf
-        statistic = rejection_statistic(option, log_ratios, mask)
+        statistic = _rejection_statistic(option, log_ratios, mask)
         passed = mask & (statistic >= low) & (statistic <= high)
-        metrics |= rejection_metrics(f"rollout_rs_{option}", statistic, passed, mask, low, high)
+        numbers = _rejection_metrics(statistic, passed, mask, low, high)
+        metrics |= {f"rollout_corr/rollout_rs_{option}_{key}": x for key, x in numbers.items()}
         kept = kept & passed
     rejected = (mask & ~kept) * 1.0
     metrics["rollout_corr/rollout_rs_masked_fraction"] = masked_mean(rejected, mask)
@@ -147,35 +148,142 @@ def rejection(
     return kept, metrics if config.rejections else {}
 
 
-def correct(
-    config: AlgorithmConfig,
-    old_log_probs: Float[Array, "B T"],
-    rollout_log_probs: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], Metrics]:
-    """Returns weights and mask for the loss, and the numbers that describe the gap.
+def engine_gap(old_log_probs: PerToken, rollout_log_probs: PerToken, mask: Mask) -> Metrics:
+    """Returns the numbers that describe how far the engine is from the trained policy.
 
-    Weights, their mean and all metrics are over `response_mask`, before rejection. The
-    number of surviving tokens is the denominator of the loss, so compute denominators
-    from the mask returned here. Deviation: the default path of verl divides by the
-    rejected tokens too.
+    Perplexities are means over sequences of `exp(-mean log-prob of the sequence)`; `kl` is the
+    mean of `rollout - old`, `k3_kl` that of `exp(l) - l - 1` with `l = old - rollout`; `chi2_token`
+    is the mean of `exp(2 l)` minus 1, `chi2_seq` the same with the sum of `l` over the sequence.
+    Exponents are clipped to 20 in size. `rollout_probs_diff` is `|exp(old) - exp(rollout)|`: a mean
+    below 0.005 is rounding, above 0.01 the engine computes something else.
 
-    Weights are zero outside `response_mask`, and 1 inside without a correction.
-
-    Example:
-      >>> mask = jnp.array([[True, True]])
-      >>> weights, loss_mask, metrics = correct(
-      ...     AlgorithmConfig(correction="token", correction_high=1.5),
-      ...     jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.5, 0.25]])), mask)
-      >>> print(weights, loss_mask, metrics["training/rollout_probs_diff_max"])
-      [[1.  1.5]] [[ True  True]] 0.25
-
-    Reference: Truncated weights: Espeholt et al., V-trace, arXiv:1802.01561, section 4.1.
+    >>> old, rollout = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
+    >>> metrics = engine_gap(old, rollout, jnp.array([[True, True]]))
+    >>> print(metrics["rollout_corr/training_ppl"], metrics["training/rollout_probs_diff_mean"])
+    2.0 0.125
     """
-    old_log_probs = jax.lax.stop_gradient(old_log_probs)
-    rollout_log_probs = jax.lax.stop_gradient(rollout_log_probs)
-    log_ratios = log_ratio(old_log_probs, rollout_log_probs, response_mask)
-    weights, weight_numbers = correction_weights(config, log_ratios, response_mask)
-    loss_mask, rejection_numbers = rejection(config, log_ratios, response_mask)
-    gap = engine_gap(old_log_probs, rollout_log_probs, response_mask)
-    return weights, loss_mask, gap | weight_numbers | rejection_numbers
+    rows = jnp.any(mask, axis=-1)
+    old_log_probs, rollout_log_probs = zero_outside(mask, old_log_probs, rollout_log_probs)
+    ratios = old_log_probs - rollout_log_probs
+    old_means = masked_mean(old_log_probs, mask, -1)
+    rollout_means = masked_mean(rollout_log_probs, mask, -1)
+    differences = rollout_means - old_means
+    sequence_ratios = bounded(masked_sum(ratios, mask, -1))
+    numbers = {
+        "training_ppl": masked_mean(jnp.exp(bounded(-old_means)), rows),
+        "training_log_ppl": masked_mean(-old_means, rows),
+        "rollout_ppl": masked_mean(jnp.exp(bounded(-rollout_means)), rows),
+        "rollout_log_ppl": masked_mean(-rollout_means, rows),
+        "kl": masked_mean(-ratios, mask),
+        "k3_kl": masked_mean(jnp.exp(bounded(ratios)) - ratios - 1.0, mask),
+        "log_ppl_diff": masked_mean(differences, rows),
+        "log_ppl_abs_diff": masked_mean(jnp.abs(differences), rows),
+        "log_ppl_diff_max": masked_max(differences, rows),
+        "log_ppl_diff_min": masked_min(differences, rows),
+        "ppl_ratio": masked_mean(jnp.exp(bounded(differences)), rows),
+        "chi2_token": masked_mean(jnp.exp(2.0 * bounded(ratios)), mask) - 1.0,
+        "chi2_seq": masked_mean(jnp.exp(2.0 * sequence_ratios), rows) - 1.0,
+    }
+    old, rollout = jnp.exp(old_log_probs), jnp.exp(rollout_log_probs)
+    difference = jnp.abs(old - rollout)
+    old_centered = old - masked_mean(old, mask)
+    rollout_centered = rollout - masked_mean(rollout, mask)
+    spread = jnp.sqrt(masked_sum(old_centered**2, mask) * masked_sum(rollout_centered**2, mask))
+    covariance = masked_sum(old_centered * rollout_centered, mask)
+    return {f"rollout_corr/{name}": value for name, value in numbers.items()} | {
+        "training/rollout_probs_diff_valid": jnp.any(mask) * 1.0,
+        "training/rollout_probs_diff_mean": masked_mean(difference, mask),
+        "training/rollout_probs_diff_max": masked_max(difference, mask),
+        "training/rollout_probs_diff_std": jnp.sqrt(masked_variance(difference, mask)),
+        "training/rollout_actor_probs_pearson_corr": jnp.where(
+            spread > 0.0, covariance / jnp.where(spread > 0.0, spread, 1.0), 0.0
+        ),
+    }
+
+
+def _fraction(flags: Bools, mask: Bools) -> Scalar:
+    return masked_mean(flags.astype(jnp.float32), mask)
+
+
+def _sequence_metrics(
+    means: PerRow, compared: PerRow, expected: float, low: float, high: float, rows: RowMask
+) -> Metrics:
+    """Returns statistics of each sequence's mean; `compared` is what the bounds are for."""
+    return {
+        "seq_mean": masked_mean(means, rows),
+        "seq_std": jnp.sqrt(masked_variance(means, rows)),
+        "seq_max": masked_max(means, rows),
+        "seq_min": masked_min(means, rows),
+        "seq_max_deviation": masked_max(jnp.abs(means - expected), rows),
+        "seq_fraction_high": _fraction(compared > high, rows),
+        "seq_fraction_low": _fraction(compared < low, rows),
+    }
+
+
+def _weight_metrics(
+    level: str,
+    weights: PerToken,
+    raw: PerToken,
+    log_ratios: PerToken,
+    mask: Mask,
+    low: float,
+    high: float,
+) -> Metrics:
+    """Returns statistics of importance weights, `raw` before truncation or masking.
+
+    Means, `seq_*`, and at token level maximum and minimum, are of the applied `weights`, before
+    normalization; at sequence level maximum and minimum are of the raw ones. Fractions beyond
+    `low` and `high` are of the raw weights. `std` and the effective sample size (a share, in
+    [0, 1]) are of raw weights lowered to `high`.
+    """
+    rows = jnp.any(mask, axis=-1)
+    lowered = jnp.minimum(raw, high)
+    mean = masked_mean(lowered, mask)
+    spread = masked_mean(jnp.square(lowered), mask) - jnp.square(mean)
+    relative_square = masked_mean(jnp.square(lowered / (mean + 1e-8)), mask)
+    raw_means, means = masked_mean(raw, mask, -1), masked_mean(weights, mask, -1)
+    if level == "token":
+        largest, smallest = masked_max(weights, mask), masked_min(weights, mask)
+        compared, counted = raw, mask
+    else:
+        sums = masked_sum(log_ratios, mask, -1)
+        largest = jnp.exp(jnp.minimum(masked_max(sums, rows), MAX_LOG_RATIO))
+        smallest = jnp.exp(jnp.minimum(masked_min(sums, rows), MAX_LOG_RATIO))
+        compared, counted = raw_means, rows
+    numbers = {
+        "mean": masked_mean(weights, mask),
+        "max": largest,
+        "min": smallest,
+        "std": jnp.sqrt(jnp.maximum(spread, 0.0)),
+        "eff_sample_size": jnp.where(
+            relative_square > 0.0, 1.0 / jnp.where(relative_square > 0.0, relative_square, 1.0), 0.0
+        ),
+        "ratio_fraction_high": _fraction(compared > high, counted),
+        "ratio_fraction_low": _fraction(compared < low, counted),
+        **_sequence_metrics(means, raw_means, 1.0, low, high, rows),
+    }
+    return {f"rollout_corr/rollout_is_{key}": value for key, value in numbers.items()}
+
+
+def _rejection_metrics(
+    statistic: PerToken, passed: Mask, mask: Mask, low: float, high: float
+) -> Metrics:
+    """Returns statistics of one rejection option.
+
+    `masked_fraction` is the share of tokens rejected, `seq_masked_fraction` the share of sequences
+    that lost at least one.
+    """
+    rows = jnp.any(mask, axis=-1)
+    means = masked_mean(statistic, mask, -1)
+    rejected = mask & ~passed
+    return {
+        "mean": masked_mean(statistic, mask),
+        "max": masked_max(statistic, mask),
+        "min": masked_min(statistic, mask),
+        "std": jnp.sqrt(masked_variance(statistic, mask)),
+        "fraction_high": _fraction(statistic > high, mask),
+        "fraction_low": _fraction(statistic < low, mask),
+        "masked_fraction": _fraction(rejected, mask),
+        "seq_masked_fraction": _fraction(jnp.any(rejected, axis=-1), rows),
+        **_sequence_metrics(means, means, 0.0, low, high, rows),
+    }

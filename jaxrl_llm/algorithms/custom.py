@@ -1,4 +1,4 @@
-"""Whether a user's own advantage and policy loss can work, found out before a run begins."""
+"""The check of a user's own advantage and policy loss before a run begins."""
 
 import os
 import traceback
@@ -34,17 +34,12 @@ _STEP = {
 
 
 def check(config: AlgorithmConfig) -> None:
-    """Raises if a function that the config names by import path cannot work.
+    """Raises ConfigError, with all problems, if a function named by import path cannot work.
 
-    The function is found, then traced with arrays of small shapes: it must name what is
-    available and return what is wanted, and the rest of the config must go with what the
-    advantage reads. Nothing is computed.
+    The function is found and traced with arrays of small shapes: it must name what is available
+    and return what is wanted, and the rest of the config must fit what the advantage reads.
 
-    Raises:
-      ConfigError: With all problems.
-
-    Example:
-      >>> check(AlgorithmConfig(advantage="grpo"))
+    >>> check(AlgorithmConfig(advantage="grpo"))
     """
     problems = []
     for field, table, trace in (
@@ -78,7 +73,7 @@ def check(config: AlgorithmConfig) -> None:
 
 
 def _last_line_of(name: str, error: Exception) -> str:
-    """Returns where in the user's file the error arose, "" if elsewhere."""
+    """Returns the line of the user's file that raised the error, "" if it was elsewhere."""
     file = os.path.basename(name.rpartition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if os.path.basename(frame.filename) == file]

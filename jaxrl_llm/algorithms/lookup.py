@@ -1,6 +1,6 @@
 """How a name in the config becomes a function, and how that function gets its arguments.
 
-A function of the tables in this folder, or a user's own, names what it needs as parameters.
+Functions, those of the tables in this folder and a user's own, name what they need as parameters.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxrl_llm.errors import UserError
 
 
 class FunctionError(UserError, TypeError):
-    """A user's function that asks for what there is not, or returns something else."""
+    """A user's function asks for what is not available, or returns the wrong thing."""
 
 
 @functools.lru_cache
@@ -34,9 +34,8 @@ def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
 def module(name: str, location: str) -> ModuleType:
     """Returns the module or file where the function is that the config calls `name`.
 
-    Example:
-      >>> module("math:sqrt", "math").sqrt(4.0)
-      2.0
+    >>> module("math:sqrt", "math").sqrt(4.0)
+    2.0
     """
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
@@ -57,20 +56,16 @@ def module(name: str, location: str) -> ModuleType:
 def resolve(
     name: str, table: Mapping[str, Callable[..., Any]], what: str = "function"
 ) -> Callable[..., Any]:
-    """Returns the function that `name` stands for.
+    """Returns the function that `name` stands for; errors call it `what`.
 
-    It is a key of `table`, `package.module:function` or `path/file.py:function`; `what` is the word
-    for it in errors.
+    The name is a key of `table`, `package.module:function` or `path/file.py:function`.
 
     Raises:
       ValueError, FileNotFoundError, ModuleNotFoundError, AttributeError, TypeError: `name` is
         neither a key nor an import path; no such file, module or function; not a function.
 
-    Example:
-      >>> resolve("double", {"double": lambda x: 2 * x})(4)
-      8
-      >>> resolve("operator:add", {})(1, 2)
-      3
+    >>> resolve("double", {"double": lambda x: 2 * x})(4), resolve("operator:add", {})(1, 2)
+    (8, 3)
     """
     if name in table:
         return table[name]
@@ -108,9 +103,8 @@ def declared(function: Callable[..., Any]) -> Declared:
     Raises:
       FunctionError: A parameter is positional-only.
 
-    Example:
-      >>> declared(lambda rewards, values=None: rewards).required
-      ('rewards',)
+    >>> declared(lambda rewards, values=None: rewards).required
+    ('rewards',)
     """
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
@@ -131,16 +125,14 @@ def declared(function: Callable[..., Any]) -> Declared:
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
     """Returns `function` called with those of the `available` values that it names.
 
-    A parameter that is not available keeps its default; `**rest` takes everything.
-
-    `where` says who asked for the function, and begins errors.
+    A parameter that is not available keeps its default; `**rest` takes everything. `where` says
+    which setting names the function; errors begin with it.
 
     Raises:
       FunctionError: A parameter without default that is not available, or positional-only.
 
-    Example:
-      >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
-      3
+    >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
+    3
     """
     try:
         reads = declared(function)

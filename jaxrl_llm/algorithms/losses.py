@@ -5,10 +5,10 @@ A row of [B, T] is one whole sequence, also when the network saw several packed 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import ratio_losses, score_losses
 from jaxrl_llm.algorithms.aggregation import (
@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.aggregation import (
 )
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
-from jaxrl_llm.algorithms.masked import zero_outside
+from jaxrl_llm.algorithms.masked import Mask, PerToken, zero_outside
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
 
@@ -40,9 +40,10 @@ POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics | TokenLoss]] = {
     "reinforce": score_losses.reinforce,
 }
 
-
 # Losses of the table with a gradient where all advantages are zero.
 _PULL_BACK = frozenset({"kl_cov", "dro"})
+# Fields of a minibatch that no policy loss reads.
+_HIDDEN = frozenset({"tokens", "lengths", "cost_returns", "cost_values"})
 
 
 def follows_advantages(config: AlgorithmConfig) -> bool:
@@ -51,67 +52,19 @@ def follows_advantages(config: AlgorithmConfig) -> bool:
     Not so with an entropy bonus, a KL in the loss, or a loss that pulls the policy back by itself;
     a user's own loss may do that too.
 
-    Example:
-      >>> follows_advantages(AlgorithmConfig()), follows_advantages(AlgorithmConfig(kl_in="loss"))
-      (True, False)
+    >>> follows_advantages(AlgorithmConfig()), follows_advantages(AlgorithmConfig(kl_in="loss"))
+    (True, False)
     """
     known = config.policy_loss in POLICY_LOSSES and config.policy_loss not in _PULL_BACK
     return known and config.kl_in != "loss" and not config.entropy_coef
 
 
-def entropy_bonus(
-    config: AlgorithmConfig,
-    entropies: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    denominators: Denominators,
-) -> LossAndMetrics:
-    """Returns the aggregated entropy, before its coefficient, and `actor/entropy` per token.
-
-    Example:
-      >>> mask = jnp.array([[True, False]])
-      >>> bonus, _ = entropy_bonus(
-      ...     AlgorithmConfig(), jnp.array([[2.0, jnp.nan]]), mask, Denominators(1.0, 1.0))
-      >>> print(bonus)
-      2.0
-    """
-    (entropies,) = zero_outside(loss_mask, entropies)
-    bonus = aggregate(config, entropies, loss_mask, denominators)
-    metrics = {
-        "actor/entropy": token_mean(entropies, loss_mask, denominators),
-        "actor/entropy_loss": bonus,
-    }
-    return bonus, jax.lax.stop_gradient(metrics)
-
-
-def kl_loss(
-    config: AlgorithmConfig,
-    log_probs: Float[Array, "B T"],
-    ref_log_probs: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    denominators: Denominators,
-) -> LossAndMetrics:
-    """Returns the aggregated KL to the reference, before its coefficient.
-
-    Example:
-      >>> mask = jnp.array([[True, False]])
-      >>> loss, _ = kl_loss(
-      ...     AlgorithmConfig(kl_estimator="k1"), jnp.array([[-1.0, jnp.nan]]),
-      ...     jnp.array([[-1.5, 0.0]]), mask, Denominators(1.0, 1.0))
-      >>> print(loss)
-      0.5
-    """
-    log_probs, ref_log_probs = zero_outside(loss_mask, log_probs, ref_log_probs)
-    per_token = KL_ESTIMATORS[config.kl_estimator](log_probs, ref_log_probs)
-    loss = aggregate(config, per_token, loss_mask, denominators)
-    return loss, {"actor/kl_loss": jax.lax.stop_gradient(loss)}
-
-
 def value_loss(
     config: AlgorithmConfig,
-    values: Float[Array, "B T"],
-    old_values: Float[Array, "B T"],
-    returns: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
+    values: PerToken,
+    old_values: PerToken,
+    returns: PerToken,
+    loss_mask: Mask,
     denominators: Denominators,
     role: str = "critic",
 ) -> LossAndMetrics:
@@ -119,17 +72,15 @@ def value_loss(
 
         0.5 max((values - returns)**2, (clip(values, old_values ± value_clip) - returns)**2)
 
-    `role` begins the names of the metrics; `cost_critic` is that of Safe-RLHF.
+    `role` begins the names of the metrics; `cost_critic` is that of Safe-RLHF. arXiv:1707.06347
+    with the clip of its implementation; arXiv:2005.12729, section 3.
 
-    Example:
-      >>> mask = jnp.array([[True, False]])
-      >>> loss, _ = value_loss(
-      ...     AlgorithmConfig(value_clip=0.5), jnp.array([[2.0, jnp.nan]]), jnp.zeros((1, 2)),
-      ...     jnp.array([[2.0, 0.0]]), mask, Denominators(1.0, 1.0))
-      >>> print(loss)
-      1.125
-
-    Reference: arXiv:1707.06347 with the clip of its implementation; arXiv:2005.12729, section 3.
+    >>> mask = jnp.array([[True, False]])
+    >>> loss, _ = value_loss(
+    ...     AlgorithmConfig(value_clip=0.5), jnp.array([[2.0, jnp.nan]]), jnp.zeros((1, 2)),
+    ...     jnp.array([[2.0, 0.0]]), mask, Denominators(1.0, 1.0))
+    >>> print(loss)
+    1.125
     """
     values, old_values, returns = zero_outside(loss_mask, values, old_values, returns)
     clipped = jnp.clip(values, old_values - config.value_clip, old_values + config.value_clip)
@@ -147,22 +98,21 @@ def value_loss(
 
 def policy_objective(
     config: AlgorithmConfig,
-    log_probs: Float[Array, "B T"],
-    entropies: Float[Array, "B T"],
+    log_probs: PerToken,
+    entropies: PerToken,
     minibatch: Minibatch,
-    selection: Bool[Array, "B T"],
+    selection: Mask,
     denominators: Denominators,
 ) -> LossAndMetrics:
     """Returns what the policy minimizes, on one microbatch.
 
         policy_loss - entropy_coef * entropy + kl_coef * kl       (kl only with kl_in="loss")
 
-    A user's loss (`config.policy_loss` as import path) names any of `log_probs`,
-    `entropies`, `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`,
-    `returns`, `values`, `response_mask`, `loss_mask`, `correction_weights`, `selection`,
-    `config` and `denominators`, and returns its loss and a dict of metrics, as shares of the
-    minibatch: `aggregation.policy_loss` does so from a loss per token. Losses of the table return
-    both per token.
+    A user's loss (`config.policy_loss` as import path) names any of `log_probs`, `entropies`,
+    `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`, `returns`, `values`,
+    `response_mask`, `loss_mask`, `correction_weights`, `selection`, `config` and `denominators`,
+    and returns its loss and a dict of metrics, as shares of the minibatch:
+    `aggregation.policy_loss` does so from a loss per token.
 
     Args:
       entropies: Of the distributions the tokens were drawn from; with gradient if
@@ -174,59 +124,62 @@ def policy_objective(
       ValueError, ImportError, AttributeError, FunctionError: The loss cannot be found (see
         `lookup.resolve`), names what is not available, or returns something else.
 
-    Example:
-      >>> import dataclasses
-      >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
-      >>> minibatch = dataclasses.replace(
-      ...     Minibatch.zeros(1, 2), loss_mask=mask, advantages=zero + 1.0)
-      >>> loss, metrics = policy_objective(
-      ...     AlgorithmConfig(entropy_coef=0.5, policy_loss="reinforce"), zero - 1.0, zero + 2.0,
-      ...     dataclasses.replace(minibatch, correction_weights=zero + 1.0), ~mask,
-      ...     Denominators(2.0, 1.0))
-      >>> print(loss, metrics["actor/pg_loss"], metrics["actor/entropy"])
-      0.0 1.0 2.0
+    >>> import dataclasses
+    >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    >>> minibatch = dataclasses.replace(
+    ...     Minibatch.zeros(1, 2), loss_mask=mask, advantages=zero + 1.0,
+    ...     correction_weights=zero + 1.0)
+    >>> loss, metrics = policy_objective(
+    ...     AlgorithmConfig(entropy_coef=0.5, policy_loss="reinforce"), zero - 1.0, zero + 2.0,
+    ...     minibatch, ~mask, Denominators(2.0, 1.0))
+    >>> print(loss, metrics["actor/pg_loss"], metrics["actor/entropy"])
+    0.0 1.0 2.0
     """
-    where = f"config.algorithm.policy_loss={config.policy_loss!r}"
-    fields = (
-        "old_log_probs",
-        "ref_log_probs",
-        "rollout_log_probs",
-        "advantages",
-        "returns",
-        "values",
-        "response_mask",
-        "loss_mask",
-        "correction_weights",
-    )
-    available = {name: getattr(minibatch, name) for name in fields} | {
+    mask = minibatch.loss_mask
+    available = {name: array for name, array in vars(minibatch).items() if name not in _HIDDEN} | {
         "log_probs": log_probs,
         "entropies": entropies,
         "selection": selection,
         "config": config,
         "denominators": denominators,
     }
-    result = call_by_name(
-        resolve(config.policy_loss, POLICY_LOSSES, "policy loss"), available, where
-    )
-    per_token = config.policy_loss in POLICY_LOSSES and jnp.ndim(result[0])
-    scalar = isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()
-    if not per_token and not scalar:
+    loss, metrics = _policy_loss(config, minibatch, available, denominators)
+    (entropies,) = zero_outside(mask, entropies)
+    bonus = aggregate(config, entropies, mask, denominators)
+    more = {
+        "actor/entropy": token_mean(entropies, mask, denominators),
+        "actor/entropy_loss": bonus,
+    }
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * bonus
+    if config.kl_in == "loss":
+        log_probs, ref_log_probs = zero_outside(mask, log_probs, minibatch.ref_log_probs)
+        divergence = KL_ESTIMATORS[config.kl_estimator](log_probs, ref_log_probs)
+        more["actor/kl_loss"] = aggregate(config, divergence, mask, denominators)
+        loss = loss + config.kl_coef * more["actor/kl_loss"]
+    return loss, metrics | jax.lax.stop_gradient(more | {"actor/loss": loss})
+
+
+def _policy_loss(
+    config: AlgorithmConfig,
+    minibatch: Minibatch,
+    available: dict[str, Any],
+    denominators: Denominators,
+) -> LossAndMetrics:
+    where = f"config.algorithm.policy_loss={config.policy_loss!r}"
+    function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
+    if config.policy_loss in POLICY_LOSSES:
+        names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
+        inside = zero_outside(minibatch.loss_mask, *(available[name] for name in names))
+        available = available | dict(zip(names, inside, strict=True))
+    result = call_by_name(function, available, where)
+    if config.policy_loss in POLICY_LOSSES and jnp.ndim(result[0]):
+        per_token, token_means = result
+        weights, mask = minibatch.correction_weights, minibatch.loss_mask
+        return policy_loss(config, per_token, weights, mask, denominators, **token_means)
+    if not (isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()):
         raise FunctionError(
             f"{where}: returned {type(result).__name__}; a policy loss returns"
             " (scalar loss, dict of metrics)"
         )
-    loss, metrics = result
-    if per_token:
-        weights, mask = minibatch.correction_weights, minibatch.loss_mask
-        loss, metrics = policy_loss(config, loss, weights, mask, denominators, **metrics)
-    bonus, entropy_metrics = entropy_bonus(config, entropies, minibatch.loss_mask, denominators)
-    metrics = metrics | entropy_metrics
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * bonus
-    if config.kl_in == "loss":
-        divergence, kl_metrics = kl_loss(
-            config, log_probs, minibatch.ref_log_probs, minibatch.loss_mask, denominators
-        )
-        loss = loss + config.kl_coef * divergence
-        metrics = metrics | kl_metrics
-    return loss, metrics | {"actor/loss": jax.lax.stop_gradient(loss)}
+    return result

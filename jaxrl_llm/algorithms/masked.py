@@ -1,100 +1,92 @@
 """Sums, means and group statistics over the entries that a mask keeps.
 
-Values outside the mask never matter, not even NaN, and no gradient flows to them.
-An empty mask gives 0, so that a batch of padding is harmless. Shapes are fixed and
-nothing depends on the order of rows: everything here may be jitted.
+Values outside the mask never matter, not even NaN, and get no gradient. An empty mask gives 0, so
+a batch of padding is harmless. The order of rows does not matter. Everything here may be jitted.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# The arrays of this folder; B sequences, T tokens of a sequence.
+PerToken = Float[Array, "B T"]
+Mask = Bool[Array, "B T"]
+PerRow = Float[Array, " B"]
+RowMask = Bool[Array, " B"]
+GroupIds = Int[Array, " B"]
+Scalar = Float[Array, ""]
+Floats = Float[Array, "..."]
+Bools = Bool[Array, "..."]
+
 
 def zero_outside(mask: Bool[Array, "*dims"], *arrays: Float[Array, "*dims"]) -> tuple[Array, ...]:
-    """Returns the arrays with everything outside `mask` replaced by 0.
+    """Returns the arrays with 0 outside `mask`; the gradient of what 0 replaced is exactly 0.
 
-    The gradient with respect to a replaced entry is exactly 0.
-
-    Example:
-      >>> (x,) = zero_outside(jnp.array([True, False]), jnp.array([2.0, jnp.nan]))
-      >>> print(x)
-      [2. 0.]
+    >>> (x,) = zero_outside(jnp.array([True, False]), jnp.array([2.0, jnp.nan]))
+    >>> print(x)
+    [2. 0.]
     """
     return tuple(jnp.where(mask, array, jnp.zeros_like(array)) for array in arrays)
 
 
-def masked_sum(
-    x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None
-) -> Float[Array, "..."]:
+def masked_sum(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the sum of `x` where `mask`, over `axis` or over everything.
 
-    Example:
-      >>> print(masked_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
-      3.0
+    >>> print(masked_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
+    3.0
     """
     return jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=axis)
 
 
-def masked_mean(
-    x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None
-) -> Float[Array, "..."]:
+def masked_mean(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the mean of `x` where `mask`; 0 where the mask is empty.
 
-    Example:
-      >>> print(masked_mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
-      1.5
+    >>> print(masked_mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
+    1.5
     """
     return masked_sum(x, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
 
 
-def masked_variance(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
+def masked_variance(x: Floats, mask: Bools) -> Scalar:
     """Returns the unbiased variance of `x` where `mask`; 0 for fewer than two entries.
 
-    Example:
-      >>> print(masked_variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
-      2.0
+    >>> print(masked_variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
+    2.0
     """
     (x,) = zero_outside(mask, x)
     squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
     return squares / jnp.maximum(jnp.sum(mask) - 1, 1)
 
 
-def masked_max(
-    x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None
-) -> Float[Array, "..."]:
+def masked_max(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the largest `x` where `mask`; 0 where the mask is empty.
 
-    Example:
-      >>> print(masked_max(jnp.array([-1.0, 3.0]), jnp.array([True, False])))
-      -1.0
+    >>> print(masked_max(jnp.array([-1.0, 3.0]), jnp.array([True, False])))
+    -1.0
     """
     largest = jnp.max(jnp.where(mask, x, -jnp.inf), axis=axis, initial=-jnp.inf)
     return jnp.where(jnp.any(mask, axis=axis), largest, 0.0)
 
 
-def masked_min(
-    x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None
-) -> Float[Array, "..."]:
+def masked_min(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the smallest `x` where `mask`; 0 where the mask is empty.
 
-    Example:
-      >>> print(masked_min(jnp.array([1.0, -3.0]), jnp.array([True, False])))
-      1.0
+    >>> print(masked_min(jnp.array([1.0, -3.0]), jnp.array([True, False])))
+    1.0
     """
     return -masked_max(-x, mask, axis)
 
 
-def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def whiten(x: PerToken, mask: Mask) -> PerToken:
     """Returns `x` shifted and scaled to mean 0 and variance 1 over the masked tokens.
 
         (x - mean) / sqrt(variance + 1e-8)
 
     Every token weighs the same, so long responses weigh more. A single token becomes 0.
 
-    Example:
-      >>> x, mask = jnp.array([[1.0, 3.0, 7.0]]), jnp.array([[True, True, False]])
-      >>> print(whiten(x, mask).round(4))
-      [[-0.7071  0.7071  0.    ]]
+    >>> x, mask = jnp.array([[1.0, 3.0, 7.0]]), jnp.array([[True, True, False]])
+    >>> print(whiten(x, mask).round(4))
+    [[-0.7071  0.7071  0.    ]]
     """
     (x,) = zero_outside(mask, x)
     # Equal numbers whiten to equal bits, whatever the compiler could fuse into the sums.
@@ -103,57 +95,46 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
     return jnp.where(mask, scaled, 0.0)
 
 
-def group_sum(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"], members: Bool[Array, " B"]
-) -> Float[Array, " B"]:
+def group_sum(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
     """Returns, for each row, the sum of `x` over the members of its group.
 
-    Group ids are in [0, B), in any order, with gaps. Rows that are no `members` count in no group.
+    Group ids are in [0, B), in any order, with gaps. Other rows than `members` count in no group.
 
-    Example:
-      >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
-      >>> print(group_sum(x, groups, jnp.array([True, True, True])))
-      [5. 2. 5.]
+    >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
+    >>> print(group_sum(x, groups, jnp.ones(3, bool)))
+    [5. 2. 5.]
     """
     totals = jax.ops.segment_sum(jnp.where(members, x, 0.0), group_ids, x.shape[0])
     return totals[group_ids]
 
 
-def group_max(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"], members: Bool[Array, " B"]
-) -> Float[Array, " B"]:
-    """Returns, for each row, the largest `x` in its group; -inf where it has no member.
+def group_max(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
+    """Returns, for each row, the largest `x` in its group; -inf for a group without members.
 
-    Example:
-      >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
-      >>> print(group_max(x, groups, jnp.array([True, True, True])))
-      [4. 2. 4.]
+    >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
+    >>> print(group_max(x, groups, jnp.ones(3, bool)))
+    [4. 2. 4.]
     """
     return jax.ops.segment_max(jnp.where(members, x, -jnp.inf), group_ids, x.shape[0])[group_ids]
 
 
-def group_size(group_ids: Int[Array, " B"], members: Bool[Array, " B"]) -> Float[Array, " B"]:
+def group_size(group_ids: GroupIds, members: RowMask) -> PerRow:
     """Returns, for each row, how many members its group has.
 
-    Example:
-      >>> print(group_size(jnp.array([0, 1, 0]), jnp.array([True, True, True])))
-      [2. 1. 2.]
+    >>> print(group_size(jnp.array([0, 1, 0]), jnp.ones(3, bool)))
+    [2. 1. 2.]
     """
     return group_sum(jnp.ones(group_ids.shape, jnp.float32), group_ids, members)
 
 
-def group_mean(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"], members: Bool[Array, " B"]
-) -> Float[Array, " B"]:
+def group_mean(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
     """Returns, for each row, the mean of its group.
 
-    The mean of equal numbers is that number to the bit, so that a group without
-    variance has deviations of exactly 0.
+    The mean of equal numbers is that number to the bit: their deviations are exactly 0.
 
-    Example:
-      >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
-      >>> print(group_mean(x, groups, jnp.array([True, True, True])))
-      [2.5 2.  2.5]
+    >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
+    >>> print(group_mean(x, groups, jnp.ones(3, bool)))
+    [2.5 2.  2.5]
     """
     smallest = -group_max(-x, group_ids, members)
     origin = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
@@ -161,17 +142,12 @@ def group_mean(
     return origin + group_sum(x - origin, group_ids, members) / size
 
 
-def group_std(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"], members: Bool[Array, " B"]
-) -> Float[Array, " B"]:
-    """Returns, for each row, the unbiased standard deviation of its group.
+def group_deviation(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
+    """Returns, for each row, the unbiased standard deviation of its group; 1 for a group of one.
 
-    A group of one has none; it gets 1, so that dividing by it changes nothing.
-
-    Example:
-      >>> x, groups = jnp.array([1.0, 2.0, 3.0, 5.0, 5.0]), jnp.array([0, 1, 0, 2, 2])
-      >>> print(group_std(x, groups, jnp.ones(5, bool)).round(4))
-      [1.4142 1.     1.4142 0.     0.    ]
+    >>> x, groups = jnp.array([1.0, 2.0, 3.0, 5.0, 5.0]), jnp.array([0, 1, 0, 2, 2])
+    >>> print(group_deviation(x, groups, jnp.ones(5, bool)).round(4))
+    [1.4142 1.     1.4142 0.     0.    ]
     """
     size = group_size(group_ids, members)
     squares = jnp.square(x - group_mean(x, group_ids, members))

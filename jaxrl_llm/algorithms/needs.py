@@ -1,8 +1,8 @@
 """What a run must have, because its functions read it.
 
-Advantage, policy loss and corrections name what they read; a user's function does so by its
-parameters. From these names follows which models a run has, whether each prompt gets a greedy
-sample, and whether the policy is asked for log-probs before the update.
+Functions name what they read by their parameters. These names decide which models a run has,
+whether each prompt gets a greedy sample, and whether the policy computes log-probs before the
+update.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, RLConfig
 
-# What only a pass of the policy over the step, made before its update, can tell.
+# What the policy computes in a pass over the step before the update.
 _OF_POLICY = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
 
 
@@ -49,7 +49,7 @@ class Needs:
 
     @property
     def old_log_probs(self) -> bool:
-        """Whether the policy is asked before the update, also where a step is one update."""
+        """Whether the policy computes them before the update, even if a step is one update."""
         return bool(_OF_POLICY & self.before_update)
 
 
@@ -58,21 +58,19 @@ def of(config: AlgorithmConfig) -> Needs:
     """Returns what the functions that the config names read.
 
     Raises:
-      ValueError, ImportError, AttributeError, TypeError: A function cannot be found; see
-        `lookup.resolve`.
+      ValueError, ImportError, AttributeError, TypeError: As `lookup.resolve` does.
 
-    Example:
-      >>> needs = of(AlgorithmConfig(advantage="gae", kl_in="loss"))
-      >>> needs.critic, needs.reference, needs.greedy_baseline, needs.old_log_probs
-      (True, True, False, False)
-      >>> of(AlgorithmConfig(advantage="remax")).greedy_baseline
-      True
+    >>> needs = of(AlgorithmConfig(advantage="gae", kl_in="loss"))
+    >>> needs.critic, needs.reference, needs.greedy_baseline, needs.old_log_probs
+    (True, True, False, False)
+    >>> of(AlgorithmConfig(advantage="remax")).greedy_baseline
+    True
     """
     advantage = declared(resolve(config.advantage, ESTIMATORS, "advantage estimator"))
     loss = declared(resolve(config.policy_loss, POLICY_LOSSES, "policy loss"))
     before, in_update = set(advantage.names), set(loss.names)
     if advantage.takes_rest:
-        # It gets all that the run has; what the policy said is asked for, models are not added.
+        # It gets all that the run has: the policy's pass, but no further model.
         before |= _OF_POLICY
     if config.kl_in == "reward":
         before |= {"old_log_probs", "ref_log_probs"}
@@ -90,9 +88,8 @@ def of(config: AlgorithmConfig) -> Needs:
 def warnings(config: RLConfig) -> Iterator[str]:
     """Yields settings of models that nothing reads.
 
-    Example:
-      >>> list(warnings(RLConfig()))
-      []
+    >>> list(warnings(RLConfig()))
+    []
     """
     needs, advantage = of(config.algorithm), config.algorithm.advantage
     if not needs.reference and config.reference.path:

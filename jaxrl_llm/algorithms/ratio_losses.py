@@ -1,31 +1,28 @@
 """Policy losses whose gradient flows through the ratio of probabilities.
 
 ratio = exp(log_probs - old_log_probs), bounded by exp(±20); A = advantages. A loss names what it
-reads and returns a number and metrics for each token; `losses.policy_objective` sums them.
-Nothing outside `loss_mask` matters, and gradients there are exactly 0. At ratio 1 the gradient of
-each loss is that of -A * log_probs.
+reads, which `losses.policy_objective` sets to 0 outside the loss mask, and returns a number and
+metrics for each token. At ratio 1 the gradient of each loss is that of -A * log_probs.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, TokenLoss, policy_loss
-from jaxrl_llm.algorithms.masked import masked_mean, zero_outside
-from jaxrl_llm.algorithms.ratios import bounded, log_ratio
+from jaxrl_llm.algorithms.masked import Mask, PerToken, masked_mean
+from jaxrl_llm.algorithms.ratios import bounded
 from jaxrl_llm.config import AlgorithmConfig
 
 
 def clipped_surrogate(
-    ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], config: AlgorithmConfig
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    ratios: PerToken, advantages: PerToken, config: AlgorithmConfig
+) -> tuple[PerToken, Mask]:
     """Returns `max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))` and where it clips.
 
-    Example:
-      >>> losses, clipped = clipped_surrogate(
-      ...     jnp.array([[1.5, 1.5]]), jnp.array([[1.0, -1.0]]), AlgorithmConfig())
-      >>> print(losses, clipped)
-      [[-1.2  1.5]] [[ True False]]
+    >>> losses, clipped = clipped_surrogate(
+    ...     jnp.array([[1.5, 1.5]]), jnp.array([[1.0, -1.0]]), AlgorithmConfig())
+    >>> print(losses, clipped)
+    [[-1.2  1.5]] [[ True False]]
     """
     plain = -advantages * ratios
     clipped = -advantages * jnp.clip(ratios, 1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -33,28 +30,20 @@ def clipped_surrogate(
 
 
 def vanilla(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    config: AlgorithmConfig,
+    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken, config: AlgorithmConfig
 ) -> TokenLoss:
     """Returns PPO's clipped loss, with the second bound of dual clip where A is negative.
 
         max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)),  at most -A dual_clip if A < 0
 
-    Example:
-      >>> losses, metrics = vanilla(
-      ...     jnp.log(jnp.array([[0.9]])), jnp.log(jnp.array([[0.1]])), jnp.array([[-1.0]]),
-      ...     jnp.array([[True]]), AlgorithmConfig())
-      >>> print(losses, metrics["pg_clipfrac_lower"])
-      [[3.]] [[ True]]
+    Schulman et al., arXiv:1707.06347, Eq. 7; dual clip: Ye et al., arXiv:1912.09729, Eq. 5.
 
-    Reference: Schulman et al., arXiv:1707.06347, Eq. 7; dual clip: Ye et al., arXiv:1912.09729,
-      Eq. 5.
+    >>> one = jnp.ones((1, 1))
+    >>> losses, metrics = vanilla(jnp.log(0.9) * one, jnp.log(0.1) * one, -one, AlgorithmConfig())
+    >>> print(losses, metrics["pg_clipfrac_lower"])
+    [[3.]] [[ True]]
     """
-    (advantages,) = zero_outside(loss_mask, advantages)
-    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    log_ratios = bounded(log_probs - old_log_probs)
     losses, clipped = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
     negative = advantages < 0.0
     ceiling = jnp.where(negative, jnp.where(negative, -advantages, 1.0) * config.dual_clip, jnp.inf)
@@ -66,32 +55,25 @@ def vanilla(
 
 
 def gspo(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    loss_mask: Mask,
     config: AlgorithmConfig,
 ) -> TokenLoss:
     """Returns the clipped loss with one ratio a sequence: the geometric mean of its tokens'.
 
         ratio_i = exp(mean_t(log_probs - old_log_probs)), at most exp(10)
 
-    Each token carries the sequence's ratio as value and its own log-prob as gradient
-    (GSPO-token, Eq. 14), so advantages may differ within a response. Deviation: verl aggregates
-    by seq-mean-token-mean always; here only the recipe does.
+    Each token has the sequence's ratio as value and its own log-prob as gradient (GSPO-token,
+    Eq. 14), so advantages may differ within a response. Zheng et al., GSPO, arXiv:2507.18071,
+    Eq. 5, 7 and 14. Deviation: verl always aggregates by seq-mean-token-mean; here the recipe does.
 
-    Example:
-      >>> losses, _ = gspo(
-      ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.4]])),
-      ...     jnp.ones((1, 2)), jnp.ones((1, 2), bool), AlgorithmConfig())
-      >>> print(losses)
-      [[-1. -1.]]
-
-    Reference: Zheng et al., GSPO, arXiv:2507.18071, Eq. 5, 7 and 14.
+    >>> one = jnp.ones((1, 2))
+    >>> log_probs, old = jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.4]]))
+    >>> print(gspo(log_probs, old, one, one > 0, AlgorithmConfig())[0])
+    [[-1. -1.]]
     """
-    log_probs, old_log_probs, advantages = zero_outside(
-        loss_mask, log_probs, old_log_probs, advantages
-    )
     log_ratios = log_probs - old_log_probs
     sequence = jax.lax.stop_gradient(masked_mean(log_ratios, loss_mask, -1))[:, None]
     carrier = log_probs - jax.lax.stop_gradient(log_probs)
@@ -101,39 +83,31 @@ def gspo(
 
 
 def sapo(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    config: AlgorithmConfig,
+    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken, config: AlgorithmConfig
 ) -> TokenLoss:
     """Returns the loss with a soft gate in place of the clip.
 
         -A sigmoid(tau (ratio - 1)) 4 / tau,   tau = sapo_tau_pos if A > 0 else sapo_tau_neg
 
-    Deviation: verl aggregates by seq-mean-token-mean always; here only the recipe does.
+    Gao et al., SAPO, arXiv:2511.20347.
+    Deviation: verl always aggregates by seq-mean-token-mean; here the recipe does.
 
-    Example:
-      >>> one = jnp.ones((1, 1))
-      >>> losses, _ = sapo(-one, -one, one, one > 0, AlgorithmConfig())
-      >>> print(losses)
-      [[-2.]]
-
-    Reference: Gao et al., SAPO, arXiv:2511.20347.
+    >>> one = jnp.ones((1, 1))
+    >>> print(sapo(-one, -one, one, AlgorithmConfig())[0])
+    [[-2.]]
     """
-    (advantages,) = zero_outside(loss_mask, advantages)
-    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    log_ratios = bounded(log_probs - old_log_probs)
     tau = jnp.where(advantages > 0.0, config.sapo_tau_pos, config.sapo_tau_neg)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratios) - 1.0)) * 4.0 / tau
     return -gate * advantages, {"ppo_kl": -log_ratios}
 
 
 def geo_mean(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    correction_weights: Float[Array, "B T"],
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    loss_mask: Mask,
+    correction_weights: PerToken,
     config: AlgorithmConfig,
     denominators: Denominators,
 ) -> LossAndMetrics:
@@ -142,23 +116,19 @@ def geo_mean(
         d_t = log-ratio, clipped to at most clip_high where A > 0, at least -clip_low where A < 0
         -mean_t(A) exp(mean_t(d)),   the same on each token of the sequence
 
-    Correction weights enter by their geometric mean over the sequence, so the loss is summed
-    here; the paper's aggregation is seq-mean-token-mean. Deviation: verl takes the mean over the
-    rows of each microbatch, padding included, so that the step grows with the number of
-    microbatches; here the sum is divided by counts of the minibatch.
+    Correction weights enter by their geometric mean over the sequence, so the loss is aggregated
+    here; the paper does so by seq-mean-token-mean. Zhao et al., GMPO, arXiv:2507.20673.
+    Deviation: verl takes the mean over the rows of each microbatch, padding included, so its step
+    grows with the number of microbatches; here the divisors are counts of the minibatch.
 
-    Example:
-      >>> loss, _ = geo_mean(
-      ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(jnp.array([[0.1, 0.1]])),
-      ...     jnp.ones((1, 2)), jnp.ones((1, 2), bool), jnp.ones((1, 2)),
-      ...     AlgorithmConfig(clip_high=10.0), Denominators(2.0, 1.0))
-      >>> print(loss.round(4))
-      -2.0
-
-    Reference: Zhao et al., GMPO, arXiv:2507.20673.
+    >>> one = jnp.ones((1, 2))
+    >>> loss, _ = geo_mean(
+    ...     jnp.log(jnp.array([[0.4, 0.1]])), jnp.log(0.1) * one, one, one > 0, one,
+    ...     AlgorithmConfig(clip_high=10.0), Denominators(2.0, 1.0))
+    >>> print(loss.round(4))
+    -2.0
     """
-    (advantages,) = zero_outside(loss_mask, advantages)
-    log_ratios = log_ratio(log_probs, old_log_probs, loss_mask)
+    log_ratios = log_probs - old_log_probs
     clipped = jnp.clip(log_ratios, -config.clip_low, config.clip_high)
     sign = jnp.sign(advantages)
     pessimistic = sign * jnp.minimum(sign * log_ratios, sign * clipped)
@@ -180,55 +150,45 @@ def geo_mean(
 
 
 def clip_cov(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    selection: Bool[Array, "B T"],
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    selection: Mask,
     config: AlgorithmConfig,
 ) -> TokenLoss:
     """Returns the clipped loss, 0 on the tokens that `selection.clip_cov` chose; no dual clip.
 
-    They are few tokens whose log-prob and advantage covary strongly and so take the entropy away.
+    They are a few tokens whose log-prob and advantage covary strongly and so reduce the entropy.
+    Cui et al., The Entropy Mechanism, arXiv:2505.22617.
 
-    Example:
-      >>> one = jnp.ones((1, 2))
-      >>> selection = jnp.array([[True, False]])
-      >>> losses, _ = clip_cov(-one, -one, one, one > 0, selection, AlgorithmConfig())
-      >>> print(losses)
-      [[ 0. -1.]]
-
-    Reference: Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    >>> one, selection = jnp.ones((1, 2)), jnp.array([[True, False]])
+    >>> print(clip_cov(-one, -one, one, selection, AlgorithmConfig())[0])
+    [[ 0. -1.]]
     """
-    (advantages,) = zero_outside(loss_mask, advantages)
-    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    log_ratios = bounded(log_probs - old_log_probs)
     losses, _ = clipped_surrogate(jnp.exp(log_ratios), advantages, config)
     return jnp.where(selection, 0.0, losses), {"ppo_kl": -log_ratios, "pg_clipfrac": selection}
 
 
 def kl_cov(
-    log_probs: Float[Array, "B T"],
-    old_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    selection: Bool[Array, "B T"],
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken,
+    selection: Mask,
     config: AlgorithmConfig,
 ) -> TokenLoss:
-    """Returns the unclipped loss and a penalty where `selection.kl_cov` chose, for moving away.
+    """Returns the unclipped loss and a penalty for moving away where `selection.kl_cov` chose.
 
         -A ratio + [selected] kl_cov_coef |log_probs - old_log_probs|
 
-    Example:
-      >>> one = jnp.ones((1, 1))
-      >>> losses, metrics = kl_cov(
-      ...     -one, -2 * one, 0 * one, one > 0, one > 0, AlgorithmConfig(kl_cov_coef=0.5))
-      >>> print(losses, metrics["ppo_kl"])
-      [[0.5]] [[1.]]
+    Cui et al., The Entropy Mechanism, arXiv:2505.22617.
 
-    Reference: Cui et al., The Entropy Mechanism, arXiv:2505.22617.
+    >>> one = jnp.ones((1, 1))
+    >>> losses, metrics = kl_cov(-one, -2 * one, 0 * one, one > 0, AlgorithmConfig(kl_cov_coef=0.5))
+    >>> print(losses, metrics["ppo_kl"])
+    [[0.5]] [[1.]]
     """
-    (advantages,) = zero_outside(loss_mask, advantages)
-    log_ratios = bounded(log_ratio(log_probs, old_log_probs, loss_mask))
+    log_ratios = bounded(log_probs - old_log_probs)
     distances = jnp.abs(log_ratios)
     penalty = jnp.where(selection, config.kl_cov_coef * distances, 0.0)
     return -advantages * jnp.exp(log_ratios) + penalty, {"ppo_kl": distances}

@@ -1,45 +1,39 @@
 """Safe-RLHF (arXiv:2310.12773): the most reward whose mean cost stays below a limit.
 
-PPO with two critics and a Lagrange multiplier, kept as its logarithm so that it cannot
-be negative. A multiplier of exactly 0 (logarithm -inf) stays 0 and is PPO to the bit.
+PPO with two critics and a Lagrange multiplier, kept as its logarithm so that it cannot be negative.
+A multiplier of exactly 0 (logarithm -inf) stays 0 and is PPO to the bit.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.advantages import generalized_advantage_estimation
-from jaxrl_llm.algorithms.masked import whiten
+from jaxrl_llm.algorithms.masked import Mask, PerRow, PerToken, Scalar, whiten
 from jaxrl_llm.algorithms.shaping import kl_shaped
 from jaxrl_llm.config import AlgorithmConfig
 
 
-def initial_log_multiplier(config: AlgorithmConfig) -> Float[Array, ""]:
+def initial_log_multiplier(config: AlgorithmConfig) -> Scalar:
     """Returns the logarithm of `config.multiplier_init`; -inf for 0, which never moves.
 
-    Example:
-      >>> print(initial_log_multiplier(AlgorithmConfig(multiplier_init=1.0)))
-      0.0
+    >>> print(initial_log_multiplier(AlgorithmConfig(multiplier_init=1.0)))
+    0.0
     """
     return jnp.log(jnp.asarray(config.multiplier_init, jnp.float32))
 
 
 def next_log_multiplier(
-    config: AlgorithmConfig,
-    log_multiplier: Float[Array, ""] | float,
-    mean_cost: Float[Array, ""] | float,
-) -> Float[Array, ""]:
+    config: AlgorithmConfig, log_multiplier: Scalar | float, mean_cost: Scalar | float
+) -> Scalar:
     """Returns the log-multiplier of the next step: up while the mean cost is above the limit.
 
         log_multiplier + multiplier_lr * multiplier * (mean_cost - cost_limit)
 
     It is at most `log(multiplier_max)`. `mean_cost` is that of this step's responses, without KL.
+    Dai et al., arXiv:2310.12773, appendix B.3.
 
-    Example:
-      >>> config = AlgorithmConfig(multiplier_lr=0.1, cost_limit=1.0)
-      >>> print(next_log_multiplier(config, 0.0, 3.0))
-      0.2
-
-    Reference: Dai et al., arXiv:2310.12773, appendix B.3.
+    >>> config = AlgorithmConfig(multiplier_lr=0.1, cost_limit=1.0)
+    >>> print(next_log_multiplier(config, 0.0, 3.0))
+    0.2
     """
     log_multiplier = jnp.asarray(log_multiplier, jnp.float32)
     step = config.multiplier_lr * jnp.exp(log_multiplier) * (mean_cost - config.cost_limit)
@@ -48,40 +42,36 @@ def next_log_multiplier(
 
 def shaped_costs(
     config: AlgorithmConfig,
-    kl_coef: Float[Array, ""] | float,
-    costs: Float[Array, " B"],
-    old_log_probs: Float[Array, "B T"],
-    ref_log_probs: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-) -> Float[Array, "B T"]:
+    kl_coef: Scalar | float,
+    costs: PerRow,
+    old_log_probs: PerToken,
+    ref_log_probs: PerToken,
+    response_mask: Mask,
+) -> PerToken:
     """Returns token costs: the cost on the last token, and the KL added where rewards lose it.
 
     The combined advantage then holds the KL with `kl_coef` whatever the multiplier is:
-    ((r - kl) - multiplier (c + kl)) / (1 + multiplier). Deviation: the paper gives half
-    of the coefficient to each, so its coefficient is twice ours; ours is PPO's at 0.
+    ((r - kl) - multiplier (c + kl)) / (1 + multiplier). Deviation: the paper gives half of the
+    coefficient to each, so its coefficient is twice ours; ours is PPO's at 0.
 
-    Example:
-      >>> print(shaped_costs(
-      ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
-      ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool)))
-      [[0.5 1. ]]
+    >>> print(shaped_costs(
+    ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
+    ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool)))
+    [[0.5 1. ]]
     """
     shaped, _ = kl_shaped(config, -kl_coef, costs, old_log_probs, ref_log_probs, response_mask)
     return shaped
 
 
 def combined_advantages(
-    reward_advantages: Float[Array, "B T"],
-    cost_advantages: Float[Array, "B T"],
-    multiplier: Float[Array, ""] | float,
-) -> Float[Array, "B T"]:
+    reward_advantages: PerToken, cost_advantages: PerToken, multiplier: Scalar | float
+) -> PerToken:
     """Returns `(reward_advantages - multiplier * cost_advantages) / (1 + multiplier)`.
 
     With multiplier 0 it is `reward_advantages` to the bit, whatever the costs are.
 
-    Example:
-      >>> print(combined_advantages(jnp.array([[2.0]]), jnp.array([[1.0]]), 1.0))
-      [[0.5]]
+    >>> print(combined_advantages(jnp.array([[2.0]]), jnp.array([[1.0]]), 1.0))
+    [[0.5]]
     """
     combined = (reward_advantages - multiplier * cost_advantages) / (1.0 + multiplier)
     return jnp.where(jnp.asarray(multiplier) == 0.0, reward_advantages, combined)
@@ -89,25 +79,23 @@ def combined_advantages(
 
 def safe_advantages(
     config: AlgorithmConfig,
-    log_multiplier: Float[Array, ""] | float,
-    rewards: Float[Array, "B T"],
-    costs: Float[Array, "B T"],
-    values: Float[Array, "B T"],
-    cost_values: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+    log_multiplier: Scalar | float,
+    rewards: PerToken,
+    costs: PerToken,
+    values: PerToken,
+    cost_values: PerToken,
+    response_mask: Mask,
+) -> tuple[PerToken, PerToken, PerToken]:
     """Returns the advantages that Safe-RLHF maximizes, and the targets of both critics.
 
-    Reward and cost advantages are estimated apart, combined in their own units, and
-    whitened together, as PPO's are.
+    Reward and cost advantages are estimated apart, combined in their own units, and whitened
+    together, as PPO's are.
 
-    Example:
-      >>> zero = jnp.zeros((2, 1))
-      >>> advantages, returns, cost_returns = safe_advantages(
-      ...     AlgorithmConfig(), 0.0, jnp.array([[1.0], [0.0]]), jnp.array([[1.0], [0.0]]),
-      ...     zero, zero, zero == 0.0)
-      >>> print(advantages.ravel(), returns.ravel(), cost_returns.ravel())
-      [0. 0.] [1. 0.] [1. 0.]
+    >>> zero, one = jnp.zeros((2, 1)), jnp.array([[1.0], [0.0]])
+    >>> advantages, returns, cost_returns = safe_advantages(
+    ...     AlgorithmConfig(), 0.0, one, one, zero, zero, zero == 0.0)
+    >>> print(advantages.ravel(), returns.ravel(), cost_returns.ravel())
+    [0. 0.] [1. 0.] [1. 0.]
     """
     reward_advantages, returns = generalized_advantage_estimation(
         rewards, values, response_mask, gamma=config.gamma, gae_lambda=config.gae_lambda

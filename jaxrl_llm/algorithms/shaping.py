@@ -1,25 +1,32 @@
 """From a score for each response to a reward for each token."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
-from jaxrl_llm.algorithms.masked import group_max, group_size, masked_mean, zero_outside
+from jaxrl_llm.algorithms.masked import (
+    GroupIds,
+    Mask,
+    PerRow,
+    PerToken,
+    RowMask,
+    Scalar,
+    group_max,
+    group_size,
+    masked_mean,
+    zero_outside,
+)
 from jaxrl_llm.config import AlgorithmConfig
 
 
-def outcome_rewards(
-    scores: Float[Array, " B"], response_mask: Bool[Array, "B T"]
-) -> Float[Array, "B T"]:
+def outcome_rewards(scores: PerRow, response_mask: Mask) -> PerToken:
     """Returns each score on the last response token of its row, zero elsewhere.
 
-    A row without response tokens is padding; its score goes nowhere. Deviation: verl
-    places the score on the last token even where that is a tool's, and then loses it in
-    the estimators that skip such tokens.
+    A row without response tokens is padding; its score goes nowhere. Deviation: verl places the
+    score on the last token even where that is a tool's; estimators that skip such tokens lose it.
 
-    Example:
-      >>> print(outcome_rewards(jnp.array([2.0]), jnp.array([[False, True, True, False]])))
-      [[0. 0. 2. 0.]]
+    >>> print(outcome_rewards(jnp.array([2.0]), jnp.array([[False, True, True, False]])))
+    [[0. 0. 2. 0.]]
     """
     later = jnp.cumsum(response_mask[:, ::-1], axis=1)[:, ::-1]
     return jnp.where(response_mask & (later == 1), scores[:, None], 0.0)
@@ -27,27 +34,24 @@ def outcome_rewards(
 
 def kl_shaped(
     config: AlgorithmConfig,
-    kl_coef: Float[Array, ""] | float,
-    scores: Float[Array, " B"],
-    old_log_probs: Float[Array, "B T"],
-    ref_log_probs: Float[Array, "B T"],
-    response_mask: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
+    kl_coef: Scalar | float,
+    scores: PerRow,
+    old_log_probs: PerToken,
+    ref_log_probs: PerToken,
+    response_mask: Mask,
+) -> tuple[PerToken, Scalar]:
     """Returns token rewards, less the KL to the reference with `kl_in="reward"`, and the KL.
 
         rewards = outcome_rewards(scores) - kl_coef * KL(old_log_probs, ref_log_probs)
 
-    The KL is the mean over sequences of their mean per token, and is measured always. Without a
-    reference `ref_log_probs` are `old_log_probs`.
+    The KL is the mean over sequences of their mean per token, and is always measured. Without a
+    reference `ref_log_probs` are `old_log_probs`. InstructGPT, arXiv:2203.02155, Eq. 2.
 
-    Example:
-      >>> rewards, current_kl = kl_shaped(
-      ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
-      ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool))
-      >>> print(rewards, current_kl)
-      [[-0.5  1. ]] 0.5
-
-    Reference: Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 2.
+    >>> rewards, current_kl = kl_shaped(
+    ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
+    ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool))
+    >>> print(rewards, current_kl)
+    [[-0.5  1. ]] 0.5
     """
     rewards = outcome_rewards(scores, response_mask)
     old_log_probs, ref_log_probs = zero_outside(response_mask, old_log_probs, ref_log_probs)
@@ -62,21 +66,17 @@ def kl_shaped(
 
 def overlong_penalty(
     config: AlgorithmConfig, max_response_tokens: int, response_lengths: Int[Array, " B"]
-) -> Float[Array, " B"]:
+) -> PerRow:
     """Returns what DAPO adds to the score of a response that nears the length limit.
 
         -overlong_penalty * clip((length - (limit - buffer)) / buffer, 0, 1)
 
+    `response_lengths` include tool tokens. Yu et al., DAPO, arXiv:2503.14476, Eq. 13.
     Deviation: verl does not bound it below for responses beyond the limit.
 
-    `response_lengths` include tool tokens.
-
-    Example:
-      >>> config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=1.0)
-      >>> print(abs(overlong_penalty(config, 10, jnp.array([6, 8, 10, 12]))))
-      [0.  0.5 1.  1. ]
-
-    Reference: Yu et al., DAPO, arXiv:2503.14476, Eq. 13.
+    >>> config = AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=1.0)
+    >>> print(abs(overlong_penalty(config, 10, jnp.array([6, 8, 10, 12]))))
+    [0.  0.5 1.  1. ]
     """
     response_lengths = jnp.asarray(response_lengths)
     if not config.overlong_buffer_tokens:
@@ -86,17 +86,14 @@ def overlong_penalty(
     return -config.overlong_penalty * jnp.clip(exceeded, 0.0, 1.0)
 
 
-def uniform_groups(scores: Float[Array, " B"], group_ids: Int[Array, " B"]) -> Bool[Array, " B"]:
+def uniform_groups(scores: PerRow, group_ids: GroupIds) -> RowMask:
     """Returns which rows belong to a group of two or more whose scores are all equal.
 
-    Their group advantages are 0; dynamic sampling replaces them. A group of one is never
-    uniform: its advantage is its score.
+    Their group advantages are 0; dynamic sampling replaces them. A group of one is never uniform:
+    its advantage is its score. Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
 
-    Example:
-      >>> print(uniform_groups(jnp.array([1.0, 0.0, 1.0, 1.0, 5.0]), jnp.array([0, 1, 0, 1, 2])))
-      [ True False  True False False]
-
-    Reference: Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
+    >>> print(uniform_groups(jnp.array([1.0, 0.0, 1.0, 1.0, 5.0]), jnp.array([0, 1, 0, 1, 2])))
+    [ True False  True False False]
     """
     scores, group_ids = jnp.asarray(scores), jnp.asarray(group_ids)
     members = jnp.ones(scores.shape, bool)

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.aggregation import Denominators, LossAndMetrics, token_mean
-from jaxrl_llm.algorithms.masked import masked_sum, zero_outside
+from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, masked_sum, zero_outside
+
+PerPair = Float[Array, " pairs"]
 
 
 def token_cross_entropy(
-    log_probs: Float[Array, "B T"], loss_mask: Bool[Array, "B T"], denominators: Denominators
+    log_probs: PerToken, loss_mask: Mask, denominators: Denominators
 ) -> LossAndMetrics:
     """Returns the mean over the minibatch's tokens of `-log_probs`, also as `sft/loss`.
 
-    Example:
-      >>> loss, _ = token_cross_entropy(
-      ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[True, True, False]]),
-      ...     Denominators(tokens=2.0, sequences=1.0))
-      >>> print(loss)
-      2.0
+    >>> loss, _ = token_cross_entropy(
+    ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[True, True, False]]),
+    ...     Denominators(tokens=2.0, sequences=1.0))
+    >>> print(loss)
+    2.0
     """
     (log_probs,) = zero_outside(loss_mask, log_probs)
     loss = token_mean(-log_probs, loss_mask, denominators)
@@ -30,20 +31,19 @@ def token_cross_entropy(
 
 
 def bradley_terry(
-    chosen_scores: Float[Array, " pairs"],
-    rejected_scores: Float[Array, " pairs"],
+    chosen_scores: PerPair,
+    rejected_scores: PerPair,
     pair_mask: Bool[Array, " pairs"],
-    num_pairs: Float[Array, ""] | float,
+    num_pairs: Scalar | float,
 ) -> LossAndMetrics:
     """Returns the loss of a reward model on pairs: `-log sigmoid(chosen - rejected)`.
 
-    Example:
-      >>> loss, metrics = bradley_terry(
-      ...     jnp.array([1.0]), jnp.array([1.0]), jnp.array([True]), 1.0)
-      >>> print(loss.round(4), metrics["reward_model/accuracy"])
-      0.6931 0.5
+    Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 1.
 
-    Reference: Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 1.
+    >>> one = jnp.array([1.0])
+    >>> loss, metrics = bradley_terry(one, one, one > 0, 1.0)
+    >>> print(loss.round(4), metrics["reward_model/accuracy"])
+    0.6931 0.5
     """
     chosen_scores, rejected_scores = zero_outside(pair_mask, chosen_scores, rejected_scores)
     margins = chosen_scores - rejected_scores
@@ -57,12 +57,12 @@ def bradley_terry(
 
 
 def dpo(
-    chosen_log_probs: Float[Array, " pairs"],
-    rejected_log_probs: Float[Array, " pairs"],
-    ref_chosen_log_probs: Float[Array, " pairs"],
-    ref_rejected_log_probs: Float[Array, " pairs"],
+    chosen_log_probs: PerPair,
+    rejected_log_probs: PerPair,
+    ref_chosen_log_probs: PerPair,
+    ref_rejected_log_probs: PerPair,
     pair_mask: Bool[Array, " pairs"],
-    num_pairs: Float[Array, ""] | float,
+    num_pairs: Scalar | float,
     *,
     beta: float,
 ) -> LossAndMetrics:
@@ -71,15 +71,13 @@ def dpo(
         -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected)))
 
     Log-probs are sums over a response; `dpo/margin` is that of the implied rewards.
+    Rafailov et al., arXiv:2305.18290, Eq. 7.
 
-    Example:
-      >>> loss, metrics = dpo(
-      ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
-      ...     jnp.array([True]), 1.0, beta=0.5)
-      >>> print(f"{loss:.4f}", metrics["dpo/margin"])
-      0.3133 1.0
-
-    Reference: Rafailov et al., arXiv:2305.18290, Eq. 7.
+    >>> loss, metrics = dpo(
+    ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
+    ...     jnp.array([True]), 1.0, beta=0.5)
+    >>> print(f"{loss:.4f}", metrics["dpo/margin"])
+    0.3133 1.0
     """
     chosen = beta * (chosen_log_probs - ref_chosen_log_probs)
     rejected = beta * (rejected_log_probs - ref_rejected_log_probs)

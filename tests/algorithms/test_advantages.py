@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import group_advantages, token_baselines
+from jaxrl_llm.algorithms import token_baselines
 from jaxrl_llm.algorithms.advantages import (
     ESTIMATORS,
     estimate,
@@ -67,67 +67,63 @@ def test_remax_with_its_own_score_as_baseline_is_zero():
 
 
 GROUPS = jnp.array([3, 0, 3, 0, 3, 0])
-SCORES = jnp.array([1.0, 5.0, 2.0, 5.0, 6.0, 5.0])[:, None]
-ONE_TOKEN = jnp.ones((6, 1), bool)
-GROUP_ESTIMATORS = [
-    group_advantages.grpo,
-    group_advantages.grpo_passk,
-    group_advantages.rloo,
-    group_advantages.opo,
-    group_advantages.gpg,
-]
+SCORES = jnp.array([1.0, 5.0, 2.0, 5.0, 6.0, 5.0])
+
+
+def of_group(name, scores, groups=GROUPS, **settings):
+    """Returns the advantages [B] of responses of one token."""
+    config, mask = AlgorithmConfig(advantage=name, **settings), jnp.ones((len(scores), 1), bool)
+    given = {"term_rewards": scores[None], "term_weights": jnp.ones((1, len(scores)))}
+    advantages, returns = estimate(
+        config, rewards=scores[:, None], response_mask=mask, group_ids=groups, **given
+    )
+    np.testing.assert_array_equal(returns, advantages)
+    return advantages.ravel()
 
 
 def test_rloo_is_the_centered_score_scaled():
-    rloo, _ = group_advantages.rloo(SCORES, ONE_TOKEN, GROUPS)
-    centered, _ = group_advantages.grpo(SCORES, ONE_TOKEN, GROUPS, group_std=False)
+    rloo = of_group("rloo", SCORES)
+    centered = of_group("grpo", SCORES, group_std=False)
     np.testing.assert_allclose(rloo, centered * 3 / 2, rtol=1e-6)
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    np.testing.assert_allclose(rloo.ravel()[::2], [-3.0, -1.5, 4.5], rtol=1e-6)
+    np.testing.assert_allclose(rloo[::2], [-3.0, -1.5, 4.5], rtol=1e-6)
 
 
 def test_opo_of_equal_lengths_is_the_centered_score():
-    opo, _ = group_advantages.opo(SCORES, ONE_TOKEN, GROUPS)
-    centered, _ = group_advantages.grpo(SCORES, ONE_TOKEN, GROUPS, group_std=False)
-    np.testing.assert_allclose(opo, centered, rtol=1e-6)
+    centered = of_group("grpo", SCORES, group_std=False)
+    np.testing.assert_allclose(of_group("opo", SCORES), centered, rtol=1e-6)
 
 
 def test_gpg_scales_by_the_share_of_rows_with_a_score():
-    scores = jnp.array([[1.0], [0.0], [0.0], [0.0]])
-    advantages, _ = group_advantages.gpg(scores, jnp.ones((4, 1), bool), jnp.zeros(4, int))
-    np.testing.assert_allclose(advantages.ravel(), [3.0, -1.0, -1.0, -1.0])  # alpha = 4
+    advantages = of_group("gpg", jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.zeros(4, int))
+    np.testing.assert_allclose(advantages, [3.0, -1.0, -1.0, -1.0])  # alpha = 4
 
 
 def test_passk_rewards_the_lead_of_the_best():
-    advantages, _ = group_advantages.grpo_passk(SCORES, ONE_TOKEN, GROUPS, group_std=False)
-    np.testing.assert_allclose(advantages.ravel(), [0, 0, 0, 0, 4, 0])
+    advantages = of_group("grpo_passk", SCORES, group_std=False)
+    np.testing.assert_allclose(advantages, [0, 0, 0, 0, 4, 0])
 
 
 def test_gdpo_of_one_term_is_grpo_whitened():
     scores = random(6)
-    alone, _ = group_advantages.gdpo(scores[None], jnp.ones((1, 6)), ONE_TOKEN, GROUPS)
-    grpo, _ = group_advantages.grpo(scores[:, None], ONE_TOKEN, GROUPS)
+    alone, grpo = of_group("gdpo", scores), of_group("grpo", scores)
     np.testing.assert_allclose(alone, (grpo - grpo.mean()) / grpo.std(ddof=1), rtol=1e-5)
-    unscaled, _ = group_advantages.gdpo(
-        scores[None] * jnp.where(GROUPS == 0, 100.0, 1.0),
-        jnp.ones((1, 6)),
-        ONE_TOKEN,
-        GROUPS,
-        group_std=False,
-    )
+    unscaled = of_group("gdpo", scores * jnp.where(GROUPS == 0, 100.0, 1.0), group_std=False)
     assert not np.allclose(unscaled, alone, atol=0.1)
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_equal_scores_have_no_advantage(estimator):
-    advantages, _ = estimator(jnp.full((6, 1), 0.1), ONE_TOKEN, GROUPS)
-    np.testing.assert_array_equal(advantages, 0.0)
+GROUP_ESTIMATORS = pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg"])
 
 
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-def test_a_group_of_one_keeps_its_score(estimator):
-    advantages, _ = estimator(jnp.array([[2.0], [3.0]]), jnp.ones((2, 1), bool), jnp.array([1, 0]))
-    np.testing.assert_allclose(advantages.ravel(), [2.0, 3.0], rtol=2e-6)
+@GROUP_ESTIMATORS
+def test_equal_scores_have_no_advantage(name):
+    np.testing.assert_array_equal(of_group(name, jnp.full(6, 0.1)), 0.0)
+
+
+@GROUP_ESTIMATORS
+def test_a_group_of_one_keeps_its_score(name):
+    advantages = of_group(name, jnp.array([2.0, 3.0]), jnp.array([1, 0]))
+    np.testing.assert_allclose(advantages, [2.0, 3.0], rtol=2e-6)
 
 
 def token_baseline(name, mask, rewards, groups=None, old=None):
@@ -200,7 +196,7 @@ def test_errors_name_the_setting():
     with pytest.raises(TypeError, match=r"advantage='gae'.*'values'.*available: config, gae_lam"):
         estimate(AlgorithmConfig(advantage="gae"), response_mask=MASK, rewards=random(1, 6))
     with pytest.raises(ValueError, match="unknown advantage estimator 'grppo'; known: gae, grpo"):
-        estimate(AlgorithmConfig(advantage="grppo"), response_mask=MASK)
+        estimate(AlgorithmConfig(advantage="grppo"), response_mask=MASK, rewards=random(1, 6))
     with pytest.raises(TypeError, match=r"returns \(advantages, returns\), both of .*\(1, 6\)"):
         estimate(
             AlgorithmConfig(advantage=f"{__name__}:returns_one_array"),

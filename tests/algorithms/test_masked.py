@@ -51,7 +51,9 @@ def test_group_statistics_need_no_order():
     everyone = jnp.ones(5, bool)
     np.testing.assert_allclose(masked.group_mean(x, groups, everyone), [2, 15, 2, 15, 7])
     np.testing.assert_allclose(
-        masked.group_std(x, groups, everyone), [2**0.5, 50**0.5, 2**0.5, 50**0.5, 1], rtol=1e-6
+        masked.group_deviation(x, groups, everyone),
+        [2**0.5, 50**0.5, 2**0.5, 50**0.5, 1],
+        rtol=1e-6,
     )
     members = jnp.array([True, True, True, False, False])
     np.testing.assert_allclose(masked.group_mean(x, groups, members)[:4], [2, 10, 2, 10])
