@@ -12,6 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import errors, program
+from jaxrl_llm.algorithms import custom
 from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import advice, fit, placement, report
@@ -40,6 +41,7 @@ def main():
         program.refuse(report.chart_problems(CHART.value))
         errors.check_package("matplotlib", "plot", "--chart:")
     config = rl_config(from_config_dict(CONFIG.value))
+    custom.check(config.algorithm)
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
     if not (TOPOLOGY.value or DEVICE.value):

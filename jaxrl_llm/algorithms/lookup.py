@@ -31,12 +31,7 @@ def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
     return module
 
 
-def module(name: str, location: str) -> ModuleType:
-    """Returns the module or file where the function is that the config calls `name`.
-
-    >>> module("math:sqrt", "math").sqrt(4.0)
-    2.0
-    """
+def _module(name: str, location: str) -> ModuleType:
     if location.endswith(".py"):
         path = pathlib.Path(location).expanduser().resolve()
         if not path.is_file():
@@ -75,7 +70,7 @@ def resolve(
             f"unknown {what} {name!r}; known: {', '.join(table)};"
             " or your own function as 'package.module:function' or 'path/file.py:function'"
         )
-    found = module(name, location)
+    found = _module(name, location)
     if not hasattr(found, attribute):
         public = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
         raise AttributeError(

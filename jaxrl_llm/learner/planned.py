@@ -84,10 +84,8 @@ def plan(config: RLConfig, target: Target) -> Plan:
     """Returns the analytic plan of a run, with what it leaves to the planner chosen.
 
     Raises:
-      ConfigError: If the model or a user's function is not known, or the mesh does not fill the
-        devices.
+      ConfigError: If the model is not known, or the mesh does not fill the devices.
     """
-    custom.check(config.algorithm)
     setting = _setting(config, _policy(config), target)
     config = _placed(setting, target)
     return fit.make(config, setting.policy, setting.scorers, target.device, target.num_devices)
@@ -131,7 +129,7 @@ def filled(config: RLConfig, target: Target) -> RLConfig:
 
 
 def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
-    """Returns the config with its sizes: of the run that began in this folder, or as planned.
+    """Returns the config, checked, with its sizes: of the run begun in this folder, or as planned.
 
     So a resumed run repeats it bit for bit. Sizes that the config gives win; its placement stays.
     """
