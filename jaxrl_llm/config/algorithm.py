@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
+from jaxrl_llm.config import recipes
 from jaxrl_llm.config.ranges import (
     Bound,
     Coefficient,
@@ -15,28 +16,7 @@ from jaxrl_llm.config.ranges import (
     Real,
     Share,
 )
-from jaxrl_llm.config.recipes import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    RECIPES,
-    REJECTIONS,
-)
 from jaxrl_llm.errors import Problem
-
-GROUP_ADVANTAGES = (
-    "grpo",
-    "grpo_passk",
-    "gdpo",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
-
 
 # Inputs of built-in advantages besides rewards; `algorithms/custom.py` checks a user's own.
 _MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
@@ -113,22 +93,20 @@ class AlgorithmConfig(Group):
 
     def rules(self) -> Iterator[Problem]:
         for field, names, what, own in (
-            ("advantage", ADVANTAGES, "advantage estimator", True),
-            ("policy_loss", POLICY_LOSSES, "policy loss", True),
-            ("recipe", RECIPES, "recipe", False),
-            ("aggregation", AGGREGATIONS, "aggregation", False),
-            ("kl_estimator", KL_ESTIMATORS, "KL estimator", False),
+            ("advantage", recipes.ADVANTAGES, "advantage estimator", True),
+            ("policy_loss", recipes.POLICY_LOSSES, "policy loss", True),
+            ("recipe", recipes.RECIPES, "recipe", False),
+            ("aggregation", recipes.AGGREGATIONS, "aggregation", False),
+            ("kl_estimator", recipes.KL_ESTIMATORS, "KL estimator", False),
         ):
             found = getattr(self, field)
             if found not in names and not (own and is_import_path(found)):
-                remedy = (
-                    "; or your own function as 'package.module:function' or 'path/file.py:function'"
-                )
                 message = f"unknown {what} {found!r}; known: {', '.join(names)}"
+                remedy = "; or your own as 'package.module:function' or 'path/file.py:function'"
                 yield field, message + (remedy if own else "")
         if not is_import_path(self.advantage):
             yield from self.advantage_rules(_MODELS_READ.get(self.advantage, ()))
-        if self.advantage in GROUP_ADVANTAGES and self.samples_per_prompt < 2:
+        if self.advantage in recipes.GROUP_ADVANTAGES and self.samples_per_prompt < 2:
             yield (
                 "samples_per_prompt",
                 f"advantage={self.advantage!r} compares samples of one prompt and needs at"
@@ -142,20 +120,10 @@ class AlgorithmConfig(Group):
         if self.correction_low > self.correction_high:
             message = f"got {self.correction_low}, {self.correction_high}"
             yield "correction_low", f"needs correction_low <= correction_high, {message}"
-        yield from self._rejection_rules()
-
-    def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
-        """Yields what does not go together with what the advantage reads."""
-        if self.safe and "values" not in reads:
-            yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
-        if self.dynamic_sampling and "baselines" in reads:
-            message = f"not defined with advantage={self.advantage!r}: its groups are of one sample"
-            yield "dynamic_sampling", message
-
-    def _rejection_rules(self) -> Iterator[Problem]:
         for name in self.rejections:
-            if name not in REJECTIONS:
-                yield "rejections", f"unknown option {name!r}; known: {', '.join(REJECTIONS)}"
+            if name not in recipes.REJECTIONS:
+                known = ", ".join(recipes.REJECTIONS)
+                yield "rejections", f"unknown option {name!r}; known: {known}"
         if len(set(self.rejections)) != len(self.rejections):
             yield "rejections", f"each option at most once, got {self.rejections}"
         for name in ("rejection_lows", "rejection_highs"):
@@ -166,3 +134,11 @@ class AlgorithmConfig(Group):
         for name, low, high in bounds:
             if low > high:
                 yield "rejection_highs", f"{name} needs low <= high, got {low}, {high}"
+
+    def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
+        """Yields what does not go together with what the advantage reads."""
+        if self.safe and "values" not in reads:
+            yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
+        if self.dynamic_sampling and "baselines" in reads:
+            message = f"not defined with advantage={self.advantage!r}: its groups are of one sample"
+            yield "dynamic_sampling", message

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 import math
 import types
 import typing
@@ -13,6 +12,7 @@ from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
 from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, SFTConfig
+from jaxrl_llm.config.ranges import Group
 from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.config.rl import RLConfig
 from jaxrl_llm.errors import ConfigError
@@ -38,7 +38,7 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
     hints = typing.get_type_hints(type(group))
     # A wrong type is no exception in the user's file; `from_config_dict` reports it with the rest.
     values = ml_config.ConfigDict(type_safe=False)
-    for name, value in _values(group).items():
+    for name, value in vars(group).items():
         if dataclasses.is_dataclass(value):
             values[name] = _defaults(value)
         elif isinstance(value, Mapping):
@@ -51,11 +51,6 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
         else:
             values[name] = value
     return values
-
-
-def _values(group: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass instance by name."""
-    return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
 
 
 def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
@@ -72,7 +67,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     job = values.get("job") or "rl"
     if job not in JOBS:
         raise ConfigError([f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}"])
-    config = _build(JOBS[job], values, "config", errors, class_defaults(JOBS[job]))
+    config = _build(JOBS[job](), values, "config", errors)
     if errors:
         raise ConfigError(errors)
     return config
@@ -87,34 +82,28 @@ def rl_config(config: JobConfig) -> RLConfig:
 
 
 _INVALID: Any = object()
-_hints = functools.cache(typing.get_type_hints)
 
 
-def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mapping[str, Any]) -> Any:
-    """Returns an instance of dataclass `cls`, or `_INVALID` after reporting to `errors`."""
+def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
+    """Returns a group with `values` over `default`, or `_INVALID` after reporting to `errors`."""
+    cls: Any = type(default)
     if not isinstance(values, (Mapping, ml_config.ConfigDict)):
         errors.append(f"{path}: expected a group of {cls.__name__} fields, got {values!r}")
         return _INVALID
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     errors.extend(unknown_field(name, hints, path) for name in values if name not in hints)
     given = {name: value for name, value in values.items() if value is not None}
     if cls is AlgorithmConfig:
-        recipe = given.get("recipe", defaults["recipe"])
+        recipe = given.get("recipe", default.recipe)
         given = {**(RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}), **given}
-    fields = {}
+    fields = vars(default).copy()
     for name, expected in hints.items():
         where = f"{path}.{name}"
         if dataclasses.is_dataclass(expected):
             # Built even when not given: a recipe may say what no default says.
-            nested = _values(defaults[name]) if name in defaults else class_defaults(expected)
-            fields[name] = _build(expected, given.get(name, {}), where, errors, nested)
+            fields[name] = _build(fields[name], given.get(name, {}), where, errors)
         elif name in given:
             fields[name] = _convert(expected, given[name], where, errors)
-        elif name in defaults:
-            fields[name] = defaults[name]
-        else:
-            errors.append(f"{where}: required {described(expected)}, not set")
-            fields[name] = _INVALID
     if any(value is _INVALID for value in fields.values()):
         return _INVALID
     built = cls(**fields)
@@ -122,22 +111,11 @@ def _build(cls: Any, values: Any, path: str, errors: list[str], defaults: Mappin
     return built
 
 
-def class_defaults(cls: Any) -> dict[str, Any]:
-    """Returns the defaults of a dataclass; fields without one are left out."""
-    defaults = {}
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-    return defaults
-
-
 def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
     """Returns `value` as the annotation `expected` admits it, or `_INVALID`."""
     origin, args = typing.get_origin(expected), typing.get_args(expected)
-    if dataclasses.is_dataclass(expected):
-        return _build(expected, value, path, errors, class_defaults(expected))
+    if isinstance(expected, type) and issubclass(expected, Group):
+        return _build(expected(), value, path, errors)
     if origin is Mapping:
         if isinstance(value, (Mapping, ml_config.ConfigDict)):
             entries = {
@@ -195,7 +173,7 @@ def to_dict(value: Any) -> Any:
     Tuples become lists, infinities the strings "inf" and "-inf"; `from_config_dict` undoes it.
     """
     if dataclasses.is_dataclass(value):
-        value = _values(value)
+        value = vars(value)
     if isinstance(value, Mapping):
         return {name: to_dict(entry) for name, entry in value.items()}
     if isinstance(value, tuple):

@@ -2,10 +2,9 @@
 
 import dataclasses
 import difflib
-import importlib.machinery
-import importlib.util
 import os
 import re
+import runpy
 import sys
 import traceback
 import typing
@@ -15,7 +14,8 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_dict as ml_config
 
-from jaxrl_llm.config.bridge import JOBS, class_defaults, described, unknown_field
+from jaxrl_llm.config.bridge import JOBS, described, unknown_field
+from jaxrl_llm.config.ranges import Group
 from jaxrl_llm.config.rl import RLConfig
 from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
 
@@ -32,17 +32,12 @@ def load(file: str) -> Any:
     path, *argument = file.split(":", 1)
     if not os.path.isfile(path):  # no error of a name that no file can have
         raise ConfigError([f"--config: {path}: no such file"])
-    loader = importlib.machinery.SourceFileLoader("config_file", path)
-    spec = importlib.util.spec_from_loader("config_file", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        loader.exec_module(module)
-        if hasattr(module, "get_config"):
-            values = module.get_config(*argument)
+        found = runpy.run_path(path, run_name="config_file")
+        values = found["get_config"](*argument) if "get_config" in found else None
     except (Exception, SystemExit) as error:
         raise ConfigError([f"--config: {_place(error, path)}; mend the file"]) from error
-    if not hasattr(module, "get_config"):
+    if "get_config" not in found:
         message = f"--config: {path}: has no function get_config(); see configs/grpo_tiny.py"
         raise ConfigError([message])
     if not isinstance(values, (dict, ml_config.ConfigDict)):
@@ -53,7 +48,7 @@ def load(file: str) -> Any:
 
 
 def _job(values: Any) -> Any:
-    """Returns the class of the job that a config describes; of RL if it names none we know."""
+    """Returns the class of the job that a config describes; that of RL if the name is not known."""
     return JOBS.get(values.get("job"), RLConfig)
 
 
@@ -76,11 +71,12 @@ def _complete(values: Any, cls: Any) -> None:
             continue
         if dataclasses.is_dataclass(hint):
             _complete(group, hint)
-        elif dataclasses.is_dataclass(kind := typing.get_args(hint)[1]):
+        elif typing.get_origin(hint) is Mapping:
+            kind = typing.get_args(hint)[1]
             for entry in group.values():
-                if isinstance(entry, ml_config.ConfigDict):
+                if issubclass(kind, Group) and isinstance(entry, ml_config.ConfigDict):
                     with entry.unlocked():
-                        entry.update({**class_defaults(kind), **entry})
+                        entry.update({**vars(kind()), **entry})
 
 
 class _ConfigFile(flags.ArgumentParser):
@@ -88,9 +84,7 @@ class _ConfigFile(flags.ArgumentParser):
 
     def parse(self, file: str) -> Any:
         values = load(file)
-        if isinstance(values, ml_config.ConfigDict):
-            values.lock()
-        return values
+        return values.lock() if isinstance(values, ml_config.ConfigDict) else values
 
     def flag_type(self) -> str:
         return "config object"

@@ -10,8 +10,8 @@ from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.errors import ConfigError, naming
 
-# What a resumed run may change: how long it goes on, what is reported and saved, and how the
-# work is laid out on the machine. The rest decides which numbers are computed.
+# What a resumed run may change: its length, what is reported and saved, and how the work is
+# divided on the machine. The rest decides which numbers are computed.
 RESUMABLE = (
     "trainer.num_steps",
     "trainer.max_tokens_per_microbatch",
@@ -78,19 +78,13 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
     names = [folder.name for folder in path.parent.glob("checkpoints/*")]
     done = max((int(name) for name in names if name.isdecimal()), default=0)
     if config.trainer.num_steps < done:
-        message = (
-            f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
-            f" {done} steps; set it above {done} to go on, or use another --workdir"
-        )
-        raise ConfigError([message])
+        message = f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
+        remedy = f"set it above {done} to go on, or use another --workdir"
+        raise ConfigError([f"{message} {done} steps; {remedy}"])
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
-    """Makes `workdir` the folder of this run; one of its processes writes `config.json` there.
-
-    Raises:
-      ConfigError: As `check_workdir`.
-    """
+    """Checks as `check_workdir` and, in the process that shall `write`, writes `config.json`."""
     check_workdir(config, workdir)
     if write:
         text = json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"

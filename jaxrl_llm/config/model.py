@@ -48,10 +48,8 @@ class ModelConfig(Group):
 
     def rules(self) -> Iterator[Problem]:
         if self.num_heads % self.num_kv_heads:
-            yield (
-                "num_kv_heads",
-                f"{self.num_kv_heads} does not divide num_heads={self.num_heads}",
-            )
+            message = f"{self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            yield "num_kv_heads", message
         if self.head_size % 2:
             yield "head_size", f"must be even (rotary pairs), got {self.head_size}"
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":

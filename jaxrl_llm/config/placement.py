@@ -78,11 +78,8 @@ class PlacementConfig(Group):
             if role not in ROLES:
                 yield f"roles.{role}", f"unknown role; known: {', '.join(ROLES)}"
             if pool not in self.pools:
-                known = ", ".join(self.pools) or "none"
-                yield (
-                    f"roles.{role}",
-                    f"no pool is called {pool!r}; config.placement.pools: {known}",
-                )
+                message = f"no pool is called {pool!r}; config.placement.pools:"
+                yield f"roles.{role}", f"{message} {', '.join(self.pools) or 'none'}"
         for role in ROLES:
             if role not in self.roles:
                 yield f"roles.{role}", "no pool; 'by_hand' says where every role lives"

@@ -1,8 +1,8 @@
-"""What a field may be: declared once, beside the field, and checked by what it declares."""
+"""The values that a field may have: declared once, beside the field, and checked from there."""
 
 import dataclasses
 import functools
-import math
+import re
 import typing
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -23,17 +23,17 @@ class Range:
 
     def __str__(self) -> str:
         """Returns the range as a message has it: "0 or in [1, 8] (0: off)"."""
-        parts = [part if _is_number(part) else f"in {part}" for part in self.text.split(" or ")]
-        return " or ".join(parts) + (f" ({self.note})" if self.note else "")
+        said = re.sub(r"[\[(]", r"in \g<0>", self.text)
+        return f"{said} ({self.note})" if self.note else said
 
     @functools.cached_property
-    def intervals(self) -> tuple[tuple[float, float, bool, bool], ...]:
+    def intervals(self) -> list[tuple[float, float, bool, bool]]:
         """Returns (low, high, low is inside, high is inside) of each part."""
         found = []
         for part in self.text.split(" or "):
-            low, high = (part, part) if _is_number(part) else part[1:-1].split(", ")
-            found.append((float(low), float(high), part[0] != "(", part[-1] != ")"))
-        return tuple(found)
+            low, _, high = part.strip("[()]").partition(", ")
+            found.append((float(low), float(high or low), part[0] != "(", part[-1] != ")"))
+        return found
 
     def __contains__(self, value: float) -> bool:
         """Returns whether the number is inside; Python compares integers of any size exactly."""
@@ -43,9 +43,8 @@ class Range:
         )
 
     def problems(self, value: float) -> Iterator[str]:
-        """Yields what is wrong with a number."""
         if value not in self:
-            yield f"must be {self}, got {_shown(value)}"
+            yield f"must be {self}, got {value}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Text:
         return self.kind
 
     def problems(self, value: str) -> Iterator[str]:
-        """Yields what is wrong with a text; whether a path exists is asked where it is read."""
+        """Yields what is wrong with a text. Whether a path exists is checked where it is read."""
         if len(value) > _MAX_CHARACTERS:
             yield f"must have at most {_MAX_CHARACTERS} characters, got {len(value)}"
         elif "\0" in value:
@@ -97,13 +96,12 @@ class Group:
     """A group of fields of a run."""
 
     def rules(self) -> Iterator[Problem]:
-        """Yields what is wrong between fields, each of which is what it may be."""
+        """Yields what is wrong between fields, if each alone is right."""
         return iter(())
 
     def problems(self) -> Iterator[Problem]:
-        """Yields what is wrong with fields by their declarations, or else between them."""
-        found = list(self._undeclared())
-        yield from found or self.rules()
+        """Yields what is wrong with single fields or, if nothing is, between fields."""
+        yield from list(self._undeclared()) or self.rules()
 
     def _undeclared(self) -> Iterator[Problem]:
         cls: Any = type(self)
@@ -112,13 +110,12 @@ class Group:
             for i, item in enumerate(value if is_tuple else [value]):
                 for message in rule.problems(item):
                     yield f"{name}[{i}]" if is_tuple else name, message
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             for entry, item in value.items() if isinstance(value, Mapping) else ():
                 for message in _ANY.problems(entry) if entry else ["an entry needs a name"]:
-                    yield field.name, message
+                    yield name, message
                 for message in _ANY.problems(item) if isinstance(item, str) else ():
-                    yield f"{field.name}.{entry}", message
+                    yield f"{name}.{entry}", message
 
 
 def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | Text | None]]:
@@ -152,17 +149,9 @@ def _declared(cls: Any) -> tuple[tuple[str, Range | Text, bool], ...]:
     return tuple(found)
 
 
-def _is_number(text: str) -> bool:
-    return text[0] not in "[("
-
-
 def _is_address(value: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(value)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != -1
     except ValueError:  # a port or a bracket that cannot be read
         return False
-
-
-def _shown(value: float) -> str:
-    return str(value) if math.isfinite(value) or isinstance(value, float) else repr(value)

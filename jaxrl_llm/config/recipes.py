@@ -3,20 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-ADVANTAGES = (
-    "gae",
+# They compare the samples of a prompt.
+GROUP_ADVANTAGES = (
     "grpo",
     "grpo_passk",
     "gdpo",
     "rloo",
-    "remax",
-    "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "opo",
     "gpg",
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
+ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
 POLICY_LOSSES = (
     "vanilla",
     "gspo",
@@ -39,31 +38,18 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
 )
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
-_LEVELS, _ESTIMATORS = ("token", "seq_sum", "seq_mean"), ("k1", "k2", "k3")
+_LEVELS = ("token", "seq_sum", "seq_mean")
 REJECTIONS = (
-    *(f"{level}_{estimator}" for level in _LEVELS for estimator in _ESTIMATORS),
-    "seq_max_k2",
-    "seq_max_k3",
+    *(f"{level}_{estimator}" for level in _LEVELS for estimator in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
 )
 
+_KL_IN_REWARD = dict(kl_in="reward", kl_estimator="k1", kl_coef=0.001)
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Schulman et al., arXiv:1707.06347; KL in the reward as in arXiv:2203.02155.
-    "ppo": dict(
-        advantage="gae",
-        samples_per_prompt=1,
-        kl_in="reward",
-        kl_estimator="k1",
-        kl_coef=0.001,
-        gae_lambda=1.0,
-    ),
+    "ppo": dict(_KL_IN_REWARD, advantage="gae", samples_per_prompt=1),
     # Shao et al., arXiv:2402.03300.
-    "grpo": dict(
-        advantage="grpo",
-        aggregation="seq-mean-token-mean",
-        kl_in="loss",
-        kl_estimator="k3",
-        kl_coef=0.04,
-    ),
+    "grpo": dict(advantage="grpo", aggregation="seq-mean-token-mean", kl_in="loss", kl_coef=0.04),
     # Liu et al., arXiv:2503.20783.
     "dr_grpo": dict(advantage="grpo", group_std=False, aggregation="seq-mean-token-sum-norm"),
     # Yu et al., arXiv:2503.14476.
@@ -77,30 +63,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         aggregation="seq-mean-token-mean",
     ),
     # Ahmadian et al., arXiv:2402.14740.
-    "rloo": dict(
-        advantage="rloo",
-        policy_loss="reinforce",
-        kl_in="reward",
-        kl_estimator="k1",
-        kl_coef=0.03,
-    ),
+    "rloo": dict(_KL_IN_REWARD, advantage="rloo", policy_loss="reinforce", kl_coef=0.03),
     # Li et al., arXiv:2310.10505.
-    "remax": dict(
-        advantage="remax",
-        samples_per_prompt=1,
-        policy_loss="reinforce",
-        kl_in="reward",
-        kl_estimator="k1",
-        kl_coef=0.001,
-    ),
+    "remax": dict(_KL_IN_REWARD, advantage="remax", samples_per_prompt=1, policy_loss="reinforce"),
     # Hu et al., arXiv:2501.03262.
-    "reinforce_pp": dict(
-        advantage="reinforce_plus_plus",
-        samples_per_prompt=1,
-        kl_in="reward",
-        kl_estimator="k1",
-        kl_coef=0.001,
-    ),
+    "reinforce_pp": dict(_KL_IN_REWARD, advantage="reinforce_plus_plus", samples_per_prompt=1),
     # Hao et al., arXiv:2505.23585.
     "opo": dict(advantage="opo", policy_loss="reinforce"),
     # MiniMax, arXiv:2506.13585.
@@ -119,10 +86,9 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "gpg": dict(advantage="gpg", policy_loss="gpg"),
     # Dai et al., arXiv:2310.12773.
     "safe_rlhf": dict(
+        _KL_IN_REWARD,
         advantage="gae",
         samples_per_prompt=1,
-        kl_in="reward",
-        kl_estimator="k1",
         kl_coef=0.01,
         gae_lambda=0.95,
         safe=True,

@@ -8,15 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import (
-    Address,
-    Count,
-    Every,
-    Function,
-    Group,
-    Name,
-    Range,
-)
+from jaxrl_llm.config.ranges import Address, Count, Every, Function, Group, Name, Range
 from jaxrl_llm.errors import Problem
 
 
@@ -104,13 +96,8 @@ class AlertsConfig(Group):
             if not isinstance(alert, AlertConfig) or alert.action != "skip":
                 continue
             if field.name not in SKIPPABLE:
-                yield (
-                    f"{field.name}.action",
-                    "'skip' comes too late, the update is taken when this is known; use"
-                    " 'continue' or 'stop'",
-                )
+                message = "'skip' comes too late, the update is taken when this is known; use"
+                yield f"{field.name}.action", f"{message} 'continue' or 'stop'"
             elif alert.steps > 1 and field.name in ("nonfinite", "kl"):
-                yield (
-                    f"{field.name}.steps",
-                    f"an update is skipped at once, got {alert.steps}; use 1",
-                )
+                message = f"an update is skipped at once, got {alert.steps}; use 1"
+                yield f"{field.name}.steps", message

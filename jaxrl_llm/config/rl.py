@@ -69,12 +69,9 @@ class RLConfig(JobConfig):
         """Rewards of held-out answers: `evaluation.functions`, or if empty those of RL."""
         if not self.evaluation.functions:
             return self.rewards
+        functions = self.evaluation.functions
         return dataclasses.replace(
-            self.rewards,
-            functions=self.evaluation.functions,
-            models={},
-            cost_functions={},
-            cost_models={},
+            self.rewards, functions=functions, models={}, cost_functions={}, cost_models={}
         )
 
     def rules(self) -> Iterator[Problem]:
@@ -87,8 +84,8 @@ class RLConfig(JobConfig):
                 yield where, f"makes {count} {what}; at most {INT32_MAX} can be, use less"
         if 0 < sequences <= INT32_MAX and size > 0 and sequences % size:
             small = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
-            near = sorted({*small, *(sequences // n for n in small)})
-            near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
+            divisors = sorted({*small, *(sequences // n for n in small)})
+            near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:2])
             yield (
                 "trainer.minibatch_size",
                 f"{size} does not divide the {sequences} sequences of a step"
@@ -111,25 +108,18 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
-        costs = bool(self.rewards.cost_functions or self.rewards.cost_models)
-        if self.algorithm.safe and not costs:
+        if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
         yield from self._skips_without_effect()
-        untrained = [
-            f"{group}.{name}"
-            for group in ("models", "cost_models")
-            for name, model in getattr(self.rewards, group).items()
-            if not model.path
-        ]
-        if untrained and not self.preference.num_steps:
-            message = "required: a folder, or preference.num_steps > 0 to train one first"
-            yield f"rewards.{untrained[0]}.path", message
+        for group in ("models", "cost_models"):
+            for name, model in getattr(self.rewards, group).items():
+                if not model.path and not self.preference.num_steps:
+                    message = "required: a folder, or preference.num_steps > 0 to train one first"
+                    yield f"rewards.{group}.{name}.path", message
         if self.warm_start.num_steps and self.data.task == "files":
-            yield (
-                "warm_start.num_steps",
-                "needs worked examples; data.task='files' has none, use 'arithmetic' or 'gsm8k'",
-            )
+            message = "data.task='files' has none, use 'arithmetic' or 'gsm8k'"
+            yield "warm_start.num_steps", f"needs worked examples; {message}"
         if self.preference.num_steps and self.data.task != "arithmetic":
             message = f"data.task={self.data.task!r} has none, use 'arithmetic'"
             yield "preference.num_steps", f"needs preference pairs; {message}"
@@ -137,9 +127,8 @@ class RLConfig(JobConfig):
     def _skips_without_effect(self) -> Iterator[Problem]:
         """Yields alerts with action "skip" that can never skip an update in this run."""
         measured = self.algorithm.old_log_probs == "recompute"
-        one_update = self.minibatch_size == self.sequences_per_step and self.trainer.epochs == 1
         reasons = {}
-        if measured and one_update:
+        if measured and self.num_updates == self.trainer.num_steps:
             reasons["kl"] = (
                 "a step has one update, before which the policy has not moved;"
                 " use 'continue' or 'stop', or a smaller trainer.minibatch_size"

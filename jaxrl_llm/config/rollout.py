@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Group, Range, Text, Tokens
+from jaxrl_llm.config.ranges import Group, Range, Tokens
 from jaxrl_llm.errors import Problem
 
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
 # temperature this error would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
-StopString = Annotated[str, Text()]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 
 
@@ -41,7 +40,7 @@ class RolloutConfig(Group):
     top_p: Annotated[float, Range("(0, 1]")] = 1.0
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
     stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
-    stop_strings: tuple[StopString, ...] = ()  # a response ends with the token that completes one
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Sequences decoded at the same time; 0: chosen from the workload and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
     # Decode steps between two checks by the host.
@@ -50,10 +49,9 @@ class RolloutConfig(Group):
     speculation: SpeculationConfig = NO_SPECULATION
 
     def rules(self) -> Iterator[Problem]:
-        if len(self.stop_tokens) > 8:
-            yield "stop_tokens", f"at most 8, got {len(self.stop_tokens)}"
-        if len(self.stop_strings) > 8:
-            yield "stop_strings", f"at most 8, got {len(self.stop_strings)}"
+        for name in ("stop_tokens", "stop_strings"):
+            if (count := len(getattr(self, name))) > 8:
+                yield name, f"at most 8, got {count}"
         if "" in self.stop_strings:
             yield "stop_strings", "one is empty and would end every response; leave it out"
 

@@ -90,8 +90,5 @@ class EvaluationConfig(Group):
 
     def rules(self) -> Iterator[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            yield (
-                "samples_per_prompt",
-                f"{self.samples_per_prompt} greedy samples are all the same;"
-                " set evaluation.temperature above 0",
-            )
+            message = f"{self.samples_per_prompt} greedy samples are all the same"
+            yield "samples_per_prompt", f"{message}; set evaluation.temperature above 0"

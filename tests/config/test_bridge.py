@@ -270,19 +270,10 @@ def test_an_unknown_recipe_is_named_once():
     assert len(found) == 1 and found[0].startswith("config.algorithm.recipe: unknown recipe 'gpro'")
 
 
-def test_a_field_without_default_is_required():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Needy:
-        size: int
-        name: str = "x"
-
-        def problems(self):
-            return iter(())
-
-    Needy.__annotations__.update(size=int, name=str)
-    errors: list[str] = []
-    bridge._build(Needy, {}, "config.needy", errors, {"name": "x"})
-    assert errors == ["config.needy.size: required int, not set"]
+@pytest.mark.parametrize("job", bridge.JOBS.values())
+def test_every_field_has_a_default(job):
+    """A field that is left out takes it."""
+    assert job() == job(**vars(job()))
 
 
 def test_to_dict_is_json_and_is_undone():
