@@ -1,13 +1,13 @@
-"""GRPO of a 32B model against checked answers: TPU v5p:2x2x4.
+"""GRPO of a 32B model with verifiable answers: TPU v5p:2x2x4.
 
-Policy and reference begin as Qwen2.5-32B-Instruct; answers are judged by the `math` reward. Rows
-are prompts with ground truths in verl's schema.
+Policy and reference start from Qwen2.5-32B-Instruct; the `math` reward scores the
+answers. Rows are prompts with ground truth in verl's schema.
 
     python launch/train.py --config=configs/grpo_32b.py --workdir=runs/grpo_32b \
         --config.model.path=models/Qwen2.5-32B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x2x4:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x2x4:
 16 x v5p (fsdp 8 x tensor 2): 75.4 of 95.7 GiB a device, fits, 20.3 GiB free.
 """
 

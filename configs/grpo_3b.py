@@ -1,13 +1,13 @@
-"""GRPO of a 3B model against checked answers: TPU v5e:4x4.
+"""GRPO of a 3B model with verifiable answers: TPU v5e:4x4.
 
-Policy and reference begin as Qwen2.5-3B-Instruct; answers are judged by the `math` reward. Rows
-are prompts with ground truths in verl's schema.
+Policy and reference start from Qwen2.5-3B-Instruct; the `math` reward scores the
+answers. Rows are prompts with ground truth in verl's schema.
 
     python launch/train.py --config=configs/grpo_3b.py --workdir=runs/grpo_3b \
         --config.model.path=models/Qwen2.5-3B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5e:4x4:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5e:4x4:
 16 x v5e (fsdp 4 x tensor 4): 11.5 of 15.8 GiB a device, fits, 4.3 GiB free.
 """
 

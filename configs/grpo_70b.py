@@ -1,13 +1,13 @@
-"""GRPO of a 70B model against checked answers: TPU v5p:4x4x4.
+"""GRPO of a 70B model with verifiable answers: TPU v5p:4x4x4.
 
-Policy and reference begin as Llama-3.1-70B-Instruct; answers are judged by the `math` reward. Rows
-are prompts with ground truths in verl's schema.
+Policy and reference start from Llama-3.1-70B-Instruct; the `math` reward scores the
+answers. Rows are prompts with ground truth in verl's schema.
 
     python launch/train.py --config=configs/grpo_70b.py --workdir=runs/grpo_70b \
         --config.model.path=models/Llama-3.1-70B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:4x4x4:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:4x4x4:
 64 x v5p (fsdp 16 x tensor 4): 60.0 of 95.7 GiB a device, fits, 35.8 GiB free.
 """
 

@@ -1,13 +1,13 @@
-"""GRPO of a 8B model against checked answers: TPU v6e:4x4.
+"""GRPO of an 8B model with verifiable answers: TPU v6e:4x4.
 
-Policy and reference begin as Llama-3.1-8B-Instruct; answers are judged by the `math` reward. Rows
-are prompts with ground truths in verl's schema.
+Policy and reference start from Llama-3.1-8B-Instruct; the `math` reward scores the
+answers. Rows are prompts with ground truth in verl's schema.
 
     python launch/train.py --config=configs/grpo_8b.py --workdir=runs/grpo_8b \
         --config.model.path=models/Llama-3.1-8B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v6e:4x4:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v6e:4x4:
 16 x v6e (fsdp 8 x tensor 2): 21.6 of 31.2 GiB a device, fits, 9.6 GiB free.
 """
 

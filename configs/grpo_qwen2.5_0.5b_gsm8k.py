@@ -1,15 +1,15 @@
 """GRPO on GSM8K with Qwen2.5-0.5B-Instruct: one GPU of 80 GB, hours.
 
-Give the model's folder and the files of the data set, which are read as they are published:
+Set the folder of the model and the original files of the data set:
 
     python launch/train.py --config=configs/grpo_qwen2.5_0.5b_gsm8k.py --workdir=runs/gsm8k \
         --config.model.path=models/Qwen2.5-0.5B-Instruct \
         --config.data.train_files="('gsm8k/train.jsonl',)" \
         --config.data.eval_files="('gsm8k/test.jsonl',)"
 
-Sizes are those of verl's quickstart for this model (256 prompts a step in minibatches of 64, 512
-tokens for prompt and answer each, 15 passes), with 5 samples a prompt and the KL in the loss.
-Held-out accuracy is `val-core/openai/gsm8k/mean@1` in `metrics.jsonl`, greedy.
+Sizes are those of verl's quickstart for this model (256 prompts per step in minibatches of 64, 512
+tokens each for prompt and answer, 15 epochs), with 5 samples per prompt and the KL in the loss.
+`val-core/openai/gsm8k/mean@1` in `metrics.jsonl` is the held-out accuracy of greedy answers.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict
@@ -31,7 +31,7 @@ def get_config():
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 5
     config.algorithm.kl_coef = 0.001
-    config.trainer.num_steps = 435  # 29 steps a pass
+    config.trainer.num_steps = 435  # 29 steps per epoch
     config.trainer.prompts_per_step = 256
     config.trainer.minibatch_size = 320  # the samples of 64 prompts
     config.trainer.optimizer.learning_rate = 1e-6

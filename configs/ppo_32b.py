@@ -1,14 +1,14 @@
 """PPO with four models of 32B parameters: TPU v5p:2x4x4.
 
-Policy and reference begin as Qwen2.5-32B-Instruct, critic and reward model as a
-one-label classifier of the same size. Rows are prompts in verl's schema; no ground truth is needed.
+Policy and reference start from Qwen2.5-32B-Instruct, critic and reward model from a
+one-label classifier of the same size. Rows are prompts in verl's schema, without ground truth.
 
     python launch/train.py --config=configs/ppo_32b.py --workdir=runs/ppo_32b \
         --config.model.path=models/Qwen2.5-32B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Where the models live is left to the planner (`placement.choice`). Weights are kept in float32,
-computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x4x4:
+The planner chooses the devices of each model (`placement.choice`). Weights are in float32, compute
+is in bfloat16. Plan by `launch/plan.py`, v5p:2x4x4:
 32 x v5p (fsdp 4 x tensor 8): 48.3 of 95.7 GiB a device, fits, 47.4 GiB free.
 """
 

@@ -1,13 +1,13 @@
 """PPO with four models of 3B parameters: TPU v5p:2x2x2.
 
-Policy and reference begin as Qwen2.5-3B-Instruct, critic and reward model as a
-one-label classifier of the same size. Rows are prompts in verl's schema; no ground truth is needed.
+Policy and reference start from Qwen2.5-3B-Instruct, critic and reward model from a
+one-label classifier of the same size. Rows are prompts in verl's schema, without ground truth.
 
     python launch/train.py --config=configs/ppo_3b.py --workdir=runs/ppo_3b \
         --config.model.path=models/Qwen2.5-3B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:2x2x2:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x2x2:
 8 x v5p (fsdp 8): 21.4 of 95.7 GiB a device, fits, 74.3 GiB free.
 """
 

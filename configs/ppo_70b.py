@@ -1,13 +1,13 @@
 """PPO with four models of 70B parameters: TPU v5p:4x4x4.
 
-Policy and reference begin as Llama-3.1-70B-Instruct, critic and reward model as a
-one-label classifier of the same size. Rows are prompts in verl's schema; no ground truth is needed.
+Policy and reference start from Llama-3.1-70B-Instruct, critic and reward model from a
+one-label classifier of the same size. Rows are prompts in verl's schema, without ground truth.
 
     python launch/train.py --config=configs/ppo_70b.py --workdir=runs/ppo_70b \
         --config.model.path=models/Llama-3.1-70B-Instruct \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-Weights are kept in float32, computed with in bfloat16. Planned by `launch/plan.py`, v5p:4x4x4:
+Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:4x4x4:
 64 x v5p (fsdp 16 x tensor 4): 76.9 of 95.7 GiB a device, fits, 18.9 GiB free.
 """
 

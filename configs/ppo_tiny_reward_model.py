@@ -1,12 +1,12 @@
-"""PPO against a reward model trained first, on sums of digits: minutes on two CPU cores.
+"""PPO with a reward model that is trained first, on sums of digits: minutes on two CPU cores.
 
-The run carries everything with it: a random policy of 0.4M parameters, a supervised warm start
-with a teacher who errs in half of the examples, a reward model trained on pairs of a right and a
-wrong worked sum, then PPO on that model's score alone. The check of the answer is not part of
-the reward; the evaluation uses it (`val-core/arithmetic/mean@4`), so that `metrics.jsonl` shows
-what the score is worth. The sums have four digits, not three as in the other tiny runs: there are
-enough different pairs that the reward model must learn to add. The pairs show wrong additions and
-misread digits, and a strong KL penalty keeps the policy where the model knows what it says.
+The run needs no files: a random policy of 0.4M parameters, a supervised warm start on examples half
+of which have an error, a reward model trained on pairs of a correct and a wrong solution, then PPO
+with the score of that model as the only reward. Only the evaluation checks the answers
+(`val-core/arithmetic/mean@4`), so `metrics.jsonl` shows how good the reward model is. The sums have
+four digits, not three as in the other tiny runs. So there are many different pairs, and the reward
+model must learn to add. The wrong solutions have wrong additions or misread digits. A strong KL
+penalty keeps the policy close to responses that the reward model can judge.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

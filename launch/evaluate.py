@@ -1,7 +1,7 @@
 """Evaluates a run's policy on its held-out prompts: `python launch/evaluate.py --workdir=DIR`.
 
-Or the model of a Hugging Face folder on those of a config: `--model=FOLDER --config=FILE`. Prints
-one JSON object: mean@k, pass@k and maj@k of each data source.
+Or evaluates a Hugging Face folder on the prompts of a config: `--model=FOLDER --config=FILE`.
+Prints one JSON object with mean@k, pass@k and maj@k of each data source.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.trainer.evaluate import Evaluator
 
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
-MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, in the place of a run.")
+MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, instead of a run.")
 CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "For --model: whose data and rewards; may be changed as for a run."
+    "config", None, "For --model: config with data and rewards; settings can be changed."
 )
 SAMPLES = flags.DEFINE_integer("samples_per_prompt", 1, "k of mean@k, pass@k and maj@k.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy; needed above 0 for k > 1.")
-PROMPTS = flags.DEFINE_integer("num_prompts", 0, "How many prompts; 0: all.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy; must be above 0 for k > 1.")
+PROMPTS = flags.DEFINE_integer("num_prompts", 0, "Number of prompts; 0: all.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
 
 
 def _load() -> SavedPolicy:
@@ -42,7 +42,7 @@ def main():
     if bool(MODEL.value) == bool(WORKDIR.value):
         program.refuse([("model", "give either --model or --workdir")])
     if bool(MODEL.value) != bool(CONFIG.value):
-        message = "--model needs a config file: whose data and rewards; a run has its own"
+        message = "--model needs a config file with data and rewards; a run has its own"
         program.refuse([("config", message)])
     folder = WORKDIR.value or MODEL.value
     program.keep_compilations(folder)

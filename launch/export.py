@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder, LoRA adapters merged or on their own.
+"""Writes a run's policy as a Hugging Face folder, with merged LoRA adapters or only the adapters.
 
 `python launch/export.py --workdir=DIR --out=DIR`
 """
@@ -11,14 +11,14 @@ from jaxrl_llm.models import families, huggingface, peft_folder
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 OUT = flags.DEFINE_string(
-    "out", None, "Folder to write; absent, empty or an earlier export.", required=True
+    "out", None, "Folder to write: new, empty or an earlier export.", required=True
 )
 DTYPE = flags.DEFINE_enum(
-    "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: the run's."
+    "dtype", "", ["", "float32", "bfloat16", "float16"], "Of the tensors; empty: as the run."
 )
-ADAPTERS = flags.DEFINE_bool("adapters", False, "Only the adapters, as a folder for `peft`.")
+ADAPTERS = flags.DEFINE_bool("adapters", False, "Write only the adapters, as a folder for `peft`.")
 BEST = flags.DEFINE_bool(
-    "best", False, "The policy of the best checkpoint.best_metric, not the newest."
+    "best", False, "Export the step with the best checkpoint.best_metric, not the newest."
 )
 
 

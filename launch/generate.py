@@ -1,8 +1,8 @@
 """Answers prompts with a run's policy: `python launch/generate.py --workdir=DIR --prompt="3+4+2="`.
 
 Or with the model of a Hugging Face folder: `--model=FOLDER`. Prompts come from `--prompt` (may be
-repeated) or, a line each, from standard input. Prints one JSON object a sample: `prompt`, `output`,
-`log_prob`.
+repeated) or from the lines of standard input. Prints one JSON object per sample: `prompt`,
+`output`, `log_prob`.
 """
 
 import json
@@ -20,19 +20,19 @@ from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch
 
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
-MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, in the place of a run.")
-PROMPT = flags.DEFINE_multi_string("prompt", [], "A question; may be repeated.")
-SAMPLES = flags.DEFINE_integer("samples", 1, "Answers to each prompt.", lower_bound=1)
+MODEL = flags.DEFINE_string("model", "", "Hugging Face folder, instead of a run.")
+PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
+SAMPLES = flags.DEFINE_integer("samples", 1, "Samples per prompt.", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.", lower_bound=0.0)
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Share of probability kept.", 1e-6, 1.0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus sampling: probability to keep.", 1e-6, 1.0)
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 0, "Of an answer; 0: what the model can hold, to 4096 with the prompt.", 0
+    "max_tokens", 0, "Per answer; 0: as many as fit, up to 4096 with the prompt.", 0
 )
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
 
 
 def _engine(own: Engine, max_tokens: int, num_samples: int) -> Engine:
-    """Returns an engine for sequences of the prompts' own length, not the run's."""
+    """Returns an engine for sequences of `max_tokens`, not for those of the run."""
     network, mesh = own.network, own.mesh
     return Engine(
         network,

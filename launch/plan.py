@@ -1,8 +1,8 @@
-"""Plans a run before it is paid for: `python launch/plan.py --config=FILE --topology=v5p:2x2x4`.
+"""Plans a run before it starts: `python launch/plan.py --config=FILE --topology=v5p:2x2x4`.
 
-Or `--devices=8 --device=h100`; without either, the devices of this process. Prints bytes a
-device by program and part, whether that fits, the nearest change that does, and the time of a
-step. `--compile` asks the compiler too, for a TPU topology with no TPU attached.
+Or `--devices=8 --device=h100`; without both, it plans for the devices of this process. Prints the
+bytes per device by program and part, whether they fit, the nearest change that fits, and the time
+of a step. `--compile` also asks the compiler, without a TPU.
 """
 
 import json
@@ -19,18 +19,18 @@ from jaxrl_llm.planning import advice, fit, placement, report
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
-TOPOLOGY = flags.DEFINE_string("topology", "", "TPU devices, as in v5p:2x2x4.")
+TOPOLOGY = flags.DEFINE_string("topology", "", "TPU topology, e.g. v5p:2x2x4.")
 DEVICE = flags.DEFINE_string("device", "", "Kind of device, e.g. h100; see planning/devices.py.")
-DEVICES = flags.DEFINE_integer("devices", 1, "How many of --device.")
-COMPILE = flags.DEFINE_bool("compile", False, "Compile every program and print what that needs.")
+DEVICES = flags.DEFINE_integer("devices", 1, "Number of devices of kind --device.")
+COMPILE = flags.DEFINE_bool("compile", False, "Compile every program and print its bytes.")
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 PLACEMENT = flags.DEFINE_bool("placement", False, "Rank all 15 placements of PPO's four models.")
-PRICE = flags.DEFINE_float("price", 0.0, "Dollars for each device and hour; 0: not given.")
-CHART = flags.DEFINE_string("chart", "", "PNG file for a bar chart (extra [plot]).")
+PRICE = flags.DEFINE_float("price", 0.0, "Dollars per device and hour; 0: not known.")
+CHART = flags.DEFINE_string("chart", "", "PNG file to write a bar chart to (extra [plot]).")
 
 
 def _compiled(plan: fit.Plan, devices) -> dict[str, float | str]:
-    # What the compiler is asked with takes seconds to import, and a plan takes less.
+    # This import takes seconds, longer than a plan.
     from jaxrl_llm.learner import lowering
 
     return lowering.compiled_bytes(plan, devices)

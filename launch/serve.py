@@ -1,7 +1,7 @@
-"""Serves a model over HTTP as OpenAI's API does: `python launch/serve.py --model=FOLDER`.
+"""Serves a model with OpenAI's HTTP API: `python launch/serve.py --model=FOLDER`.
 
-`--model` is a Hugging Face folder, `--workdir` the folder of a run. Stops on SIGTERM once the
-accepted requests are done; reads the newest weights on SIGHUP. See docs/serving.md.
+`--model` is a Hugging Face folder, `--workdir` the folder of a run. SIGTERM stops the server after
+the accepted requests are done. SIGHUP makes it read the newest weights. See docs/serving.md.
 """
 
 import sys
@@ -21,20 +21,20 @@ except ModuleNotFoundError as error:
 
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
-NAME = flags.DEFINE_string("name", "", "What clients call the model; empty: the folder's name.")
+NAME = flags.DEFINE_string("name", "", "Model name for clients; empty: the folder's name.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; there is no access control.")
-PORT = flags.DEFINE_integer("port", 8000, "0: any that is free.", 0, 65535)
-SLOTS = flags.DEFINE_integer("num_slots", 0, "Samples decoded at one time; 0: chosen.", 0)
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: the model's, to 4096.", 0)
+PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any free port.", 0, 65535)
+SLOTS = flags.DEFINE_integer("num_slots", 0, "Samples decoded at the same time; 0: chosen.", 0)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: up to 4096.", 0)
 MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Samples that may wait for a slot.", 0)
-CHUNK = flags.DEFINE_integer("chunk_steps", 8, "Most tokens between two looks.", 1, 128)
-DRAFT = flags.DEFINE_integer("draft_tokens", 0, "Guessed in a decode step; 0: none.", 0, 16)
-DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Of --model; empty: chosen.")
+CHUNK = flags.DEFINE_integer("chunk_steps", 8, "Decode steps per chunk.", 1, 128)
+DRAFT = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens per decode step; 0: none.", 0, 16)
+DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "For --model; empty: chosen.")
 TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share each layer of --model.", 1)
-WARM_UP = flags.DEFINE_integer("warm_up_prompts", 1, "Arriving together; 0: no warm-up.", 0)
-GRACE_S = flags.DEFINE_float("grace_s", 30.0, "For requests to finish after SIGTERM.", 0.0)
-REQUEST_S = flags.DEFINE_float("request_s", 600.0, "Longest time of a request.", 0.1)
-BODY_BYTES = flags.DEFINE_integer("body_bytes", 2**20, "Largest body of a request.", 1)
+WARM_UP = flags.DEFINE_integer("warm_up_prompts", 1, "Prompts in one prefill; 0: no warm-up.", 0)
+GRACE_S = flags.DEFINE_float("grace_s", 30.0, "Time for requests after SIGTERM.", 0.0)
+REQUEST_S = flags.DEFINE_float("request_s", 600.0, "Maximum time of a request.", 0.1)
+BODY_BYTES = flags.DEFINE_integer("body_bytes", 2**20, "Maximum body of a request.", 1)
 
 
 def main():
@@ -53,10 +53,10 @@ def main():
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
     limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
     app = make_app(served, driver, Metrics(driver), limits)
-    longest = served.max_tokens - 1  # leaves room for one token
+    longest = served.max_tokens - 1  # one token must fit
     filters = (False, True) if WARM_UP.value else ()
     programs = engine.jitted.programs(WARM_UP.value, longest, filters)
-    del params  # or these would stay in memory beside those that SIGHUP brings
+    del params  # otherwise they stay in memory after SIGHUP has loaded new weights
     read = lambda: source.weights().params  # noqa: E731
     server.run(
         app,

@@ -1,7 +1,7 @@
-"""Serves a model by JetStream's gRPC server: `python launch/serve_jetstream.py --model=FOLDER`.
+"""Serves a model with JetStream's gRPC server: `python launch/serve_jetstream.py --model=FOLDER`.
 
-For clients that speak JetStream's protocol; `launch/serve.py` is the general way. See
-docs/serving.md for what to install.
+This is for clients that use JetStream's protocol; otherwise use `launch/serve.py`. docs/serving.md
+says what to install.
 """
 
 import signal
@@ -18,11 +18,11 @@ MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; there is no access control.")
 PORT = flags.DEFINE_integer("port", 9000, "Port to listen on.", 1, 65535)
-SLOTS = flags.DEFINE_integer("num_slots", 16, "Samples decoded at one time.", 1)
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: the model's, to 4096.", 0)
+SLOTS = flags.DEFINE_integer("num_slots", 16, "Samples decoded at the same time.", 1)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: up to 4096.", 0)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every reply; 0: greedy.", 0.0)
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Share of probability kept.", 1e-6, 1.0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the samples.", 0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus sampling: probability to keep.", 1e-6, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0)
 
 
 def main():
@@ -30,7 +30,7 @@ def main():
         program.refuse([("model", "give either --model or --workdir")])
     if problem := number_problem("temperature", TEMPERATURE.value):
         program.refuse([("temperature", problem)])
-    # JetStream may be missing; what is wrong with the flags is told first.
+    # Imported here so that wrong flags are reported even if JetStream is not installed.
     from jaxrl_llm.serving.jetstream import adapter
 
     program.keep_compilations(MODEL.value or WORKDIR.value)

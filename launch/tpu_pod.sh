@@ -1,15 +1,15 @@
 #!/bin/bash
 # Trains on all hosts of a TPU pod slice: launch/tpu_pod.sh [--config.key=value ...]
-# Runs the same command on every worker; they find each other by the machine's metadata. Run it
-# again to resume. DRY_RUN=1 prints the command instead.
+# Runs the same command on every worker. The workers find each other through the metadata of the
+# machine. Run it again to resume. DRY_RUN=1 only prints the command.
 set -euo pipefail
 
-# To change: the slice, its zone and its project; all may come from the environment.
+# To change: the slice, its zone and its project, here or in the environment.
 TPU_NAME=${TPU_NAME:-my-slice}
 ZONE=${ZONE:-us-central2-b}
 PROJECT=${PROJECT:-my-project}
-# To change: the folder of this repository on the workers, what is trained, and the run's folder:
-# one that all workers see, as a mounted bucket or an NFS share.
+# To change: the folder of this repository on the workers, the config, and the folder of the run. All
+# workers must be able to access it (a mounted bucket or an NFS share).
 REPOSITORY=${REPOSITORY:-\$HOME/jaxrl_llm}
 CONFIG=${CONFIG:-configs/ppo_8b.py}
 WORKDIR=${WORKDIR:-/mnt/runs/ppo_8b}

@@ -1,7 +1,7 @@
-"""Trains a policy with RL: `python launch/train.py --config=configs/grpo_tiny.py --workdir=DIR`.
+"""Runs a training job: `python launch/train.py --config=configs/grpo_tiny.py --workdir=DIR`.
 
-Any setting can be changed: `--config.trainer.num_steps=50`. Run it again with the same
-`--workdir` to resume.
+The config names the job in `job`: `rl`, `sft` or `reward_model`. You can change every setting, for
+example `--config.trainer.num_steps=50`. To resume, start it again with the same `--workdir`.
 """
 
 import os
@@ -16,13 +16,13 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.console import screen
 from jaxrl_llm.learner import planned
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
+CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the job.")
 flags.mark_flag_as_required("config")
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, made if missing.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the job, made if missing.", required=True)
 
 
 def _refuse_what_cannot_fit(config: JobConfig) -> None:
-    """Raises ConfigError where the plan does not fit, before the libraries of a run are loaded."""
+    """Raises ConfigError if an RL run cannot fit, before the libraries of a run are loaded."""
     if not isinstance(config, RLConfig):
         return
     scorers = (*config.rewards.models.values(), *config.rewards.cost_models.values())
