@@ -8,7 +8,7 @@ import json
 import operator
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import fastapi
@@ -17,20 +17,16 @@ from absl import logging
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.serving import driver as driver_lib
 from jaxrl_llm.serving import wanted as wanted_lib
-from jaxrl_llm.serving.driver import Driver, Event, Refused
-from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.middleware import BodyLimit, Count
-from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
+from jaxrl_llm.serving.driver import Driver, Event
+from jaxrl_llm.serving.errors import ApiError, Refused
+from jaxrl_llm.serving.metrics import Count, Metrics
+from jaxrl_llm.serving.protocol import ChatBody, CompletionBody
 from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece
 from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript, decoder
 from jaxrl_llm.serving.wanted import Served, Wanted
-
-# What went wrong is in the log, which clients do not see.
-_FAULT = ApiError(500, "internal error", kind="server_error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +57,8 @@ def make_app(
 
     def check_model(name: str) -> None:
         if name != served.name:
-            raise ApiError(
-                404,
-                f"model {name[:100]!r} is not served here; use {served.name!r}",
-                code="model_not_found",
-                param="model",
-            )
+            message = f"model {name[:100]!r} is not served here; use {served.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     async def answer(
         request: fastapi.Request,
@@ -111,26 +103,44 @@ def make_app(
         text = prometheus_client.generate_latest(metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: fastapi.Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, error.headers)
+    async def failed(request: fastapi.Request, error: Exception) -> JSONResponse:
+        reply = _as_api_error(error)
+        return JSONResponse(reply.body, reply.status, reply.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: fastapi.Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(_malformed(error).body, 400)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: fastapi.Request, error: HTTPException) -> JSONResponse:
-        body = ApiError(error.status_code, str(error.detail)).body
-        return JSONResponse(body, error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def fault(request: fastapi.Request, error: Exception) -> JSONResponse:
-        return JSONResponse(_FAULT.body, 500)
-
-    app.add_middleware(BodyLimit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, failed)
+    app.add_middleware(_BodyLimit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
     app.add_middleware(Count, metrics=metrics)
     return app
+
+
+class _BodyLimit:
+    """413 for a body over `max_bytes`, 408 for one slower than `timeout_s`, before it is whole."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float):
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        num_bytes, arrived = 0, False
+
+        async def limited() -> Message:
+            nonlocal num_bytes, arrived
+            if arrived:  # after the body, the next message says that the client left
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                detail = f"the body did not arrive within {self._timeout_s:g} s"
+                raise HTTPException(408, detail) from None
+            num_bytes += len(message.get("body", b""))
+            arrived = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, f"the body is over {self._max_bytes} bytes; send less")
+            return message
+
+        await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
 class _Work:
@@ -147,10 +157,7 @@ class _Work:
         ]
         self._last_s: dict[int, float] = {}  # when a sample's latest tokens came
         self._num_unfinished = len(wanted.params)
-        try:
-            self._ticket = driver.submit(wanted.requests, self._events.put_nowait)
-        except Refused as error:
-            raise _as_api_error(error) from error
+        self._ticket = driver.submit(wanted.requests, self._events.put_nowait)
         metrics.prompt_tokens.inc(wanted.num_prompt_tokens)
 
     def __enter__(self) -> "_Work":
@@ -170,54 +177,43 @@ class _Work:
           ApiError: If the request was not served to its end, or not in time.
         """
         while self._num_unfinished:
-            event = await self._next_event()
+            try:
+                async with asyncio.timeout(self._begun + self._limit_s - time.monotonic()):
+                    event = await self._events.get()
+            except TimeoutError:
+                message = (
+                    f"not done within the {self._limit_s:g} s that a request may take;"
+                    " ask for fewer tokens"
+                )
+                raise ApiError(504, message, "timeout_error", "request_timeout") from None
             if isinstance(event, Refused):
                 self._num_unfinished = 0
-                raise _as_api_error(event)
+                raise event
             index, p = event
             self._measure(index, len(p.tokens))
             self._num_unfinished -= bool(p.finish_reason)
             transcript = self._transcripts[index]
-            text, offsets = transcript.extend(p.tokens, p.finish_reason), tuple(transcript.offsets)
-            yield (
-                index,
-                Piece(text, p.tokens, p.log_probs, p.top_log_probs, offsets, p.finish_reason),
-            )
-
-    async def _next_event(self) -> Event:
-        if not self._events.empty():
-            return self._events.get_nowait()
-        left_s = self._begun + self._limit_s - time.monotonic()
-        try:
-            return await asyncio.wait_for(self._events.get(), max(0.0, left_s))
-        except TimeoutError:
-            raise ApiError(
-                504,
-                f"not done within the {self._limit_s:g} s that a request may take;"
-                " ask for fewer tokens",
-                kind="timeout_error",
-                code="request_timeout",
-            ) from None
+            text = transcript.extend(p.tokens, p.finish_reason)
+            certain = p.tokens, p.log_probs, p.top_log_probs, tuple(transcript.offsets)
+            yield index, Piece(text, *certain, p.finish_reason)
 
     def _measure(self, index: int, num_tokens: int) -> None:
-        now = time.monotonic()
+        now, last_s = time.monotonic(), self._last_s.get(index)
         self._metrics.generated_tokens.inc(num_tokens)
-        if index not in self._last_s:
+        if last_s is None:
             self._metrics.first_token_s.observe(now - self._begun)
         elif num_tokens:
-            self._metrics.per_token_s.observe((now - self._last_s[index]) / num_tokens)
-        else:
-            return
-        self._last_s[index] = now
+            self._metrics.per_token_s.observe((now - last_s) / num_tokens)
+        if last_s is None or num_tokens:
+            self._last_s[index] = now
 
 
 class _Stream(StreamingResponse):
     """Server-sent events; gives the work up however it ends, even before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], work: _Work):
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -249,8 +245,7 @@ async def _server_sent(
     except Exception as error:  # the status is sent already
         if not isinstance(error, ApiError):
             logging.exception("a stream failed")
-            error = _FAULT
-        yield f"data: {json.dumps(error.body)}\n\n".encode()
+        yield f"data: {json.dumps(_as_api_error(error).body)}\n\n".encode()
 
 
 async def _whole(work: _Work, form: CompletionFormat) -> Response:
@@ -260,50 +255,41 @@ async def _whole(work: _Work, form: CompletionFormat) -> Response:
     return JSONResponse(form.reply(samples))
 
 
-async def _unless_disconnected(request: fastapi.Request, work) -> Response:
+async def _unless_disconnected(
+    request: fastapi.Request, work: Coroutine[Any, Any, Response]
+) -> Response:
     """Returns what `work` returns; ends it when the client leaves, who then gets no reply."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    answer, leaving = asyncio.create_task(work), asyncio.create_task(left())
     try:
         await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            return Response(status_code=499)
-        return answer.result()
+        return answer.result() if answer.done() else Response(status_code=499)
     finally:
         answer.cancel()
         leaving.cancel()
 
 
-# Status, OpenAI's type and code, and when to try again in seconds.
-_REFUSALS: dict[type[Refused], tuple[int, str, str, int]] = {
-    driver_lib.QueueFull: (429, "rate_limit_error", "queue_full", 1),
-    driver_lib.NotServing: (503, "server_error", "not_serving", 5),
-    driver_lib.Unfit: (400, "invalid_request_error", "", 0),
-    driver_lib.RequestFailed: (500, "server_error", "request_failed", 0),
-    driver_lib.EngineFailed: (500, "server_error", "engine_failed", 0),
-}
-
-
-def _as_api_error(error: Refused) -> ApiError:
-    status, kind, code, retry_after_s = _REFUSALS[type(error)]
-    return ApiError(status, str(error), kind, code, retry_after_s=retry_after_s)
-
-
-def _malformed(error: RequestValidationError) -> ApiError:
+def _as_api_error(error: Exception) -> ApiError:
+    """Returns the reply to a request that raised an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if not isinstance(error, RequestValidationError):
+        # What went wrong is in the log, which clients do not see.
+        return ApiError(500, "internal error", kind="server_error")
     first = error.errors()[0]
-    # After "body": the field, its part, and the member of a union that was tried.
-    place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":  # inside of a field
-        message = "no such field"
+    # After "body": the field, its part, and the member of a union that was tried.
+    place = [str(part) for part in first["loc"][1:]]
+    is_field = first["type"] != "extra_forbidden"  # inside of a field
+    message = first["msg"].removeprefix("Value error, ") if is_field else "no such field"
     given = first.get("input")
     shown = "" if isinstance(given, dict) else f"; got {reprlib.repr(given)}"
-    return ApiError(
-        400, f"{'.'.join(place) or 'body'}: {message}{shown}", param=place[0] if place else ""
-    )
+    message = f"{'.'.join(place) or 'body'}: {message}{shown}"
+    return ApiError(400, message, param=place[0] if place else "")

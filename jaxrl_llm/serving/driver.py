@@ -15,37 +15,18 @@ from absl import logging
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.rollout.requests import Progress, Request, RequestError
+from jaxrl_llm.serving.errors import (
+    EngineFailed,
+    NotServing,
+    QueueFull,
+    Refused,
+    RequestFailed,
+    Unfit,
+)
 
 Params = Any
-
-
-class Refused(Exception):
-    """A request that was not served, or not to its end."""
-
-
-class QueueFull(Refused):
-    """As many samples wait as may; try again later."""
-
-
-class NotServing(Refused):
-    """The driver has not started, is stopping, or stopped before the request was done."""
-
-
-class Unfit(Refused):
-    """The engine cannot serve such a request; trying again will not help."""
-
-
-class RequestFailed(Refused):
-    """This request raised an error; others do not notice."""
-
-
-class EngineFailed(Refused):
-    """The engine broke; nothing is served any more."""
-
-
 # (which sample, counted through the requests of a ticket; what came), or why nothing more comes.
 Event = tuple[int, Progress] | Refused
-Listener = Callable[[Event], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,9 +34,9 @@ class Ticket:
     """Requests that were submitted together, and who listens."""
 
     requests: tuple[Request, ...]
-    listener: Listener
+    listener: Callable[[Event], None]
+    num_unfinished: int  # samples; 0: no more events will come
     numbers: tuple[int, ...] = ()  # the engine's, once it has them
-    num_unfinished: int = 0  # samples; 0: no more events will come
 
 
 class Driver:
@@ -95,14 +76,14 @@ class Driver:
         self.state = "ready"
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request], listener: Listener) -> Ticket:
+    def submit(self, requests: Sequence[Request], listener: Callable[[Event], None]) -> Ticket:
         """Queues requests, all of them or none; `listener` hears of every sample until its end.
 
         Raises:
           Refused: If the driver is not ready or cannot hold so many samples, now or ever.
         """
         count = sum(len(request.params) for request in requests)
-        ticket = Ticket(tuple(requests), listener, num_unfinished=count)
+        ticket = Ticket(tuple(requests), listener, count)
         with self._lock:
             if self.state != "ready":
                 raise NotServing(f"the server is {self.state}")
@@ -168,16 +149,18 @@ class Driver:
             with self._lock:
                 self.state = "failed"
         with self._lock:
-            left = [*{ticket: None for ticket, _ in self._owners.values()}, *self._inbox]
+            tickets = dict.fromkeys(
+                [*(ticket for ticket, _ in self._owners.values()), *self._inbox]
+            )
+            left = [ticket for ticket in tickets if ticket.num_unfinished]
             self._inbox, self._cancelled = {}, []
-            left = [ticket for ticket in left if ticket.num_unfinished]
             for ticket in left:
                 self._finish(ticket, ticket.num_unfinished)
         self._owners.clear()
         self._tell([(ticket, end) for ticket in left])
 
     def _turn(self) -> bool:
-        """Empties the inbox and takes a step, or warms up; returns whether to go on."""
+        """Empties the inbox and takes a step, or compiles; returns whether to go on."""
         with self._lock:
             self._lock.wait_for(
                 lambda: (
@@ -191,13 +174,17 @@ class Driver:
             params = self._params
             is_idle = not (arrived or cancelled or self._owners)
             program = self.programs.popleft() if is_idle else None
-            num_programs_left = len(self.programs)
+            number = self._num_programs - len(self.programs)
         events: list[tuple[Ticket, Event]] = []
         for ticket in cancelled:
             self._abort(ticket)
         for ticket in arrived:
             try:
-                self._submit(ticket)
+                first = 0
+                for request in ticket.requests:
+                    ticket.numbers += (self.engine.submit(request),)
+                    self._owners[ticket.numbers[-1]] = (ticket, first)
+                    first += len(request.params)
             except Exception as error:
                 events.append((ticket, self._failed(ticket, error)))
         if self._owners:
@@ -205,23 +192,12 @@ class Driver:
         if program is not None:
             began = time.monotonic()
             self.engine.compile(params, program)
+            took_s = time.monotonic() - began
             logging.info(
-                "compiled %d of %d: %s, %.1f s",
-                self._num_programs - num_programs_left,
-                self._num_programs,
-                program.name,
-                time.monotonic() - began,
+                "compiled %d of %d: %s, %.1f s", number, self._num_programs, program.name, took_s
             )
         self._tell(events)
         return True
-
-    def _submit(self, ticket: Ticket) -> None:
-        first = 0
-        for request in ticket.requests:
-            number = self.engine.submit(request)
-            ticket.numbers += (number,)
-            self._owners[number] = (ticket, first)
-            first += len(request.params)
 
     def _failed(self, ticket: Ticket, error: Exception) -> Refused:
         """Gives up a ticket whose request raised an error; returns what its listener hears."""

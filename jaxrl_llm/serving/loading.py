@@ -10,16 +10,11 @@ from jaxrl_llm.serving.wanted import Served
 
 
 def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
-    """Returns what clients may know of a policy.
-
-    Args:
-      name: What they call it; "": the name of its folder.
-      max_tokens: Prompt and reply; 0: the source's own.
-    """
+    """Returns what clients may know of a policy; "" and 0 stand for the source's own values."""
     models = source.models
     if backend := getattr(models.tokenizer, "backend_tokenizer", None):
-        # Settings of tokenizer.json that cut prompts. Changed between two calls, they would also
-        # keep another thread from decoding meanwhile.
+        # tokenizer.json may cut and pad prompts. Changing that between two calls would also keep
+        # another thread from decoding meanwhile.
         backend.no_truncation()
         backend.no_padding()
     return Served(
@@ -39,12 +34,12 @@ def engine(
     chunk_steps: int = 8,
     draft_tokens: int = 0,
 ) -> Engine:
-    """Returns an engine of its own for serving.
+    """Returns an engine for serving.
 
     Args:
       num_slots: 0: 16 on CPU, 64 elsewhere, fewer where memory is short (`capacity.num_slots`).
       chunk_steps: Fewer make streams smoother, more cost less.
-      draft_tokens: Guesses from the text so far in a decode step; see `SpeculationConfig`.
+      draft_tokens: See `SpeculationConfig`.
     """
     models = source.models
     mesh, max_tokens = models.meshes["rollout"], model.max_tokens

@@ -1,28 +1,31 @@
 """What a Prometheus server may read about serving."""
 
-from collections.abc import Callable
+import functools
 
-import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.serving.driver import Driver
+
+_REASONS = {
+    404: "not_found",
+    408: "slow_body",
+    413: "body_too_large",
+    429: "queue_full",
+    499: "client_left",
+    503: "not_serving",
+    504: "timeout",
+}
 
 
 class Metrics:
     """Counters and histograms of one server, with gauges that are read from its driver."""
 
     def __init__(self, driver: Driver):
-        self.registry = prometheus_client.CollectorRegistry()
-
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()):
-            return prometheus_client.Counter(
-                f"jaxrl_llm_{name}", text, labels, registry=self.registry
-            )
-
-        def histogram(name: str, text: str, *buckets: float):
-            return prometheus_client.Histogram(
-                f"jaxrl_llm_{name}", text, buckets=buckets, registry=self.registry
-            )
-
+        self.registry = CollectorRegistry()
+        counter = functools.partial(Counter, namespace="jaxrl_llm", registry=self.registry)
+        histogram = functools.partial(Histogram, namespace="jaxrl_llm", registry=self.registry)
+        gauge = functools.partial(Gauge, namespace="jaxrl_llm", registry=self.registry)
         self.requests = counter("requests", "Requests by path and status.", ("path", "status"))
         self.rejected = counter("rejected", "Requests not served, by reason.", ("reason",))
         self.cancelled = counter(
@@ -33,41 +36,49 @@ class Metrics:
         self.first_token_s = histogram(
             "time_to_first_token_seconds",
             "From a request's acceptance to the first token of a sample.",
-            *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
         )
         self.per_token_s = histogram(
             "time_per_token_seconds",
             "Mean time between tokens of a sample, its first piece left out.",
-            *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
         )
         self.request_s = histogram(
             "request_seconds",
             "From a request's acceptance to its end.",
-            *(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
         )
-
-        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
-            prometheus_client.Gauge(f"jaxrl_llm_{name}", text, registry=self.registry).set_function(
-                value
-            )
-
         engine = driver.engine
-        gauge("slots", "Decode slots.", lambda: engine.num_slots)
-        gauge("active_slots", "Samples that stand in a slot.", lambda: engine.num_active)
-        gauge(
-            "queue_samples",
-            "Samples that wait for a slot.",
-            lambda: max(0, driver.num_unfinished - engine.num_active),
-        )
-        gauge("compilations", "Programs compiled so far.", engine.num_compilations)
-        gauge(
-            "warm_up_programs",
-            "Programs still to be compiled ahead of need.",
-            lambda: len(driver.programs),
-        )
-        gauge(
-            "tokens_per_forward",
-            "Tokens that a sample got in a decode step.",
-            lambda: engine.statistics.tokens_per_forward,
-        )
-        gauge("ready", "1 while requests are accepted.", lambda: driver.state == "ready")
+        waiting = lambda: max(0, driver.num_unfinished - engine.num_active)  # noqa: E731
+        forward = "Tokens that a sample got in a decode step."
+        for name, text, value in (
+            ("slots", "Decode slots.", lambda: engine.num_slots),
+            ("active_slots", "Samples that have a slot.", lambda: engine.num_active),
+            ("queue_samples", "Samples that wait for a slot.", waiting),
+            ("compilations", "Programs compiled so far.", engine.num_compilations),
+            ("warm_up_programs", "Programs to be compiled ahead.", lambda: len(driver.programs)),
+            ("tokens_per_forward", forward, lambda: engine.statistics.tokens_per_forward),
+            ("ready", "1 while requests are accepted.", lambda: driver.state == "ready"),
+        ):
+            gauge(name, text).set_function(value)
+
+
+class Count:
+    """Middleware that counts requests by path and status, and why some were not served."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Each label is kept for ever: paths that are no route share one.
+                path = getattr(scope.get("route"), "path", "other")
+                status = message["status"]
+                self._metrics.requests.labels(path, str(status)).inc()
+                if status >= 400 and path.startswith("/v1/"):
+                    reason = _REASONS.get(status, "invalid" if status < 500 else "fault")
+                    self._metrics.rejected.labels(reason).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from jaxrl_llm.rollout.requests import is_text, number_problem
+from jaxrl_llm.serving.errors import ApiError
 
 MAX_SAMPLES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request
@@ -34,28 +35,11 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 
-# Of a list with a million wrong entries, the first is reported.
-Tokens = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-
-
-class ApiError(Exception):
-    """A reply that is an error, in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        code: str = "",
-        param: str = "",
-        retry_after_s: int = 0,
-    ):
-        super().__init__(message)
-        self.status = status
-        error = {"message": message, "type": kind, "param": param or None, "code": code or None}
-        self.body = {"error": error}
-        self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
+First = Field(fail_fast=True)  # of a list with a million wrong entries, the first is reported
+Tokens = Annotated[list[int], First]
+Texts = Annotated[list[str], First]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TopLogProbs = Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 
 def _surrogate_place(value: Any) -> list[str] | None:
@@ -70,11 +54,8 @@ def _surrogate_place(value: Any) -> list[str] | None:
                 return [*keys, ascii(wrong[0])]
             left += [([*keys, key], inside) for key, inside in value.items()]
         if isinstance(value, list):
-            left += [
-                ([*keys, str(i)], inside)
-                for i, inside in enumerate(value)
-                if isinstance(inside, str | list | dict)
-            ]
+            texts = (i for i, inside in enumerate(value) if isinstance(inside, str | list | dict))
+            left += [([*keys, str(i)], value[i]) for i in texts]
     return None
 
 
@@ -169,9 +150,9 @@ class _Body(_Strict):
 class CompletionBody(_Body):
     """`POST /v1/completions`."""
 
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], First]
+    max_tokens: Count | None = None
+    logprobs: TopLogProbs | None = None
     best_of: int | None = None
 
     @pydantic.model_validator(mode="after")
@@ -198,23 +179,23 @@ class TextPart(_Strict):
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], First]
     name: str | None = None
 
     @property
     def text(self) -> str:
-        content = self.content
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class ChatBody(_Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    messages: Annotated[list[ChatMessage], First] = Field(min_length=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
+    top_logprobs: TopLogProbs | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_top(self) -> "ChatBody":

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class Piece(NamedTuple):
-    """What one turn of the engine added to one sample, its text certain."""
+    """What one step of the engine added to one sample, its text certain."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
@@ -39,7 +39,9 @@ class CompletionFormat:
 
     def reply(self, samples: Sequence[Piece]) -> Json:
         """Returns the reply with all samples."""
-        choices = [self._choice(i, p, self._whole_text(p)) for i, p in enumerate(samples)]
+        choices = [
+            self._choice(i, piece, self._whole_text(piece)) for i, piece in enumerate(samples)
+        ]
         usage = self._usage(sum(len(piece.tokens) for piece in samples))
         return {**self._head, "object": self.whole, "choices": choices, "usage": usage}
 
@@ -59,19 +61,16 @@ class CompletionFormat:
         return {**self._head, "object": self.part, "choices": list(choices)}
 
     def _choice(self, index: int, piece: Piece, text: Json) -> Json:
-        return {
-            "index": index,
-            **text,
-            "logprobs": self._log_probs(piece) if self._wanted.with_log_probs else None,
-            "finish_reason": piece.finish_reason or None,
-        }
+        log_probs = self._log_probs(piece) if self._wanted.with_log_probs else None
+        end = {"logprobs": log_probs, "finish_reason": piece.finish_reason or None}
+        return {"index": index, **text, **end}
 
     def _usage(self, num_tokens: int) -> Json:
-        prompt_tokens = self._wanted.num_prompt_tokens
+        num_prompt_tokens = self._wanted.num_prompt_tokens
         return {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
-            "total_tokens": prompt_tokens + num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
         }
 
     def _whole_text(self, piece: Piece) -> Json:
@@ -85,7 +84,7 @@ class CompletionFormat:
         return {
             "tokens": [text(t) for t in piece.tokens],
             "token_logprobs": [_finite(p) for p in piece.log_probs],
-            "top_logprobs": tops if self._wanted.requests[0].params[0].num_top_log_probs else None,
+            "top_logprobs": tops if self._wanted.params[0].num_top_log_probs else None,
             "text_offset": list(piece.offsets),
         }
 
@@ -97,10 +96,8 @@ class ChatFormat(CompletionFormat):
 
     def openings(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [
-            self._chunk({"index": i, "delta": delta, "logprobs": None, "finish_reason": None})
-            for i in range(len(self._wanted.params))
-        ]
+        rest = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk({"index": i, **rest}) for i in range(len(self._wanted.params))]
 
     def _whole_text(self, piece: Piece) -> Json:
         return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
@@ -109,19 +106,16 @@ class ChatFormat(CompletionFormat):
         return {"delta": {"content": piece.text} if piece.text or piece.tokens else {}}
 
     def _log_probs(self, piece: Piece) -> Json:
+        def entry(token: int, log_prob: float) -> Json:
+            raw = list(self._names.bytes(token))
+            return {"token": self._names.text(token), "logprob": _finite(log_prob), "bytes": raw}
+
         tops = piece.top_log_probs or ((),) * len(piece.tokens)
         content = [
-            {**self._entry(t, p), "top_logprobs": [self._entry(*pair) for pair in top]}
+            {**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]}
             for t, p, top in zip(piece.tokens, piece.log_probs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, log_prob: float) -> Json:
-        return {
-            "token": self._names.text(token),
-            "logprob": _finite(log_prob),
-            "bytes": list(self._names.bytes(token)),
-        }
 
 
 def _finite(log_prob: float) -> float:

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import uvicorn
 from absl import logging
@@ -24,15 +24,11 @@ class ServerError(UserError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket with an address of its own; port 0 is any that is free.
-
-    Raises:
-      ServerError: If the address cannot be had.
-    """
+    """Returns a socket bound to an address; port 0 is any that is free."""
+    stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=stream, flags=passive)
+        family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -41,14 +37,6 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
         ) from error
     return listener
-
-
-class _Uvicorn(uvicorn.Server):
-    """Without signal handlers: they would close the door before the work is done."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run(
@@ -61,15 +49,12 @@ def run(
     grace_s: float,
     max_connections: int,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses newcomers, finishes, returns.
+    """Serves until SIGTERM or SIGINT; then refuses new requests, finishes, returns.
 
     Args:
-      programs: Compiled while no request is there.
+      programs: Compiled while there are no requests.
       reload: Reads other weights when SIGHUP comes.
       grace_s: For accepted requests to finish after the signal.
-
-    Raises:
-      ServerError: If the engine broke.
     """
 
     def finish() -> None:
@@ -105,14 +90,16 @@ def run(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, renew))
-        server = _Uvicorn(settings)
+        server = uvicorn.Server(settings)
+        # Its own handlers of signals would end connections before the work is done.
+        server.capture_signals = contextlib.nullcontext  # type: ignore
         driver.start(programs, loop.call_soon_threadsafe)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.001)
         logging.info("ready, serving on http://%s:%d", *listener.getsockname()[:2])
         if programs:
-            logging.info("%d programs are compiled while no request is there", len(programs))
+            logging.info("%d programs are compiled while there are no requests", len(programs))
         while not (stop.is_set() or serving.done() or driver.state == "failed"):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)

@@ -18,12 +18,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Returns tokens to text, without special tokens and without tidying of spaces.
+    """Returns tokens to text, without special tokens; spaces are not tidied.
 
     Tidying would take a space back that an earlier token gave.
     """
     if backend := getattr(tokenizer, "backend_tokenizer", None):
-        # Without what the wrapper does around it: this runs once for every token served.
+        # The wrapper around it is slow, and this runs once for every token served.
         return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=True))
     return lambda tokens: str(
         tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -31,10 +31,9 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 class Transcript:
-    """The text of one sample as it grows, the same whatever pieces its tokens come in.
+    """The text of one sample as it grows: up to the first stop string, or its last stop token.
 
-    What `extend` returns adds up to the text of all tokens, up to the first stop string. A stop
-    token that ends the sample has no text.
+    What `extend` returns adds up to the same text, whatever pieces the tokens come in.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class Transcript:
         if finish_reason:
             return text_before(text + self._tell(len(self._text)), self._stop_strings)
         # A sample ends with the token that completes a stop string, so there is none in `text`.
-        keep = _length_of_a_beginning(text, self._stop_strings)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        end = len(text) - _length_of_a_beginning(text, self._stop_strings)
+        self._held = text[end:]
+        return text[:end]
 
     def _push(self, token: int) -> str:
         text = self._decode([*self._window, token])
@@ -75,8 +74,8 @@ class Transcript:
             return ""
         self._window.append(token)
         self._text = text
-        # The last character may still miss bytes. Until they come, some decoders show all bytes
-        # before it as broken too.
+        # The last character may lack bytes. Until they come, some decoders show all bytes before
+        # it as broken too.
         sure = len(text) if is_whole else len(text.rstrip(_BROKEN))
         added = self._tell(max(sure, len(text) - _MAX_MISSING_CHARACTERS - self._num_context))
         if is_whole:
@@ -108,14 +107,10 @@ def _length_of_a_beginning(text: str, stop_strings: Sequence[str]) -> int:
     1
     """
     longest = max((len(stop) - 1 for stop in stop_strings), default=0)
-    return next(
-        (
-            size
-            for size in range(min(longest, len(text)), 0, -1)
-            if any(stop.startswith(text[-size:]) for stop in stop_strings)
-        ),
-        0,
-    )
+    for size in range(min(longest, len(text)), 0, -1):
+        if text.endswith(tuple(stop[:size] for stop in stop_strings if len(stop) >= size)):
+            return size
+    return 0
 
 
 class TokenNames:

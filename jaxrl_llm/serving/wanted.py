@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
-from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody
+from jaxrl_llm.serving.errors import ApiError
+from jaxrl_llm.serving.protocol import ChatBody, CompletionBody
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -59,8 +60,8 @@ def completion(served: Served, body: CompletionBody) -> Wanted:
         body.max_tokens or min(_DEFAULT_COMPLETION_TOKENS, _room(served, prompt))
         for prompt in prompts
     ]
-    with_log_probs = body.logprobs is not None
-    return _wanted(served, body, prompts, limits, "prompt", with_log_probs, body.logprobs or 0)
+    num_top = -1 if body.logprobs is None else body.logprobs
+    return _wanted(served, body, prompts, limits, "prompt", num_top)
 
 
 def chat(served: Served, body: ChatBody) -> Wanted:
@@ -75,14 +76,14 @@ def chat(served: Served, body: ChatBody) -> Wanted:
         for m in body.messages
     ]
     try:
-        (prompt,), _ = tokenizer_lib.render_prompts(
+        prompts, _ = tokenizer_lib.render_prompts(
             served.tokenizer, [messages], served.chat_template
         )
     except DataError as error:
         raise ApiError(400, str(error), param="messages") from error
-    limit = body.max_completion_tokens or body.max_tokens or _room(served, prompt)
-    num_top = body.top_logprobs or 0
-    return _wanted(served, body, [prompt], [limit], "messages", bool(body.logprobs), num_top)
+    limit = body.max_completion_tokens or body.max_tokens or _room(served, prompts[0])
+    num_top = (body.top_logprobs or 0) if body.logprobs else -1
+    return _wanted(served, body, prompts, [limit], "messages", num_top)
 
 
 def _room(served: Served, prompt: Sequence[int]) -> int:
@@ -102,22 +103,19 @@ def _wanted(
     prompts: Sequence[tuple[int, ...]],
     limits: Sequence[int],
     prompt_param: str,
-    with_log_probs: bool,
     num_top: int,
 ) -> Wanted:
+    """`num_top` likeliest tokens beside each log-prob; -1: no log-probs."""
     stop_tokens = () if body.ignore_eos else served.eos_tokens
     if body.stop_token_ids:
         _check_tokens(served, body.stop_token_ids, "stop_token_ids")
         stop_tokens = tuple(dict.fromkeys((*stop_tokens, *body.stop_token_ids)))
-        if len(stop_tokens) > NUM_STOP_TOKENS:
-            raise ApiError(
-                400,
-                f"{len(stop_tokens)} stop tokens with the model's own, at most {NUM_STOP_TOKENS}",
-                param="stop_token_ids",
-            )
+        if (count := len(stop_tokens)) > NUM_STOP_TOKENS:
+            message = f"{count} stop tokens with the model's own, at most {NUM_STOP_TOKENS}"
+            raise ApiError(400, message, param="stop_token_ids")
     keys = random_keys(body.seed, len(prompts), body.num_samples)
     requests = []
-    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for prompt, limit, key in zip(prompts, limits, keys, strict=True):
         if not prompt:
             raise ApiError(400, "the prompt has no tokens; give at least one", param=prompt_param)
         if (total := len(prompt) + limit) > served.max_tokens:
@@ -136,10 +134,10 @@ def _wanted(
             min_p=body.min_p or 0.0,
             stop_tokens=stop_tokens,
             stop_strings=body.stop_strings,
-            num_top_log_probs=num_top,
+            num_top_log_probs=max(0, num_top),
         )
-        requests.append(Request(prompt, keys[i], (params,) * body.num_samples))
-    return Wanted(tuple(requests), with_log_probs)
+        requests.append(Request(prompt, key, (params,) * body.num_samples))
+    return Wanted(tuple(requests), with_log_probs=num_top >= 0)
 
 
 def random_keys(

@@ -11,8 +11,8 @@ from serving_engine import CountingEngine
 
 from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.driver import (
-    Driver,
+from jaxrl_llm.serving.driver import Driver
+from jaxrl_llm.serving.errors import (
     EngineFailed,
     NotServing,
     QueueFull,

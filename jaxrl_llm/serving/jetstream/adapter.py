@@ -1,9 +1,8 @@
-"""The rollout engine as JetStream wants it: `engine_api.Engine` of google-jetstream 0.2.
+"""The rollout engine as `engine_api.Engine` of google-jetstream 0.2.
 
-JetStream's orchestrator owns queues, slots and threads; this gives it prefill, insert and
-generate. Its requests have no sampling parameters, so those are the server's. Prefer
-`launch/serve.py`: JetStream neither frees the slot of a client that left nor lets a request set its
-temperature or seed.
+JetStream's orchestrator owns queues, slots and threads and calls prefill, insert and generate.
+Prefer `launch/serve.py`: JetStream does not free the slot of a client that left, and its requests
+have no temperature or seed, so the server sets them for all.
 """
 
 import dataclasses
@@ -34,8 +33,8 @@ from jaxrl_llm.serving.transcript import TokenNames
 from jaxrl_llm.serving.wanted import Served
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-# JetStream puts its tokenizer's BOS before token ids of a client. It gets this number, which is no
-# token, so that `prefill` can tell it from an id that the client sent.
+# JetStream puts its tokenizer's BOS before a client's token ids. This BOS is no token, so that
+# `prefill` can tell it from an id that the client sent.
 _NO_TOKEN = -1
 _SMALLEST_PREFILL = 16  # JetStream's buckets begin here and double
 _LARGEST_PREFILL = 32768
@@ -43,7 +42,7 @@ _LARGEST_PREFILL = 32768
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The decode state, and what JetStream has not been given of it."""
+    """The decode state, and the tokens that JetStream does not have yet."""
 
     state: DecodeState
     due: Int[Array, " S"]  # sampled and not given; -1: none
@@ -69,12 +68,10 @@ class JetStreamEngine(engine_api.Engine):
           engine: Its `chunk_steps` are 1.
           load: Returns rollout parameters.
           sampling: How every reply is drawn; JetStream ends it at the request's own limit.
-          seed: Of the random numbers; each insertion has its own.
         """
         self._engine, self._served, self._load = engine, served, load
         self._sampling, self._seed = sampling, seed
         self._num_inserted = itertools.count()
-        self._switches = {"filtered": sampling.is_filtered, "num_top": 0}
 
     def problem(self, request: Any) -> str:
         """Returns why a DecodeRequest cannot be served; "" if it can."""
@@ -89,10 +86,10 @@ class JetStreamEngine(engine_api.Engine):
             tokens = self._served.tokenizer(request.text_content.text)["input_ids"]
         if len(tokens) >= self.max_prefill_length:
             return f"a prompt of {len(tokens)} tokens; at most {self.max_prefill_length - 1}"
-        params = SamplingParams(request.max_tokens)
+        keys = np.zeros((1, 2), np.uint32)
+        asked = Request(tuple(tokens), keys, (SamplingParams(request.max_tokens),))
         try:
-            keys = np.zeros((1, 2), np.uint32)
-            self._engine.limits.check(Request(tuple(tokens), keys, (params,)), "request")
+            self._engine.limits.check(asked, "request")
         except RequestError as error:
             return str(error)
         return ""
@@ -118,15 +115,13 @@ class JetStreamEngine(engine_api.Engine):
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
         entering = scheduler.admission([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
+        filtered, insert = params.is_filtered, self._engine.jitted.insert
         with jax.set_mesh(self.mesh):
-            state, outputs = self._engine.jitted.insert(
-                decode_state.state, read, entering, **self._switches
+            state, outputs = insert(
+                decode_state.state, read, entering, filtered=filtered, num_top=0
             )
-            return Slots(
-                state,
-                decode_state.due.at[slot].set(outputs.tokens[0, 0]),
-                decode_state.num_given.at[slot].set(0),
-            )
+            due = decode_state.due.at[slot].set(outputs.tokens[0, 0])
+            return Slots(state, due, decode_state.num_given.at[slot].set(0))
 
     def generate(self, params: Params, decode_state: Slots) -> tuple[Slots, Any]:
         """Gives each slot's token that is due, and samples the one after it."""
@@ -139,15 +134,13 @@ class JetStreamEngine(engine_api.Engine):
                 np.int32(num_slots),
                 num_slots=num_slots,
                 window=self._served.max_tokens,
-                **self._switches,
+                filtered=self._sampling.is_filtered,
+                num_top=0,
             )
             slots = Slots(state, outputs.tokens[0], data[:, 2])
+        columns = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3)}
         return slots, engine_api.ResultTokens(
-            data=data,
-            tokens_idx=(0, 1),
-            valid_idx=(1, 2),
-            length_idx=(2, 3),
-            samples_per_slot=self.samples_per_slot,
+            data=data, **columns, samples_per_slot=self.samples_per_slot
         )
 
     def load_params(self, *args: Any, **kwargs: Any) -> Params:
@@ -175,8 +168,7 @@ class JetStreamEngine(engine_api.Engine):
     @property
     def max_prefill_length(self) -> int:
         """The first of JetStream's buckets that holds any prompt and its own token."""
-        size = _bucket(self._served.max_tokens + 1)
-        return min(size, _LARGEST_PREFILL)
+        return min(_bucket(self._served.max_tokens + 1), _LARGEST_PREFILL)
 
     @property
     def mesh(self) -> Mesh:
@@ -216,7 +208,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         """Returns a token's text; of a single byte, the name that JetStream joins to others.
 
         A token of two or three bytes that are no character has no such name and is shown as
-        broken: clients that must have every character send and decode token ids.
+        broken: clients that need every character must send and decode token ids.
         """
         if token_ids[0] in self._special:
             return ""

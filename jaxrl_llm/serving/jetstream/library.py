@@ -1,10 +1,10 @@
 """google-jetstream 0.2, repaired: without TensorFlow, quiet, and hard to kill.
 
-Importing this module imports JetStream and changes there:
+Importing this module imports JetStream and changes it:
 
-- `jetstream.engine` imports `seqio` and `tiktoken` for tokenizers that are not used here, and
-  seqio imports TensorFlow. Where they are missing, empty modules take their place.
-- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has. It does nothing now.
+- `jetstream.engine` imports `seqio` (and so TensorFlow) and `tiktoken` for tokenizers that are not
+  used here. Where they are missing, empty modules take their place.
+- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has. Now it does nothing.
 - Importing the orchestrator makes the root logger print everything. That is undone.
 - An error in one of its threads ends the process by SIGKILL. `CheckedOrchestrator` refuses requests
   that would raise one, such as those without content.
