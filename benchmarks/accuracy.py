@@ -2,8 +2,8 @@
 
 `python benchmarks/accuracy.py --config=configs/grpo_tiny.py --config=configs/ppo_tiny.py`
 
-Each run is a process of its own, from nothing: no compilation cache, no earlier folder. Seconds
-are from process start to process end.
+Each run is a separate process with a new folder and without a compilation cache. Seconds are from
+process start to process end.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Our policy update compiled ahead of time for TPUs, beside what MaxText's train step needs.
+"""Compiles our policy update ahead of time for TPUs and compares it with MaxText's train step.
 
 `python benchmarks/compile_tpu.py` (with `libtpu` installed; no TPU needed)
 
 Llama 3.1 with float32 weights and AdamW moments, bfloat16 compute, every layer recomputed in the
-backward pass, as many sequences as tokens and devices as in the peer's run. Ours is the whole
+backward pass, with the sequences, tokens and devices of MaxText's run. Ours is the whole
 update of GRPO (ratio loss, clipping of the gradient, AdamW, metrics); theirs is a train step on
-the next-token loss. Bytes are per device, by the compiler's report. Theirs were measured with
+the next-token loss. Bytes are per device, from the compiler's report. Theirs were measured with
 MaxText 0.2.5 (`train_compile`), libtpu 0.0.51 and jax 0.12.0 on two cores.
 """
 
@@ -27,7 +27,7 @@ from jaxrl_llm.planning import shapes
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One run of the peer, and what its compiler said."""
+    """One run of MaxText and the report of its compiler."""
 
     model: str
     topology: str
@@ -53,7 +53,7 @@ SETTINGS = (
 
 
 def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[str, object]:
-    """Returns what our update needs in the same setting: GB per device, and seconds."""
+    """Returns GB per device and compile seconds of our update in the same setting."""
     row_shards = setting.mesh["fsdp"]
     values: dict[str, dict[str, object]] = {
         "model": {"compute_dtype": "bfloat16", "remat": "full"},
@@ -93,7 +93,9 @@ def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=int, nargs="+", default=range(len(SETTINGS)))
-    parser.add_argument("--overrides", type=json.loads, default={}, help="groups of the config")
+    parser.add_argument(
+        "--overrides", type=json.loads, default={}, help="JSON of config groups to change"
+    )
     arguments = parser.parse_args()
     print("| setting | arguments GB, theirs / ours | temporary GB | ratio | compile s |")
     print("|---|---|---|---|---|")

@@ -1,12 +1,12 @@
-"""A whole RL iteration on CPU, beside TRL and Tunix: seconds, phases, first step, peak memory.
+"""Compares an RL iteration on CPU with TRL and Tunix: seconds, phases, first step, peak memory.
 
-`python benchmarks/iteration.py --peers=FOLDER` (set-up of the peers: README of that folder)
+`python benchmarks/iteration.py --peers=FOLDER` (its README says how to install the peers)
 
-8 prompts x 4 samples, 64 prompt tokens, 64 sampled ones (no stop), one epoch, a reference model
-with beta 0.04 in the loss, a trivial reward, AdamW, float32. `--algorithm=ppo` adds a critic and
-has no peer. An iteration is the time from one step's beginning to the next one's, metrics
-included. Every run is a process of its own; ours is `jaxrl_llm.trainer.rl.train` as a user
-calls it.
+8 prompts x 4 samples, 64 prompt tokens, 64 sampled tokens (no stop token), one epoch, a reference
+model with beta 0.04 in the loss, a trivial reward, AdamW, float32. `--algorithm=ppo` adds a critic
+and has no peer. An iteration is the time from the start of one step to the start of the next,
+including metrics. Every run is a separate process. Ours calls `jaxrl_llm.trainer.rl.train` as a
+user does.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def measure(arguments) -> None:
     done_s: list[float] = []
 
     class StepClock(Clock):
-        """One is made at the beginning of every step."""
+        """A clock that records the start of every step."""
 
         def __init__(self):
             super().__init__(now)
@@ -64,7 +64,7 @@ def measure(arguments) -> None:
         if arguments.cache:
             program.keep_compilations(pathlib.Path(arguments.cache) / "run")
         run.Clock = StepClock
-        # No token ends a sample: every program does the same work.
+        # No token ends a sample, so that every program does the same work.
         build = models.build
         models.build = lambda *arguments: build(*arguments[:4], ())  # the last are end tokens
         rl.train(from_config_dict(settings), workdir)
@@ -125,7 +125,7 @@ def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
     settings.trainer.prompts_per_step = 8
     settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
     settings.trainer.shared_prompts = arguments.shared_prompts
-    # One more than is timed: the last one saves the run.
+    # One step more than is timed, because the last step saves the run.
     settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
     settings.trainer.optimizer.learning_rate = 1e-6
     settings.evaluation.before = settings.evaluation.after = False
@@ -164,13 +164,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     side_by_side.add_arguments(parser)
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--steps", type=int, default=5, help="timed iterations of a run")
+    parser.add_argument("--steps", type=int, default=5, help="timed iterations per run")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
-        "--shared-prompts", choices=("auto", "off"), default="auto", help="ours: read once"
+        "--shared-prompts",
+        choices=("auto", "off"),
+        default="auto",
+        help="ours: compute the prompt of a group once",
     )
-    parser.add_argument("--cache", default="", help="folder that keeps our compiled programs")
-    parser.add_argument("--measure", action="store_true", help="run ours here and report")
+    parser.add_argument("--cache", default="", help="folder of our compilation cache")
+    parser.add_argument("--measure", action="store_true", help="run only ours, in this process")
     arguments = parser.parse_args()
     measure(arguments) if arguments.measure else compare(arguments)
 

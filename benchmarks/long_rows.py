@@ -1,10 +1,10 @@
-"""The policy update with rows split over a sequence axis, compiled ahead of time for TPUs.
+"""Compiles the policy update with rows split over a sequence axis, ahead of time for TPUs.
 
 `python benchmarks/long_rows.py` (with `libtpu` installed; no TPU needed)
 
 Llama 3.1 8B, float32 weights and AdamW moments, bfloat16 compute, every layer recomputed in the
-backward pass; one sequence as long as the run allows for each row of devices. Bytes are per
-device, by the compiler's report.
+backward pass; one sequence of maximum length for each group of `--sequence` devices. Bytes are per
+device, from the compiler's report.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jaxrl_llm.planning import shapes
 
 
 def compiled(arguments: argparse.Namespace, form: str) -> str:
-    """Returns what the update needs where the shards of a row work together in this form."""
+    """Returns bytes and compile time of the update with this form of sequence attention."""
     rows = arguments.fsdp
     values = {
         "model": {"compute_dtype": "bfloat16", "remat": "full"},
@@ -58,7 +58,7 @@ def compiled(arguments: argparse.Namespace, form: str) -> str:
 
 
 def on_cpu() -> Iterator[str]:
-    """Yields what attention over two rows needs, forward and backward: in blocks and at once."""
+    """Yields memory and time of attention over two rows, in blocks and with all scores at once."""
     keys = jax.random.split(jax.random.key(0), 3)
     heads = zip(keys, (16, 2, 2), strict=True)
     q, k, v = (jax.random.normal(key, (2, 2048, number, 64)) for key, number in heads)
@@ -70,7 +70,7 @@ def on_cpu() -> Iterator[str]:
     for block in (512, 2048):
         attention.QUERY_BLOCK = block
         program = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, v).compile()
-        jax.clear_caches()  # it must be traced again
+        jax.clear_caches()  # so that it is traced again
         jax.block_until_ready(program(q, k, v))
         begin = time.process_time()
         jax.block_until_ready(program(q, k, v))
@@ -84,8 +84,8 @@ def main():
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--fsdp", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=32768, help="of a sequence")
-    parser.add_argument("--cpu", action="store_true", help="attention alone, on this CPU")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a sequence")
+    parser.add_argument("--cpu", action="store_true", help="measure attention alone, on this CPU")
     parser.add_argument("--forms", nargs="+", default=["all_to_all", "ring"])
     arguments = parser.parse_args()
     if arguments.cpu:

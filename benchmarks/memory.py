@@ -1,12 +1,12 @@
-"""Memory of the policy's update by what its backward pass keeps, as the TPU compiler reports it.
+"""Memory of the policy's update for each `model.remat`, from the report of the TPU compiler.
 
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/memory.py  # compiled for v5e:2x4
     JAX_PLATFORMS=cpu python benchmarks/memory.py --time    # seconds on this CPU
-    JAX_PLATFORMS=cpu python benchmarks/memory.py --logits  # the head against dense logits
+    JAX_PLATFORMS=cpu python benchmarks/memory.py --logits  # the head, and dense logits
 
-The first needs the `libtpu` package and no TPU. It prints a Markdown table of bytes a device for a
-model of one billion parameters (Llama 3.2 1B), bfloat16 over float32 weights, fully sharded
-over eight devices, rows of 4096 tokens, one a device.
+The first command needs the `libtpu` package but no TPU. It prints a Markdown table of bytes per
+device for a model of one billion parameters (Llama 3.2 1B): bfloat16 compute, float32 weights,
+fully sharded over eight devices, one row of 4096 tokens per device.
 """
 
 import argparse
@@ -29,7 +29,7 @@ POLICIES = ("none", *REMAT_POLICIES)
 
 
 def compiled_update(remat: str, devices, shape: Shape, tokens: int, **model):
-    """Returns the compiled update of a GRPO policy, one row of so many tokens a device."""
+    """Returns the compiled update of a GRPO policy with one row of `tokens` tokens per device."""
     config = from_config_dict(
         {
             "model": {"compute_dtype": "bfloat16", "remat": remat, **model},
@@ -48,7 +48,7 @@ def compiled_update(remat: str, devices, shape: Shape, tokens: int, **model):
 
 
 def memory_table(topology: str, tokens: int, policies: list[str]) -> None:
-    """Prints memory of each policy for a TPU slice that need not be there."""
+    """Prints the memory of each remat policy for a TPU slice; no TPU is needed."""
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -133,10 +133,14 @@ def head_table() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="v5e:2x4")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a row, one a device")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the one row per device")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--time", action="store_true", help="seconds on this machine instead")
-    parser.add_argument("--logits", action="store_true", help="the head's memory instead")
+    parser.add_argument(
+        "--time", action="store_true", help="measure seconds on this machine instead"
+    )
+    parser.add_argument(
+        "--logits", action="store_true", help="measure the memory of the head instead"
+    )
     arguments = parser.parse_args()
     if arguments.logits:
         head_table()

@@ -1,8 +1,8 @@
-"""Plans against the compiler: `python benchmarks/plan.py [--only=WORD,...] [--table]`.
+"""Compares plans with compilers: `python benchmarks/plan.py [--only=WORD,...] [--table]`.
 
-Compiles the programs of a run for TPU topologies (nothing attached; needs the extra `[tpu]`)
-and for fake CPU devices, keeps what the compiler reports in `benchmarks/plan_reports.json`,
-and prints it beside the analytic plan. A combination that is in the file is not compiled again.
+Compiles the programs of a run for TPU topologies (no TPU needed; extra `[tpu]`) and for fake CPU
+devices, saves the reports of the compilers in `benchmarks/plan_reports.json`, and prints them
+beside the analytic plan. A combination in that file is not compiled again.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxrl_llm.planning.shapes import SHAPES
 from jaxrl_llm.sharding.mesh import mesh_sizes
 
 REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
-TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print what is kept.")
+TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print the saved reports.")
 ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
 
 ON_CPU = {"cpu": 8, "one cpu": 1}
@@ -38,7 +38,7 @@ HUGE = "Llama-3.1-70B"
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """One run to be planned: where, what, and what differs from `base`."""
+    """One run to plan: its devices, its model, and its differences from `base`."""
 
     topology: str  # "cpu": eight fake devices, "one cpu": one of them
     model: str
@@ -52,7 +52,7 @@ class Combination:
 
 
 def base() -> dict:
-    """Returns PPO on sequences of 512 + 512 tokens, computed with in bfloat16."""
+    """Returns PPO on sequences of 512 + 512 tokens with bfloat16 compute."""
     return {
         "algorithm.recipe": "ppo",
         "algorithm.samples_per_prompt": 1,
@@ -90,7 +90,7 @@ GRPO = {
     "algorithm.samples_per_prompt": 4,
     "trainer.prompts_per_step": 64,
 }
-# Rows of GSM8K, 16 sequences: short enough that layers keep their attention weights.
+# 16 sequences of GSM8K, so short that layers keep their attention weights.
 REAL = {
     "algorithm.recipe": "grpo",
     "algorithm.samples_per_prompt": 4,
@@ -185,7 +185,7 @@ COMBINATIONS = [
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program of one combination: bytes planned and bytes reported."""
+    """One program of one combination: planned and reported bytes."""
 
     combination: str
     program: str
@@ -198,7 +198,7 @@ class Row:
 
 
 def setting(combination: Combination) -> Setting:
-    """Returns what the analytic plan of a combination follows from."""
+    """Returns the input of the analytic plan of a combination."""
     config = made(combination)
     on_cpu = combination.topology in ON_CPU
     count = ON_CPU.get(combination.topology) or of_topology(combination.topology)[1]
@@ -208,7 +208,7 @@ def setting(combination: Combination) -> Setting:
 
 
 def compared(reports: dict) -> Iterator[Row]:
-    """Yields plan and report of every program that is in `reports` and was not refused."""
+    """Yields plan and report of every program in `reports` that could be compiled."""
     for combination in COMBINATIONS:
         planned = memory.programs(setting(combination))
         for program, report in reports.get(combination.name, {}).items():

@@ -1,7 +1,7 @@
-"""The tables of `docs/memory.md` that need no compiler: `python benchmarks/plan_tables.py`.
+"""Tables of `docs/memory.md` that need no compiler: `python benchmarks/plan_tables.py`.
 
-What each saving is worth, planned for 3B to 70B models; and HybridFlow's cases (arXiv:2409.19256,
-Fig. 9 to 11): which placement is fastest at which size of the cluster.
+The planned effect of each memory saving for 3B to 70B models, and the fastest placement for each
+cluster size in HybridFlow's cases (arXiv:2409.19256, Fig. 9 to 11).
 """
 
 import time
@@ -39,7 +39,7 @@ ALONE = tuple((role,) for role in TOGETHER[0])
 
 
 def run(recipe: str) -> RLConfig:
-    """Returns a run on sequences of 1024 + 1024 tokens with nothing saved."""
+    """Returns a run on sequences of 1024 + 1024 tokens without memory savings."""
     config = default_config_dict()
     config.algorithm.recipe = recipe
     if recipe == "grpo":
@@ -60,13 +60,13 @@ def run(recipe: str) -> RLConfig:
 
 
 def plan(config: RLConfig, model: str, count: int, scored: bool) -> Plan:
-    """Returns the plan on H200s; only the bytes needed are looked at."""
+    """Returns the plan on H200s; only its bytes are used."""
     shape = SHAPES[model]
     return fit.make(config, shape, (shape,) * scored, DEVICES["h200"], count)
 
 
 def savings(recipe: str) -> Iterator[str]:
-    """Yields the rows of a table: settings, and GB on each device with all savings so far."""
+    """Yields the rows of a table: settings, and GB per device with all savings so far."""
     config = run(recipe)
     yield "| settings | " + " | ".join(f"{name} on {count}" for name, count in MODELS) + " |"
     yield "|---" * (len(MODELS) + 1) + "|"
@@ -79,7 +79,7 @@ def savings(recipe: str) -> Iterator[str]:
 
 
 def named(ranking: list[Placement], grouping) -> str:
-    """Returns the seconds of a step of one grouping."""
+    """Returns the seconds per step of one placement."""
     wanted = {frozenset(group) for group in grouping}
     found = next(p for p in ranking if {frozenset(group) for group in p.grouping} == wanted)
     return f"{found.step_s:.0f}" if found.fits else "-"
@@ -110,7 +110,7 @@ def placements() -> Iterator[str]:
 
 
 def ranked() -> Iterator[str]:
-    """Yields how long the ranking of all placements takes."""
+    """Yields the time that the ranking of all placements takes."""
     for model, count in (("Llama-3.1-8B", 16), ("Llama-3.1-70B", 128)):
         made = plan(run("ppo"), model, count, scored=True)
         start = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Resident memory of a GRPO run on this CPU, step by step, beside what was planned.
+"""Resident memory of a GRPO run on this CPU after each step, compared with the plan.
 
     python benchmarks/resident.py --model=models/SmolLM2-135M-Instruct --rows=gsm8k/train.jsonl
     python benchmarks/resident.py ... --lora=16 --save_every=0
 
-Prints a Markdown table: peak resident memory since the process began, the plan, programs compiled.
+Prints a Markdown table: peak resident memory since process start, and the plan. Then it prints the
+number of compiled programs.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from jaxrl_llm.config.bridge import default_config_dict
 
 
 def digits(data_source, solution_str, ground_truth, extra_info) -> float:
-    """Returns the share of digits: a small model's samples differ in it, so updates happen."""
+    """Returns the share of digits; the samples of a small model differ in it, so updates happen."""
     return sum(letter.isdigit() for letter in solution_str) / max(1, len(solution_str))
 
 
@@ -49,13 +50,13 @@ def config(args: argparse.Namespace):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder in Hugging Face form")
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--rows", required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save_every", type=int, default=2)
-    parser.add_argument("--lora", type=int, default=0, help="rank, 0 for none")
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0: no LoRA")
     parser.add_argument("--remat", default="auto")
-    parser.add_argument("--microbatch", type=int, default=0, help="tokens, 0 for the plan's choice")
+    parser.add_argument("--microbatch", type=int, default=0, help="tokens; 0: chosen by the plan")
     args = parser.parse_args()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

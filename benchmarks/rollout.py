@@ -1,18 +1,18 @@
-"""Tokens per second of the rollout engine, beside its peers and its own upper bound.
+"""Tokens per second of the rollout engine, compared with its peers and with an upper bound.
 
 `python benchmarks/rollout.py --model=FOLDER --workload=r1 --peers=SCRIPTS --peer-home=HOME`
 
 A model folder holds a Hugging Face checkpoint and `workload.json` (`prompt_ids`, `lengths`).
-Workloads: r1 is 8 prompts x 4 samples of 128 tokens each; r2 is 32 prompts x 4 samples whose
-limits are `lengths`, many short and few long. Random weights, temperature 1, no stop tokens.
+Workloads: r1 is 8 prompts x 4 samples of 128 tokens each. r2 is 32 prompts x 4 samples with the
+lengths in `lengths`, many short and few long. Random weights, temperature 1, no stop tokens.
 
-Peers are `rollout_hf.py` and `rollout_tunix.py` in SCRIPTS, run by the interpreters
-`HOME/venv-torch/bin/python` and `HOME/venv-tunix/bin/python`; without `--peers` there are none.
-The bound is one `lax.while_loop` over a full batch of equal lengths, in turns with ours: no host,
-no queue, no change of window. With `--one-core` everything runs on one core, timed by its own CPU
-seconds, which a busy machine disturbs less. `--speculate=K` puts an engine that guesses K tokens a
-step beside the one that guesses none; `--greedy` makes every sample greedy: what a small random
-network says then soon repeats itself, as copied text does.
+Peers are `rollout_hf.py` and `rollout_tunix.py` in SCRIPTS. The interpreters
+`HOME/venv-torch/bin/python` and `HOME/venv-tunix/bin/python` run them. Without `--peers` there are
+none. The upper bound is one `lax.while_loop` over a full batch of equal lengths, in turns with
+ours: no host work, no queue, no change of window. With `--one-core` everything runs on one core and
+is timed by its CPU seconds, which other load disturbs less. `--speculate=K` compares an engine with
+K draft tokens per step with one without. `--greedy` makes every sample greedy: the text of a small
+random network then soon repeats itself.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Ours:
-    """The engine on one model and workload."""
+    """The engine with one model and workload."""
 
     def __init__(
         self, folder: pathlib.Path, workload: str, args: argparse.Namespace, draft_tokens: int = 0
@@ -113,7 +113,7 @@ class Ours:
 
 
 def one_loop(ours: Ours) -> Callable[[int], None]:
-    """Returns what samples r1's batch by one loop on the device, prefill included."""
+    """Returns a function that samples r1's batch in one loop on the device, including prefill."""
     import jax
     import jax.numpy as jnp
 
@@ -187,7 +187,7 @@ def peers(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> dict
 def compare_speculation(
     ours: Ours, folder: pathlib.Path, workload: str, args: argparse.Namespace, clock
 ) -> None:
-    """Runs the engine with and without guesses by turns."""
+    """Runs the engine with and without draft tokens, in turns."""
     other = Ours(folder, workload, args, args.speculate)
     seconds: dict[Ours, list[float]] = {ours: [], other: []}
     for seed in range(args.repeats + 1):
@@ -231,7 +231,7 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
     repeat()
     compiled = ours.engine.num_compilations()
     theirs = peers(folder, workload, args) if args.peers else {}
-    repeat()  # on both sides of the peers: a machine drifts
+    repeat()  # before and after the peers, because the speed of a machine drifts
     seconds = statistics.median(taken for taken, _ in rows)
     last = rows[-1][1]
     speed = ours.useful / seconds
@@ -257,7 +257,7 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
 def main() -> None:
     args = arguments()
     if args.one_core:
-        # Before jax counts the cores; children inherit it.
+        # Before jax counts the cores; child processes inherit it.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
     for folder in args.model:

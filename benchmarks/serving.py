@@ -1,9 +1,9 @@
-"""Compares requests through HTTP with the engine alone, in one run on one machine.
+"""Compares requests over HTTP with the engine alone, in one run on one machine.
 
-`python benchmarks/serving.py` prints a table: tokens a second of the engine given all requests
-at once, and of a server given them by as many clients as it has slots, twice over; and what
-the clients saw: time to the first token, time between tokens. The model is random, of a size that
-can be chosen. Both sides compile before they are timed; sides alternate, the medians are shown.
+`python benchmarks/serving.py` prints a table: tokens per second of the engine, which gets all
+requests at once, and of a server with twice as many clients as slots. It also prints what the
+clients measured: time to the first token and time between tokens. The model is random; flags set
+its size. Both compile before they are timed. They run in turns, and the table shows medians.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MAX_TOKENS = 512
 
 
 def make_model(folder: pathlib.Path, hidden: int, layers: int) -> None:
-    """Writes a random model with the tokenizer of characters."""
+    """Writes a random model with the character tokenizer."""
     tokenizer = character_tokenizer()
     network = Network(
         Shape(
@@ -196,7 +196,7 @@ def main():
             server.terminate()
             server.communicate()
     medians = {side: statistics.median(values) for side, values in seconds.items()}
-    print("| side | tokens/s | share of the engine alone |")
+    print("| path | tokens/s | relative to the engine alone |")
     print("|---|---|---|")
     for side, value in medians.items():
         print(f"| {side} | {tokens / value:.0f} | {medians['engine'] / value:.2f} |")

@@ -1,9 +1,9 @@
-"""Runs several programs on the same work, turn by turn, and compares what they report.
+"""Runs several programs on the same workload, in turns, and compares their reports.
 
-Each program is a process of its own and prints one JSON object a line; the last line is its
-report. Turns alternate (A B C, A B C, ...), so that a machine that drifts drifts for all of them.
-Peers are scripts of a folder that the caller names (`--peers`), run by the Python programs of
-virtual environments under `PEER_HOME`.
+Each program is a separate process that prints one JSON object per line. The last line is its
+report. Programs alternate (A B C, A B C, ...), so that changes in the speed of the machine affect
+all of them. Peers are scripts in the folder `--peers`. The Python interpreters of virtual
+environments under `PEER_HOME` run them.
 """
 
 import argparse
@@ -29,22 +29,22 @@ PYTHONS["tunix"] = HOME / "venv-tunix" / "bin" / "python"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what every comparison can be told."""
+    """Adds the flags of every comparison."""
     parser.add_argument("--models", nargs="+", default=["M1", "M2"], help="names, or folders")
-    parser.add_argument("--systems", nargs="+", help="which programs run; default: all")
+    parser.add_argument("--systems", nargs="+", help="programs to run; default: all")
     parser.add_argument("--peers", default="", help="folder of the peers' scripts")
     parser.add_argument(
         "--microbatch-tokens",
         type=int,
         default=1024,
-        help="ours: tokens whose activations exist at one time; the gradient is the same",
+        help="ours: maximum tokens of a microbatch; the gradient is the same",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every program")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every program")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu: every program on one core, timed by its own CPU seconds; for busy machines",
+        help="cpu: every program on one core, timed by its CPU seconds; for busy machines",
     )
 
 
@@ -56,7 +56,7 @@ def model_folder(name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def own_tokenizer(model: pathlib.Path) -> Iterator[str]:
-    """Yields a folder of the tokenizer alone; beside the model, its family would add tokens."""
+    """Yields a folder with only the tokenizer; the family of a model folder would add tokens."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(model / name, folder)
@@ -64,26 +64,26 @@ def own_tokenizer(model: pathlib.Path) -> Iterator[str]:
 
 
 def clock(kind: str) -> Callable[[], float]:
-    """Returns what measures seconds: the wall, or CPU seconds of this process."""
+    """Returns the function that measures seconds: wall clock, or CPU time of this process."""
     return time.process_time if kind == "cpu" else time.perf_counter
 
 
 def since_process_start() -> float:
-    """Returns seconds since the kernel started this process: interpreter and imports included."""
+    """Returns seconds since the kernel started this process, including interpreter and imports."""
     start = int(pathlib.Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
     return uptime - start / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory_mb() -> float:
-    """Returns the most memory that this process has held."""
+    """Returns the peak resident memory of this process."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def emit(report: Report) -> None:
-    """Prints a report as one JSON line, floats rounded."""
+    """Prints a report as one JSON line with rounded floats."""
     rounded = {k: round(v, 5) if isinstance(v, float) else v for k, v in report.items()}
     print(json.dumps(rounded), flush=True)
 
@@ -91,7 +91,7 @@ def emit(report: Report) -> None:
 def alternate(
     programs: Mapping[str, Command], rounds: int, clock: str
 ) -> dict[str, list[dict[str, object]]]:
-    """Returns the reports of every program, one a round.
+    """Returns the reports of every program, one per round.
 
     Args:
       programs: Command line of each, by name; the first comes first in every round.
@@ -121,7 +121,7 @@ def _run(name: str, command: Command, clock: str) -> dict[str, object]:
 
 
 def medians(reports: Sequence[Report], names: Sequence[str]) -> dict[str, float]:
-    """Returns the median over reports of each number that they hold."""
+    """Returns the median of each number over the reports."""
     return {
         name: statistics.median(float(r[name]) for r in reports)  # type: ignore[arg-type]
         for name in names
@@ -135,7 +135,7 @@ def print_table(
     names: Sequence[str],
     compared: str,
 ) -> None:
-    """Prints the medians of every program, and each one's `compared` over the first program's."""
+    """Prints the medians of every program, and the ratio of `compared` to the first program."""
     found = {system: medians(rows, names) for system, rows in reports.items()}
     ours = next(iter(found.values()))[compared]
     print(f"\n{title}\n| system | {' | '.join(names)} | {compared}, ours / theirs |")

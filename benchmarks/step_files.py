@@ -1,7 +1,7 @@
-"""The package's files that a warmed-up step of GRPO enters on the host.
+"""The files of the package that a GRPO step calls on the host.
 
-`python benchmarks/step_files.py [--step=8]` trains `configs/grpo_tiny.py` up to a step in which
-nothing compiles any more, and prints the files of that step with the calls into each.
+`python benchmarks/step_files.py [--step=8]` trains `configs/grpo_tiny.py` up to a step that
+compiles nothing. It prints the files of that step with the number of calls to each.
 """
 
 import collections
@@ -19,11 +19,11 @@ from jaxrl_llm.trainer.run import Run
 
 PACKAGE = pathlib.Path(jaxrl_llm.__file__).parent
 CONFIG = PACKAGE.parent / "configs" / "grpo_tiny.py"
-STEP = flags.DEFINE_integer("step", 8, "That is looked at; the steps before it compile.")
+STEP = flags.DEFINE_integer("step", 8, "Step to look at; the steps before it compile.")
 
 
 def settings(num_steps: int):
-    """Returns the config of so many steps, with no evaluation and no checkpoint between them."""
+    """Returns the config of `num_steps` steps without evaluations and checkpoints between them."""
     spec = importlib.util.spec_from_file_location("grpo_tiny", CONFIG)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +48,7 @@ def calls_of_step(step: int) -> collections.Counter[str]:
     begin = Run.begin
 
     def watched(run: Run, number: int, state: Any):
-        is_job = run.workdir.name == "run"  # not a stage before it
+        is_job = run.workdir.name == "run"  # not a stage before RL
         sys.setprofile(count if is_job and number == step else None)
         return begin(run, number, state)
 

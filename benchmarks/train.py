@@ -1,11 +1,11 @@
-"""Throughput of the update and of scoring on CPU, beside a plain PyTorch loop, TRL and Tunix.
+"""Compares update and scoring on CPU with a plain PyTorch loop, TRL and Tunix.
 
-`python benchmarks/train.py --peers=FOLDER` (set-up of the peers: README of that folder)
+`python benchmarks/train.py --peers=FOLDER` (its README says how to install the peers)
 
-32 sequences of 64 prompt and 64 response tokens, float32. The update is the reference's pass,
-the policy's forward and backward pass with the clipped ratio and 0.04 times the KL to the
-reference, clipping of the gradient and AdamW; scoring is one pass that gives log-probs and
-entropies. Of TRL and Tunix, a whole iteration less its rollout is what is compared.
+32 sequences of 64 prompt and 64 response tokens, float32. The update has the forward pass of the
+reference, the forward and backward pass of the policy with the clipped ratio and 0.04 times the KL
+to the reference, gradient clipping and AdamW. Scoring is one forward pass that computes log-probs
+and entropies. For TRL and Tunix the figure is a whole iteration minus its rollout.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def measure(arguments) -> None:
 
 
 def _matmul_gflops(timed) -> float:
-    """Returns the speed of the product [4096, 512] x [512, 1280], the largest of M2's layers."""
+    """Returns the speed of the matmul [4096, 512] x [512, 1280], the largest in M2's layers."""
     import jax
     import jax.numpy as jnp
 
@@ -70,7 +70,7 @@ def _matmul_gflops(timed) -> float:
 
 
 class Work:
-    """The sequences of one step, and the programs of a run that learn from them."""
+    """The sequences of one step, and the programs that train on them."""
 
     def __init__(self, model: pathlib.Path, microbatch_tokens: int):
         import numpy as np
@@ -121,7 +121,7 @@ class Work:
         )
 
     def score(self):
-        """Returns what the policy says of the sequences."""
+        """Returns the predictions of the policy for the sequences."""
         import jax
 
         packed, _ = self._minibatch()
@@ -136,7 +136,7 @@ class Work:
             )
 
     def _minibatch(self):
-        """Returns all sequences in packed rows, and the key of their update."""
+        """Returns all sequences in packed rows, and the random key of their update."""
         import jax
 
         from jaxrl_llm.learner import batches
@@ -146,7 +146,7 @@ class Work:
         return found
 
     def update(self):
-        """Asks the reference, takes one update and returns its metrics."""
+        """Scores with the reference, takes one update and returns its metrics."""
         import jax.numpy as jnp
 
         from jaxrl_llm.learner import batches
@@ -198,7 +198,7 @@ def compare(arguments) -> None:
         programs = {name: command for name, command in programs.items() if name in wanted}
         reports = side_by_side.alternate(programs, arguments.rounds, arguments.clock)
         for row in (row for rows in reports.values() for row in rows):
-            if "iter_s" in row:  # of a whole iteration, all but the rollout
+            if "iter_s" in row:  # a whole iteration minus the rollout
                 row["median_s"] = float(row["iter_s"]) - float(row["generate_s"])  # type: ignore[arg-type]
                 row["tok_per_s"] = TOKENS / row["median_s"]
         title = f"Update, {model}, {arguments.clock} seconds"
@@ -208,9 +208,9 @@ def compare(arguments) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     side_by_side.add_arguments(parser)
-    parser.add_argument("--steps", type=int, default=5, help="timed updates of a run")
+    parser.add_argument("--steps", type=int, default=5, help="timed updates per run")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--measure", action="store_true", help="run ours here and report")
+    parser.add_argument("--measure", action="store_true", help="run only ours, in this process")
     arguments = parser.parse_args()
     measure(arguments) if arguments.measure else compare(arguments)
 
