@@ -38,9 +38,8 @@ def train(
 ) -> "LearnerState | Trainable":
     """Runs the job that the config describes, as `launch/train.py` does; returns what it learned.
 
-    Args:
-      config: What `default_config` returned, changed; nested dicts; or a validated `JobConfig`.
-      workdir: Folder of the run, made if missing. The same one with the same config resumes it.
+    `config` is a changed `default_config`, nested dicts, or a validated `JobConfig`. The folder
+    `workdir` is made if missing; the same one with the same config resumes the run.
 
     Raises:
       ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.

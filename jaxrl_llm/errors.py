@@ -23,7 +23,6 @@ class ConfigError(UserError, ValueError):
     """A run description that cannot work; the message lists every problem."""
 
     def __init__(self, problems: Sequence[str]):
-        """Makes the message of `problems`, one line each, and keeps them."""
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
@@ -45,7 +44,6 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, reason: str, exit_code: int):
-        """Keeps the code that the program ends with."""
         super().__init__(reason)
         self.exit_code = exit_code
 

@@ -3,7 +3,7 @@
 `PromptBatch -> Rollouts -> Rewards -> Predictions -> Estimates -> Minibatch`. Index `t` of every
 [B, T] array is about `tokens[:, t]`: its log-prob, the value just before it, the reward for it. No
 field is optional: without a model `values` are zero, `ref_log_probs` are `old_log_probs`, `costs`
-are zero. Letters: B sequences, T tokens, P prompts.
+are zero.
 """
 
 import dataclasses

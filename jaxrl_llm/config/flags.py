@@ -36,7 +36,7 @@ def load(file: str) -> Any:
         found = runpy.run_path(path, run_name="config_file")
         values = found["get_config"](*argument) if "get_config" in found else None
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"--config: {_place(error, path)}; mend the file"]) from error
+        raise ConfigError([f"--config: {_origin(error, path)}; mend the file"]) from error
     if "get_config" not in found:
         message = f"--config: {path}: has no function get_config(); see configs/grpo_tiny.py"
         raise ConfigError([message])
@@ -52,7 +52,7 @@ def _job(values: Any) -> Any:
     return JOBS.get(values.get("job"), RLConfig)
 
 
-def _place(error: BaseException, path: str) -> str:
+def _origin(error: BaseException, path: str) -> str:
     """Returns file, line and text of what a config file raised."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]

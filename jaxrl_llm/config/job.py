@@ -55,35 +55,31 @@ class JobConfig(Group):
         yield from ()
 
 
-# Settings of every job that jobs on given answers do not use.
-_UNREAD = (
-    "lora",
-    "data.eval_files",
-    "data.prompt_column",
-    "mesh.rollout",
-    "mesh.on_host",
-    "trainer.shared_prompts",
-    "evaluation",
-    "metrics.rollouts_every",
-    "alerts.kl",
-    "alerts.reference_kl",
-    "alerts.entropy",
-    "alerts.log_prob_difference",
-    "alerts.constant_reward",
-    "alerts.reward_failures",
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(JobConfig):
     """A job on given answers; it does not sample, score or evaluate."""
 
     trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Settings and groups without effect in this job."""
-        return _UNREAD
+    # Settings and groups of every job that have no effect in this one.
+    unread = frozenset(
+        {
+            "lora",
+            "data.eval_files",
+            "data.prompt_column",
+            "mesh.rollout",
+            "mesh.on_host",
+            "trainer.shared_prompts",
+            "evaluation",
+            "metrics.rollouts_every",
+            "alerts.kl",
+            "alerts.reference_kl",
+            "alerts.entropy",
+            "alerts.log_prob_difference",
+            "alerts.constant_reward",
+            "alerts.reward_failures",
+        }
+    )
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -94,7 +90,7 @@ class SupervisedConfig(JobConfig):
             yield "lora.rank", "this job trains all weights; set it to 0"
 
     def warnings(self) -> Iterator[str]:
-        for key in self.unread:
+        for key in sorted(self.unread):
             read = operator.attrgetter(key)
             if read(self) != read(type(self)()):
                 yield f"config.{key}: no effect, this job does not read it"
@@ -113,6 +109,8 @@ class RewardModelingConfig(SupervisedConfig):
 
     job: Literal["reward_model"] = "reward_model"
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        return (*_UNREAD, "model.vocab_chunk", "data.train_files", "data.arithmetic_errors")
+    unread = SupervisedConfig.unread | {
+        "model.vocab_chunk",
+        "data.train_files",
+        "data.arithmetic_errors",
+    }

@@ -53,9 +53,6 @@ class Text:
 
     kind: str = "a text"
 
-    def __str__(self) -> str:
-        return self.kind
-
     def problems(self, value: str) -> Iterator[str]:
         """Yields what is wrong with a text. Whether a path exists is checked where it is read."""
         if len(value) > _MAX_CHARACTERS:
@@ -105,7 +102,7 @@ class Group:
 
     def _undeclared(self) -> Iterator[Problem]:
         cls: Any = type(self)
-        for name, rule, is_tuple in _declared(cls):
+        for name, rule, is_tuple in declared(cls):
             value = getattr(self, name)
             for i, item in enumerate(value if is_tuple else [value]):
                 for message in rule.problems(item):
@@ -118,25 +115,8 @@ class Group:
                     yield f"{name}.{entry}", message
 
 
-def listed(cls: Any, path: str = "config") -> Iterator[tuple[str, Any, Range | Text | None]]:
-    """Yields (key, type, what it may be) of every field of a group and of the groups below it.
-
-    Entries of a mapping are called NAME; a choice of `Literal` and a bool declare nothing more.
-    """
-    rules = {name: rule for name, rule, _ in _declared(cls)}
-    for name, hint in typing.get_type_hints(cls).items():
-        where = f"{path}.{name}"
-        entries = typing.get_args(hint)[1] if typing.get_origin(hint) is Mapping else None
-        if dataclasses.is_dataclass(hint):
-            yield from listed(hint, where)
-        elif dataclasses.is_dataclass(entries):
-            yield from listed(entries, f"{where}.NAME")
-        else:
-            yield where, hint, rules.get(name)
-
-
 @functools.cache
-def _declared(cls: Any) -> tuple[tuple[str, Range | Text, bool], ...]:
+def declared(cls: Any) -> tuple[tuple[str, Range | Text, bool], ...]:
     """Returns (field, what it may be, whether that is said of each item) of texts and numbers."""
     found = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():

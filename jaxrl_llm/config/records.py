@@ -58,15 +58,9 @@ class AlertConfig(Group):
     action: Literal["off", "continue", "skip", "stop"] = "continue"  # stop: after a save
 
 
-# Alerts whose reading is known before the weights change, so that they can skip the update.
-SKIPPABLE = (
-    "nonfinite",
-    "kl",
-    "entropy",
-    "log_prob_difference",
-    "constant_reward",
-    "reward_failures",
-)
+# Alerts whose reading is known before the weights change, so that they can skip the whole update.
+BEFORE_UPDATE = ("entropy", "log_prob_difference", "constant_reward", "reward_failures")
+SKIPPABLE = ("nonfinite", "kl", *BEFORE_UPDATE)  # the first two skip within the update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

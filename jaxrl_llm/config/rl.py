@@ -52,11 +52,6 @@ class RLConfig(JobConfig):
         return self.trainer.num_steps * self.trainer.epochs * minibatches
 
     @property
-    def step_tokens(self) -> int:
-        """Maximum tokens of a step, including padding."""
-        return self.sequences_per_step * self.max_sequence_tokens
-
-    @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
@@ -77,7 +72,7 @@ class RLConfig(JobConfig):
     def rules(self) -> Iterator[Problem]:
         sequences, size = self.sequences_per_step, self.minibatch_size
         for where, count, what in (
-            ("trainer.prompts_per_step", self.step_tokens, "tokens in a step"),
+            ("trainer.prompts_per_step", sequences * self.max_sequence_tokens, "tokens in a step"),
             ("trainer.num_steps", self.num_updates, "updates in the run"),
         ):
             if count > INT32_MAX:

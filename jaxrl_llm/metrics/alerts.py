@@ -1,7 +1,7 @@
-"""Alerts: what a run watches in its own numbers, and what happens when one is out of bounds.
+"""Alerts: checks of a run's own numbers, and what happens when one is out of bounds.
 
 An alert that fires is logged, is 1 in the metrics (`alerts/NAME`), and is sent to a webhook or to a
-function of the user's by a thread of its own: neither can delay the training.
+user's function by a separate thread: neither can delay the training.
 """
 
 import collections
@@ -25,6 +25,7 @@ from absl import logging
 
 from jaxrl_llm.algorithms import lookup
 from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
+from jaxrl_llm.config.records import BEFORE_UPDATE
 
 Numbers = Mapping[str, Any]
 
@@ -33,7 +34,7 @@ CLOSE_TIMEOUT_S = 10.0  # for messages that are still to be sent when the run en
 QUEUE_LENGTH = 64
 SPEED_STEPS = 20  # that the median of the throughput is taken over
 SPEED_MIN_STEPS = 5
-# What differs from run to run; a resumed run begins to count anew.
+# These differ from run to run; a resumed run counts them from zero.
 MEASURED = ("disk", "throughput")
 
 # Whether a reading is out of bounds; never for NaN, which `nonfinite` reports.
@@ -52,7 +53,6 @@ class Alert:
     bad: str  # a key of `_BAD`
     remedy: str
     numbers: tuple[str, ...] = ()  # metrics that it reads; the last of them that exists counts
-    before_update: bool = False  # they are known before the updates of a step, which it may skip
 
 
 ALERTS: Mapping[str, Alert] = {
@@ -79,28 +79,24 @@ ALERTS: Mapping[str, Alert] = {
         "below",
         "raise algorithm.clip_high or algorithm.entropy_coef, or lower the learning rate",
         ("actor/entropy",),
-        before_update=True,
     ),
     "log_prob_difference": Alert(
         "mean |p - q| of sampled tokens between rollout and training",
         "above",
         "set rollout.dtype='float32', or correct for it (algorithm.correction)",
         ("training/rollout_probs_diff_mean",),
-        before_update=True,
     ),
     "constant_reward": Alert(
         "largest minus smallest score of the step",
         "at most",
         "nothing can be learned from equal scores; look at the rollouts and the reward function",
         ("critic/score/spread",),
-        before_update=True,
     ),
     "reward_failures": Alert(
         "share of reward calls that failed",
         "above",
         "the log names the first of them",
         ("reward/failure_share",),
-        before_update=True,
     ),
     "disk": Alert(
         "free share of the run's file system",
@@ -139,11 +135,7 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         Waits for the devices only if an alert with action "skip" reads what they compute.
         `nonfinite` and `kl` skip single updates, within the update's program.
         """
-        skips = [
-            name
-            for name, alert in ALERTS.items()
-            if alert.before_update and self._rule(name).action == "skip"
-        ]
+        skips = [name for name in BEFORE_UPDATE if self._rule(name).action == "skip"]
         wanted = {number for name in skips for number in ALERTS[name].numbers}
         readings = _readings(jax.device_get({k: v for k, v in numbers.items() if k in wanted}))
         return not any(

@@ -38,7 +38,6 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        """Starts the step; `now` returns seconds on a clock that never goes back."""
         self._now = now
         self._start = now()
         self._phases: dict[str, float] = collections.defaultdict(float)
@@ -96,16 +95,18 @@ class Clock:
 
 
 def _devices(tree: Any) -> frozenset[Any]:
-    """Returns the devices of all arrays in a tree; of none, None stands for one."""
+    """Returns the devices of all arrays in a tree; without arrays, of None."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return frozenset(device for a in arrays for device in a.devices()) or frozenset([None])
 
 
 class Profiler(contextlib.AbstractContextManager["Profiler"]):
-    """Records a window of steps for TensorBoard or Perfetto, and the memory at its end."""
+    """Records a window of steps for TensorBoard or Perfetto, and the memory at its end.
+
+    Each process writes into its own folder.
+    """
 
     def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
-        """Records nothing yet. Each process writes into a folder of its own in `folder`."""
         self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
         self._folder = folder / f"process_{jax.process_index()}"
         self._on = False

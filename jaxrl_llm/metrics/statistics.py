@@ -77,7 +77,10 @@ def of_rollouts(
         if (used := rewards.weights[name] != 0).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
     prompts, responses = _lengths(rollouts)
-    found |= _quantiles("response_length", responses)
+    if responses.size:
+        values = np.percentile(responses, (10, 50, 90, 99), method="inverted_cdf")
+        for percent, value in zip((10, 50, 90, 99), values, strict=True):
+            found[f"response_length/p{percent}"] = float(value)
     for name, lengths, most in (
         ("response", responses, config.rollout.max_response_tokens),
         ("prompt", prompts, config.data.max_prompt_tokens),
@@ -226,14 +229,6 @@ def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray,
     of_group = np.array([len(prompt.tokens) for prompt in rollouts.prompts])
     prompts = of_group[rollouts.group_ids]
     return prompts, rollouts.lengths - prompts
-
-
-def _quantiles(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, float]:
-    if not numbers.size:
-        return {}
-    percents = (10, 50, 90, 99)
-    values = np.percentile(numbers, percents, method="inverted_cdf")
-    return {f"{name}/p{p}": float(v) for p, v in zip(percents, values, strict=True)}
 
 
 def _summary(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, float]:

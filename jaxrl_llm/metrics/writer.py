@@ -57,7 +57,9 @@ class Writer(contextlib.ExitStack):
             return
         self._open_jsonl(first_step, position.get("num_bytes", 0))
         if config.console:
-            self._open_console(first_step, total_steps)
+            lines = console.StepLines(first_step, total_steps)
+            self._sinks.append(lines.show)
+            self.callback(lines.close)
         if config.tensorboard:
             self._open_tensorboard(first_step)
         if config.wandb_project:
@@ -123,15 +125,9 @@ class Writer(contextlib.ExitStack):
 
         self._sinks.append(sink)
 
-    def _open_console(self, first_step: int, total_steps: int) -> None:
-        lines = console.StepLines(first_step, total_steps)
-        self._sinks.append(lines.show)
-        self.callback(lines.close)
-
     def _open_tensorboard(self, first_step: int) -> None:
-        writer = tensorboardX.SummaryWriter(
-            str(self._workdir / "tensorboard"), purge_step=first_step
-        )
+        folder = str(self._workdir / "tensorboard")
+        writer = tensorboardX.SummaryWriter(folder, purge_step=first_step)
 
         def sink(step: int, data: Mapping[str, float]) -> None:
             for name, value in data.items():
@@ -146,9 +142,8 @@ class Writer(contextlib.ExitStack):
         name = self._workdir / "wandb_id"
         if not name.exists():
             replace_text(name, uuid.uuid4().hex)
-        run = wandb.init(
-            project=project, dir=str(self._workdir), id=name.read_text(), resume="allow"
-        )
+        folder = str(self._workdir)
+        run = wandb.init(project=project, dir=folder, id=name.read_text(), resume="allow")
         self._sinks.append(lambda step, data: run.log(dict(data), step=step))
         self.callback(run.finish)
 

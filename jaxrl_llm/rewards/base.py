@@ -5,6 +5,7 @@ The functions run in processes (`pool.py`); the models are callables that the le
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.pool import Call, Outcome, RewardError, RewardPool
+from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 from jaxrl_llm.rewards.worker import LARGEST_SCORE
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
@@ -166,35 +167,32 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         )
 
     def _call_functions(self, rollouts, applies, values, details) -> tuple[int, int]:
-        """Fills the functions' part of `values` and `details`; returns calls and failures."""
-        terms = {**self._reward_terms, **self._cost_terms}
-        calls, names = [], []
-        for name, term in terms.items():
-            if not isinstance(term, RewardFunctionConfig):
-                continue
+        """Fills the functions' part of `values` and `details`; returns calls and failures.
+
+        Each host makes the calls of its own rows, and gets the outcomes of all.
+        """
+        calls = []
+        for name, term in {**self._config.functions, **self._config.cost_functions}.items():
             for row in np.flatnonzero(applies[name]).tolist():
                 prompt = rollouts.prompts[rollouts.group_ids[row]]
                 given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
-                names.append(name)
-                calls.append(Call(term.function, row, *given, prompt.extra_info))
-        outcomes = self._outcomes(calls, hosts.own_part(len(rollouts.responses)))
-        for name, call, outcome in zip(names, calls, outcomes, strict=True):
-            values[name][call.row] = outcome.score
-            row_details = details[call.row]
-            for key, value in outcome.details.items():
-                row_details[f"{name}/{key}" if key in row_details else key] = value
-        return len(calls), sum(bool(outcome.failure) for outcome in outcomes)
-
-    def _outcomes(self, calls: Sequence[Call], own_rows: range) -> list[Outcome]:
-        """Returns the outcome of every call; each host makes those of its own rows."""
-        own = {i: call for i, call in enumerate(calls) if call.row in own_rows}
+                calls.append((name, Call(term.function, row, *given, prompt.extra_info)))
+        own_rows = hosts.own_part(len(rollouts.responses))
+        own = {i: call for i, (_, call) in enumerate(calls) if call.row in own_rows}
 
         def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
             outcomes = self._pool.run(list(own.values())) if own else []
             return [(i, o.score, o.details, o.failure) for i, o in zip(own, outcomes, strict=True)]
 
-        found = {i: Outcome(*rest) for part in hosts.together(run) for i, *rest in part}
-        return [found[i] for i in range(len(calls))]
+        num_failures = 0
+        for i, score, found, failure in itertools.chain(*hosts.together(run)):
+            name, call = calls[i]
+            values[name][call.row] = score
+            num_failures += bool(failure)
+            of_row = details[call.row]
+            for key, value in found.items():
+                of_row[f"{name}/{key}" if key in of_row else key] = value
+        return len(calls), num_failures
 
 
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:

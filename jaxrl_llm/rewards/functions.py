@@ -16,11 +16,6 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 Result = float | Mapping[str, Any]
 RewardFunction = Callable[..., Result | Awaitable[Result]]
 
-GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
-GSM8K_TAIL_CHARACTERS = 300
-DEFAULT_FORMAT = r"#### -?[0-9]"
-DEFAULT_MAX_CHARACTERS = 1024
-
 
 def arithmetic(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
@@ -41,7 +36,7 @@ def gsm8k(
     It is looked for in the last 300 characters. Commas are dropped; then the texts must be equal,
     as in verl: `12.0` is not `12`, and neither is `12.` at the end of a sentence.
     """
-    numbers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL_CHARACTERS:])
+    numbers = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     answer = numbers[-1].replace(",", "") if numbers else ""
     return {"score": float(bool(numbers) and answer == ground_truth), "pred": answer}
 
@@ -53,7 +48,7 @@ def answer_format(
 
     The default is `#### number`; `.` matches newlines too.
     """
-    pattern = extra_info.get("format_regex", DEFAULT_FORMAT)
+    pattern = extra_info.get("format_regex", r"#### -?[0-9]")
     return float(re.search(pattern, solution_str, re.DOTALL) is not None)
 
 
@@ -64,7 +59,7 @@ def length_penalty(
 
     `extra_info` may have `max_characters` (1024) and `buffer_characters` (as `max_characters`).
     """
-    allowed = extra_info.get("max_characters", DEFAULT_MAX_CHARACTERS)
+    allowed = extra_info.get("max_characters", 1024)
     excess = max(0, len(solution_str) - allowed)
     return -min(1.0, excess / extra_info.get("buffer_characters", allowed)) if excess else 0.0
 

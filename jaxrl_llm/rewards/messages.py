@@ -1,7 +1,7 @@
-"""What pool and workers send to each other: JSON, so that neither unpickles the other's objects.
+"""Messages between pool and workers: JSON, so that neither unpickles the other's objects.
 
-Beside what JSON knows, a message may hold what the rows of a file can: bytes, dates, decimals,
-UUIDs, arrays (which arrive as lists), and mappings with keys of any such kind.
+A message may also hold what rows of a file can hold: bytes, dates, decimals, UUIDs, arrays (which
+arrive as lists), and mappings with keys of any such kind.
 """
 
 import base64
@@ -33,22 +33,12 @@ _KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = 
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Sends one message.
-
-    Raises:
-      TypeError: It holds what no message can.
-      OSError: The other end is gone.
-    """
+    """Sends one message; raises TypeError if it holds what no message can."""
     connection.send_bytes(json.dumps(_plain(message)).encode())
 
 
 def receive(connection: Connection, max_bytes: int) -> Any:
-    """Returns the next message.
-
-    Raises:
-      EOFError, OSError: The other end is gone, or the message is longer than `max_bytes`.
-      ValueError: It is no message.
-    """
+    """Returns the next message; raises OSError if it is longer than `max_bytes`."""
     return json.loads(connection.recv_bytes(max_bytes), object_hook=_restored)
 
 

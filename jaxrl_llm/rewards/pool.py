@@ -24,13 +24,15 @@ from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards import messages
 from jaxrl_llm.rewards.functions import ARGUMENTS
-from jaxrl_llm.rewards.sandbox import clean_environment
 from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
 
 START_TIMEOUT_S = 120.0  # to import the module of a reward function
 CLOSE_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 10.0  # for a worker's descendants to be gone
 MAX_SHOWN_BYTES = 1 << 16  # of what one process prints; the rest is read and dropped
+
+# Variables of the environment that an interpreter needs to start.
+_NEEDED = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
 logger = logging.getLogger(__name__)
 
@@ -204,13 +206,14 @@ class _Worker:
 
     def __init__(self, functions: tuple[str, ...], config: RewardsConfig):
         self.connection, theirs = multiprocessing.Pipe()
+        visible = (*_NEEDED, *config.environment)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxrl_llm.rewards.supervisor", str(theirs.fileno())],
                 # It finds the same modules as this process. A user's function that imports jax
                 # cannot take the devices of the run, and cannot see the run's secrets.
                 env={
-                    **clean_environment(config.environment, os.environ),
+                    **{name: os.environ[name] for name in visible if name in os.environ},
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "JAX_PLATFORMS": "cpu",
                 },

@@ -19,12 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.rewards import supervisor
+from jaxrl_llm.rewards.supervisor import PR_SET_PDEATHSIG, libc
 
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 1, 38, 24, 41
+_PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _NUM_CAPABILITIES = 38, 24, 41
 _NOBODY = 65534
 _NUM_FILES = 64
 _END_S = 2.0  # for what a program has started to be gone
@@ -138,9 +141,6 @@ def restrict(limits: Limits) -> None:
         resource.setrlimit(what, (bound, above))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec may not
-
-
 def _leave_system(empty: str) -> None:
     """Goes where there is no network and /proc is empty; a user by a user namespace.
 
@@ -154,9 +154,9 @@ def _leave_system(empty: str) -> None:
     if os.geteuid() != 0:
         flags |= _CLONE_NEWUSER
     for failed in (
-        _libc.unshare(flags),
-        _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
-        _libc.mount(os.fsencode(empty), b"/proc", None, _MS_BIND, None),
+        libc.unshare(flags),
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+        libc.mount(os.fsencode(empty), b"/proc", None, _MS_BIND, None),
     ):
         if failed:
             raise OSError(ctypes.get_errno(), "namespaces")
@@ -171,9 +171,9 @@ def _fork_and_keep(cpu_s: float) -> None:
     """
     notices = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, notices)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the caller may be killed
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the caller may be killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    child = _libc.fork()  # that of `os` would run, and print, what libraries have to say to it
+    child = libc.fork()  # that of `os` would run, and print, what libraries have to say to it
     if child < 0:
         raise OSError(ctypes.get_errno(), "fork")
     if not child:
@@ -188,11 +188,8 @@ def _fork_and_keep(cpu_s: float) -> None:
     if code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= cpu_s:
         code = -signal.SIGXCPU
     if code < 0:
-        if code != -signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+    supervisor.end_as(code)
 
 
 def _become_nobody() -> None:
@@ -212,9 +209,9 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
         if found.user == "nobody":
             _become_nobody()
         for capability in range(_NUM_CAPABILITIES):  # root would have them again after exec
-            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
+            libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
 
     with tempfile.TemporaryFile() as given:
         given.write(stdin)
@@ -292,9 +289,3 @@ def _read(process: subprocess.Popen, limits: Limits, kept: list[bytes]) -> str:
     except subprocess.TimeoutExpired:
         return late
     return ""
-
-
-def clean_environment(names: Sequence[str], source: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment with what a process needs to start, and the variables named."""
-    needed = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
-    return {name: source[name] for name in (*needed, *names) if name in source}

@@ -1,9 +1,9 @@
-"""The process between the pool and one worker: what the worker has started ends with it.
+"""The process between the pool and one worker: everything that the worker started ends with it.
 
 The pool runs it as `python -m jaxrl_llm.rewards.supervisor FD`. It forks the worker and waits. When
 the worker ends, or the pool closes this process's stdin, it kills all descendants of the worker,
-in whatever session or group, and ends as the worker did. It needs no privilege: the kernel makes it
-the parent of every orphan below it.
+in any session or group, and ends as the worker did. It needs no privilege: the kernel makes it the
+parent of every orphan below it.
 """
 
 import contextlib
@@ -15,19 +15,20 @@ import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_libc = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec may not
 
 
 def main(connection_fd: int) -> None:
     """Returns in the worker; this process ends when the worker and its descendants have."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     supervisor = os.getpid()
     worker = os.fork()
     if not worker:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != supervisor:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -38,11 +39,15 @@ def main(connection_fd: int) -> None:
     while pid != worker:  # orphans come first
         pid, status = os.wait()
     end_descendants()
-    code = os.waitstatus_to_exitcode(status)
+    end_as(os.waitstatus_to_exitcode(status))
+
+
+def end_as(code: int) -> NoReturn:
+    """Ends this process as one that ended with this exit code, or the signal that it stands for."""
     if code < 0:
-        if -code != signal.SIGKILL:
+        if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(supervisor, -code)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

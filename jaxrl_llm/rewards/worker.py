@@ -1,8 +1,8 @@
 """A process that calls reward functions, one at a time, in its main thread.
 
 `supervisor.py` starts it with a socket to the pool. It receives the names of the functions and its
-bound on memory, answers whether it found them, then answers call after call until the socket
-closes. It must not import jax: the devices belong to the process that trains.
+limit of memory, answers whether it found them, then answers calls until the socket closes. It must
+not import jax: the devices belong to the process that trains.
 """
 
 import asyncio

@@ -7,9 +7,9 @@ import config_probes as probe
 import jax
 import numpy as np
 import pytest
+from config_fields import listed
 
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
-from jaxrl_llm.config.ranges import listed
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 

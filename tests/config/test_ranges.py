@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from config_fields import listed
 
 from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
-from jaxrl_llm.config.ranges import Range, Text, listed
+from jaxrl_llm.config.ranges import Range, Text
 
 NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
 TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import runs
+from config_fields import listed
 
 from jaxrl_llm.config import RLConfig, SupervisedConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.config.ranges import listed
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.supervisor import descendants
 from jaxrl_llm.trainer import jobs

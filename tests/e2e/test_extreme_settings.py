@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import runs
+from config_fields import listed
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.config.ranges import Range, listed
+from jaxrl_llm.config.ranges import Range
 from jaxrl_llm.trainer import rl
 
 NUMBERS = (math.inf, -1, 0, 1e-30, 1e30)

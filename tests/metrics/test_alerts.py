@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.config.records import SKIPPABLE
+from jaxrl_llm.config.records import BEFORE_UPDATE, SKIPPABLE
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts
@@ -249,7 +249,7 @@ def test_what_cannot_work_is_refused(key, value, message):
         from_config_dict(values)
 
 
-def test_what_may_be_skipped_is_known_in_time():
-    """Before the step's updates; or, of the loss and the KL, within the update's program."""
-    in_time = {name for name, alert in alerts_lib.ALERTS.items() if alert.before_update}
-    assert set(SKIPPABLE) == in_time | {"nonfinite", "kl"}
+def test_what_may_be_skipped_reads_metrics():
+    """Those before a step's updates; or, the loss and the KL, within the update's program."""
+    assert set(SKIPPABLE) == {"nonfinite", "kl", *BEFORE_UPDATE} <= set(ALERTS)
+    assert all(ALERTS[name].numbers for name in BEFORE_UPDATE)
