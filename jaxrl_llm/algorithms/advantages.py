@@ -128,15 +128,10 @@ def estimate(
 ) -> AdvantagesAndReturns:
     """Returns what the estimator `config.advantage` makes of the values that it names.
 
-    A user's function names any of `rewards` [B, T] (the KL penalty included), `response_mask`,
-    `scores` [B] (rewards summed over the response), `members` [B] (rows with a response token),
-    `values`, `group_ids` [B], `baselines` [B], `old_log_probs`, `sum_squared_probs`,
-    `correction_weights`, `term_rewards` and `term_weights` [terms, B], `gamma`, `gae_lambda`,
-    `group_std` and `config`, as far as the caller has them, and returns advantages and returns
-    [B, T]. What it returns outside the mask is discarded.
-
-    `response_mask` is not the mask that rejection left: a rejected token has no gradient, but its
-    reward still counts.
+    docs/custom_algorithm.md lists what a user's function may name, as far as it is `available`. It
+    returns advantages and returns [B, T]; what is outside the mask is discarded. `rewards` include
+    the KL penalty. `response_mask` is not the mask that rejection left: a rejected token has no
+    gradient, but its reward still counts.
 
     Raises:
       ValueError, ImportError, AttributeError, FunctionError: The function cannot be found

@@ -24,8 +24,7 @@ class FunctionError(UserError, TypeError):
 def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
     """Runs the file once per modification: the same function object keeps jit caches warm."""
     spec = importlib.util.spec_from_file_location(f"user_{path.stem}_{modified_ns}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path}: not a Python file")
+    assert spec and spec.loader, "the name ends with .py"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -108,17 +108,11 @@ def policy_objective(
 
         policy_loss - entropy_coef * entropy + kl_coef * kl       (kl only with kl_in="loss")
 
-    A user's loss (`config.policy_loss` as import path) names any of `log_probs`, `entropies`,
-    `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`, `returns`, `values`,
-    `response_mask`, `loss_mask`, `correction_weights`, `selection`, `config` and `denominators`,
-    and returns its loss and a dict of metrics, as shares of the minibatch:
-    `aggregation.policy_loss` does so from a loss per token.
-
-    Args:
-      entropies: Of the distributions the tokens were drawn from; with gradient if
-        `entropy_coef` is not 0.
-      selection: What `selection.select` chose over the whole minibatch, these rows of it.
-      denominators: Of the whole minibatch's `loss_mask`.
+    `entropies` are of the distributions the tokens were drawn from, with gradient if `entropy_coef`
+    is not 0; `selection` is what `selection.select` chose over the whole minibatch, these rows of
+    it. docs/custom_algorithm.md lists what a user's loss (`config.policy_loss` as import path) may
+    name. It returns its loss and a dict of metrics, as shares of the minibatch:
+    `aggregation.policy_loss` makes them from a loss per token.
 
     Raises:
       ValueError, ImportError, AttributeError, FunctionError: The loss cannot be found (see

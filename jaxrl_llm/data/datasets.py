@@ -1,6 +1,7 @@
 """Prompts in tokens, and the endless seeded stream that a run draws them from."""
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.console import screen
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import Row
 from jaxrl_llm.data.tasks import Split, task_rows
 from jaxrl_llm.data.token_bound import token_bound
 from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens
@@ -19,7 +19,7 @@ from jaxrl_llm.types import Prompt, PromptBatch
 
 T = TypeVar("T")
 
-_PIECE_CHARACTERS = 1 << 18  # tokenized in one call, between two signs of progress
+_CALL_CHARACTERS = 1 << 18  # tokenized in one call, between two reports of progress
 
 logger = logging.getLogger(__name__)
 
@@ -51,86 +51,54 @@ class Dataset:
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
 ) -> Dataset:
-    """Returns the prompts of a split, tokenized and filtered by length.
+    """Returns the prompts of a split, tokenized, those of at most `max_prompt_tokens`.
 
-    `seed` draws the prompts of the arithmetic task; use the same one for both splits.
+    `seed` draws the prompts of the arithmetic task; use the same one for both splits. A text that
+    is too long by its number of characters is not tokenized.
 
     Raises:
-      DataError: a file, a row or the chat template cannot be used; a prompt is longer than
-        `max_prompt_tokens` and `filter_long_prompts` is off; no prompt is left.
+      DataError: A file, a row or the chat template cannot be used; a prompt is empty, or too long
+        while `filter_long_prompts` is off; no prompt is left.
     """
     rows = task_rows(config, split, seed)
-    prompts = tuple(
-        Prompt(
-            tokens=tokens,
-            text=text,
-            data_source=row["data_source"],
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row["extra_info"],
-            index=index,
-        )
-        for index, row, tokens, text in fitting(config, tokenizer, split, rows)
-    )
-    num_dropped = len(rows) - len(prompts)
-    if num_dropped:
-        message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
-        logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
-    return Dataset(prompts, num_dropped)
-
-
-def fitting(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, rows: Sequence[Row]
-) -> list[tuple[int, Row, tuple[int, ...], str]]:
-    """Returns index, row, tokens and text of every prompt that is short enough.
-
-    A text that cannot fit is not tokenized.
-
-    Raises:
-      DataError: a prompt is empty, or too long while `filter_long_prompts` is off; none is left.
-    """
     texts = prompt_texts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
     bound = token_bound(tokenizer)
-    fewest = [bound(text) for text in texts]  # tokens that each has at least
+    fewest = [bound(text) for text in texts]  # tokens of each, at least
     candidates = [i for i, num in enumerate(fewest) if _fits(config, split, i, num, "at least ")]
-    kept = []
-    num_characters = sum(len(texts[index]) for index in candidates)
-    with screen.work(f"tokenizing the {split} split", num_characters) as advance:
-        for piece in _pieces(candidates, texts):
-            found = prompt_tokens(tokenizer, [texts[i] for i in piece], config.chat_template)
-            for index, tokens in zip(piece, found, strict=True):
-                fewest[index] = len(tokens)
+    ends = list(itertools.accumulate(len(texts[index]) for index in candidates))
+    calls = itertools.groupby(
+        zip(candidates, ends, strict=True), key=lambda pair: pair[1] // _CALL_CHARACTERS
+    )
+    prompts = []
+    with screen.work(f"tokenizing the {split} split", max(ends, default=0)) as advance:
+        for _, pairs in calls:
+            indices = [index for index, _ in pairs]
+            found = prompt_tokens(tokenizer, [texts[i] for i in indices], config.chat_template)
+            for index, tokens in zip(indices, found, strict=True):
+                row, text, fewest[index] = rows[index], texts[index], len(tokens)
                 if not tokens:
                     raise DataError(f"{split} split, row {index}: the prompt has no tokens")
                 if _fits(config, split, index, len(tokens)):
-                    kept.append((index, rows[index], tokens, texts[index]))
-                advance(len(texts[index]))
-    if not kept:
+                    truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
+                    prompts.append(Prompt(tokens, text, row["data_source"], truth, info, index))
+                advance(len(text))
+    if not prompts:
         raise DataError(
             f"config.data.max_prompt_tokens: all {len(rows)} prompts of the {split} split are"
             f" longer than {config.max_prompt_tokens} tokens, the shortest has"
             f"{'' if candidates else ' at least'} {min(fewest)}; raise it"
         )
-    return kept
-
-
-def _pieces(indices: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the indices in order, each piece with about as much text as a second's work."""
-    piece: list[int] = []
-    num_characters = 0
-    for index in indices:
-        piece.append(index)
-        num_characters += len(texts[index])
-        if num_characters >= _PIECE_CHARACTERS:
-            yield piece
-            piece, num_characters = [], 0
-    if piece:
-        yield piece
+    num_dropped = len(rows) - len(prompts)
+    if num_dropped:
+        message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
+        logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
+    return Dataset(tuple(prompts), num_dropped)
 
 
 def _fits(
     config: DataConfig, split: Split, index: int, num_tokens: int, at_least: str = ""
 ) -> bool:
-    """Returns whether a prompt of so many tokens may be kept; raises if it may not be dropped."""
+    """Returns whether to keep a prompt of so many tokens; raises if long ones are errors."""
     if num_tokens <= config.max_prompt_tokens:
         return True
     if config.filter_long_prompts:
@@ -145,11 +113,8 @@ def _fits(
 class Stream(Generic[T]):
     """Endless passes over rows, with a position to save and restore.
 
-    The seed, in [0, 2**32), alone decides the order of each pass, however many rows are taken at a
-    time and whatever `num_workers`, the threads that read ahead.
-
-    Raises:
-      DataError: there are no rows.
+    The seed, in [0, 2**32), alone decides the order of each pass, not how many rows are taken at a
+    time nor `num_workers`, the threads that read ahead. No rows are a DataError.
     """
 
     def __init__(self, rows: Sequence[T], seed: int, shuffle: bool = True, num_workers: int = 0):
@@ -169,15 +134,11 @@ class Stream(Generic[T]):
         return tuple(next(self._rows) for _ in range(count))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position as a dict that JSON can hold."""
+        """Returns the position; JSON can hold it."""
         return {**self._identity, "position": self._rows.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` returned.
-
-        Raises:
-          DataError: it belongs to other rows, another seed or another order.
-        """
+        """Moves to a position that `get_state` returned for the same rows, seed and order."""
         for name, mine in self._identity.items():
             if state.get(name) != mine:
                 raise DataError(
@@ -196,5 +157,5 @@ class PromptIterator(Stream[Prompt]):
         self._longest = dataset.longest
 
     def batch(self, num_prompts: int) -> PromptBatch:
-        """Returns the next prompts, as many as asked for; a batch may span two passes."""
+        """Returns the next prompts; a batch may span two passes."""
         return PromptBatch(self.take(num_prompts), self._longest)

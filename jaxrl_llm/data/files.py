@@ -16,13 +16,13 @@ Row = dict[str, Any]
 
 
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields where each row stands and its content as it came, file after file.
+    """Yields the place and the content of each row, file after file.
 
-    Where is `FILE, row N`; N counts from 1 and is the line number of a JSON lines file, whose
+    The place is `FILE, row N`; N counts from 1 and is the line number in a JSON lines file, whose
     blank lines are skipped.
 
     Raises:
-      DataError: a missing, empty, broken or unsupported file, or a line that is no JSON object.
+      DataError: A file is missing, empty, broken or unsupported, or a line is no JSON object.
     """
     for path in paths:
         suffix = pathlib.Path(path).suffix.lower()
@@ -47,14 +47,10 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
 def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt") -> Row:
     """Returns the row in verl's schema with `prompt` as a list of messages.
 
-    A prompt that is plain text becomes one message of the user. A missing `reward_model` gives
-    `ground_truth` None (reward models need none); a missing `extra_info` gives an empty mapping.
-    Other columns (verl's `ability`, `images`, `agent_name`, the user's own) and what
-    `reward_model` holds beside the ground truth are kept in `extra_info` under their names, or as
-    `row/NAME` where it has that key. Reward functions see them.
-
-    Raises:
-      DataError: what the row lacks; `where` names it.
+    Plain text becomes one message of the user. Without `reward_model` the `ground_truth` is None,
+    without `extra_info` that is empty. Other columns and other keys of `reward_model` go to
+    `extra_info`, where reward functions see them, under their names, or as `row/NAME` if it already
+    has the name. Errors begin with `where`.
     """
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
@@ -78,7 +74,7 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Returns whether `value` is a string that UTF-8 can express; JSON can hold half characters."""
+    """Returns whether `value` is a string without half a surrogate pair, which JSON can hold."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
@@ -109,7 +105,7 @@ def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
                     f"{where} {rule}, {key} of message {number} must be a text,"
                     f" got {message.get(key)!r:.60}"
                 )
-        # What a template may know beside these (`tool_calls`, `name`); null where parquet has none.
+        # A template may read more (`tool_calls`, `name`); parquet holds null for what is missing.
         messages.append({key: value for key, value in message.items() if value is not None})
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty")
@@ -123,7 +119,7 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 yield number, json_line.parse(line)
-            except json_line.JsonError as error:
+            except ValueError as error:
                 raise DataError(f"{path}, row {number}: broken JSON {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""One line of a JSON lines file: its value, or the column of what is wrong with it."""
+"""One line of a JSON lines file: its value, or the column of its first error."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import re
 import sys
 from typing import Any
 
-MAX_DEPTH = 64  # brackets within brackets; Python's own bound differs from release to release
+MAX_DEPTH = 64  # brackets within brackets; Python's limit differs between releases
 
 _TOKEN = re.compile(
     r'(?P<text>"[^"\\]*(?:\\.[^"\\]*)*")(?P<colon>\s*:)?'
@@ -14,31 +14,27 @@ _TOKEN = re.compile(
 )
 
 
-class JsonError(ValueError):
-    """A line is no JSON that can be used; the text says in which column, why, and what to do."""
-
-
 def parse(line: bytes) -> Any:
-    """Returns the value of one line in UTF-8; a byte order mark before it is skipped.
+    """Returns the value of one line; a byte order mark before it is skipped.
 
     Raises:
-      JsonError: not UTF-8, no JSON, a key twice in one object, a number that no float holds, or
-        brackets deeper than `MAX_DEPTH`.
+      ValueError: It is not UTF-8 or not JSON, an object has a key twice, a float cannot hold a
+        number, or brackets are deeper than `MAX_DEPTH`; with column, reason and remedy.
     """
     try:
         text = line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         column = len(line[: error.start].decode(errors="replace")) + 1
-        raise JsonError(f"in column {column}: {error.reason}; save the file as UTF-8") from error
+        raise ValueError(f"in column {column}: {error.reason}; save the file as UTF-8") from error
     if text.count("{") + text.count("[") > MAX_DEPTH and "deeper" in (fault := _fault(text)):
-        raise JsonError(fault)
+        raise ValueError(fault)
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         rule = "each line must hold one whole JSON object"
-        raise JsonError(f"in column {error.colno}: {error.msg}; {rule}") from error
+        raise ValueError(f"in column {error.colno}: {error.msg}; {rule}") from error
     except ValueError as error:
-        raise JsonError(_fault(text)) from error
+        raise ValueError(_fault(text)) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -54,13 +50,13 @@ def _float(number: str) -> float:
     return value
 
 
-# What it refuses with a ValueError of no column, `_fault` finds.
+# Its own functions raise a ValueError without a column; `_fault` finds the column.
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=int)
 
 
 def _fault(text: str) -> str:
-    """Returns column, reason and remedy of the first thing that is JSON and still refused."""
-    open_keys: list[set[str]] = []  # of each bracket that is open
+    """Returns column, reason and remedy of the first thing that is JSON but refused here."""
+    open_keys: list[set[str]] = []  # keys of each open bracket
     for token in _TOKEN.finditer(text):
         word, at = token[0], f"in column {token.start() + 1}: "
         if token["opening"]:

@@ -1,4 +1,4 @@
-"""Which sequences share a packed row, and which rows a device gets: host code over lengths."""
+"""Which sequences share a packed row, and which rows a device gets; host code on lengths."""
 
 import dataclasses
 import heapq
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Length at which attention costs as much as the other matmuls of a token.
+# At this length attention costs as much as the other matmuls of a token.
 ATTENTION_PARITY_TOKENS = 24_576
 
-_Part = tuple[float, list[int]]  # sum of costs, items
+_Part = tuple[float, list[int]]  # sum of costs; items
 
 
 def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
@@ -23,16 +23,15 @@ def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
 def balanced_partition(
     costs: Sequence[float] | Float[np.ndarray, " items"], num_parts: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Returns the items of each part, with sums of cost close to each other.
+    """Returns the items of each part, so that the parts' sums of costs are close to each other.
 
     Karmarkar and Karp's largest differencing method: begin with one division into parts for each
-    item, and merge the two divisions with the largest differences, heaviest part on lightest,
-    until one is left. Every part gets an item when there are that many, with `equal_size` the
-    same number of them. Parts and their items ascend, empty parts come last; the same input always
-    gives the same answer.
+    item; merge the two divisions with the largest differences, heaviest part with lightest, until
+    one is left. No part is empty if there are enough items; with `equal_size` all have the same
+    number of items. Parts and their items ascend, empty parts come last.
 
     Raises:
-      ValueError: negative or infinite costs; no parts; items that do not form equal parts.
+      ValueError: Costs are negative or infinite, or the items cannot form the parts.
     """
     costs = np.asarray(costs, np.float64)
     if num_parts < 1:
@@ -44,14 +43,14 @@ def balanced_partition(
             f"balanced_partition: {len(costs)} items cannot form {num_parts} parts of equal size;"
             " add items of no cost or set equal_size=False"
         )
-    # Blocks of `num_parts` items, one to a part, keep the sizes equal through every merge.
+    # Blocks of `num_parts` items, one in each part, keep the sizes equal in every merge.
     block = num_parts if equal_size else 1
     order = np.argsort(-costs, kind="stable").tolist()
     ties = itertools.count()
     heap: list[tuple[float, int, list[_Part]]] = []
 
     def push(parts: list[_Part]) -> None:
-        # Among parts of no cost the one with items counts as heavier, so empty parts are filled.
+        # Of two parts without cost the one with items counts as heavier: empty parts get filled.
         parts.sort(key=lambda part: (-part[0], -len(part[1]), part[1]))
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
 
@@ -78,11 +77,11 @@ def pack(
     most 11/9 of the fewest possible rows, plus one.
 
     Args:
-      scored: tokens of each sequence that count against `most_scored` as well; none: no limit.
-      most_scored: a hard cap, not below any sequence's.
+      scored: Scored tokens of each sequence, of which a row holds at most `most_scored`; empty: no
+        limit. No sequence may have more.
 
     Raises:
-      ValueError: a sequence is empty or longer than a row.
+      ValueError: A sequence is empty or longer than a row.
     """
     lengths = np.asarray(lengths, np.int64)
     wrong = np.flatnonzero((lengths < 1) | (lengths > row_tokens))
@@ -92,7 +91,7 @@ def pack(
             f" {row_tokens}; use longer rows or shorter sequences"
         )
     rows: list[list[int]] = []
-    room = np.full(len(lengths), row_tokens)  # of rows not yet opened too
+    room = np.full(len(lengths), row_tokens)  # of all rows that may be opened
     counted = np.asarray(scored if len(scored) else np.zeros(len(lengths)), np.int64)
     left = np.full(len(lengths), most_scored)
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -107,23 +106,23 @@ def pack(
 
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """How much of their tokens some sequences have in common: the samples of one prompt."""
+    """How many first tokens sequences have in common, as the samples of one prompt do."""
 
-    groups: Int[np.ndarray, " B"]  # equal numbers begin alike
-    lengths: Int[np.ndarray, " B"]  # tokens in common, below the sequence's length; 0: none
-    together: bool = False  # the sequences of a group stand in one row
+    groups: Int[np.ndarray, " B"]  # sequences of one group have a common beginning
+    lengths: Int[np.ndarray, " B"]  # tokens in common, fewer than the sequence has; 0: none
+    together: bool = False  # the sequences of a group must share a row
 
     def of(self, chosen: Int[np.ndarray, " b"]) -> "Beginnings":
-        """Returns those of some of the sequences."""
+        """Returns the beginnings of some of the sequences."""
         return Beginnings(self.groups[chosen], self.lengths[chosen], self.together)
 
 
 def nothing_common(num_sequences: int) -> Beginnings:
-    """Returns the beginnings of sequences that have none in common."""
+    """Returns the beginnings of sequences that share none."""
     return Beginnings(np.arange(num_sequences), np.zeros(num_sequences, np.int64))
 
 
-NOTHING_COMMON = nothing_common(0)  # of any sequences
+NOTHING_COMMON = nothing_common(0)  # stands for that of any number of sequences
 
 
 def beginnings(
@@ -132,7 +131,7 @@ def beginnings(
     own: Bool[np.ndarray, "B T"],
     groups: Int[np.ndarray, " B"],
 ) -> Beginnings:
-    """Returns what the sequences of each group have in common before their `own` tokens."""
+    """Returns how much the sequences of each group have in common before their `own` tokens."""
     limits = np.where(own.any(1), own.argmax(1), lengths - 1)
     common = np.zeros(len(lengths), np.int64)
     for group in np.unique(groups):
@@ -145,11 +144,11 @@ def beginnings(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Sequences that stand one after another in a row, their common beginning before them."""
+    """Sequences that follow each other in a row, after their common beginning."""
 
     members: tuple[int, ...]
-    shared: int  # tokens of the beginning; 0: a sequence as it is
-    length: int  # tokens in all
+    shared: int  # tokens of the common beginning; 0: one whole sequence
+    length: int  # tokens of the piece
 
 
 def pieces(
@@ -159,7 +158,7 @@ def pieces(
     scored: Sequence[int] | Int[np.ndarray, " B"] = (),
     most_scored: int = 0,
 ) -> list[Piece]:
-    """Returns the sequences as pieces that fit into rows, few of each group; see `pack`."""
+    """Returns the sequences as pieces that fit into rows, few for each group; see `pack`."""
     found = []
     counted = np.asarray(scored if len(scored) else np.zeros(len(lengths)), np.int64)
     for group in np.unique(common.groups):
@@ -174,16 +173,16 @@ def pieces(
             parts = [[i] for i in range(len(rows))]
         for part in parts:
             members = tuple(rows[part].tolist())
-            # A beginning that nobody shares is a sequence's own.
+            # One sequence alone is whole: it shares its beginning with no other.
             kept = shared if len(members) > 1 else 0
             found.append(Piece(members, kept, shared + int(own[part].sum())))
     return found
 
 
 def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:
-    """Returns the first of smallest, 2 * smallest, 4 * smallest, ..., `largest` that holds `size`.
+    """Returns the least of smallest, 2 * smallest, 4 * smallest, ..., `largest` >= `size`.
 
-    Rounding sizes up to a few keeps compiled programs few. No size may exceed `largest`.
+    Few sizes mean few compiled programs. No `size` may exceed `largest`.
     """
     width = smallest
     while width < size:

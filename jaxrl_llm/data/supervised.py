@@ -5,10 +5,10 @@ import random
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.datasets import fitting
+from jaxrl_llm.data.datasets import load_dataset
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import Row
-from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
+from jaxrl_llm.data.tasks import Split, worked_sum
+from jaxrl_llm.types import Prompt
 
 Tokens = tuple[int, ...]
 
@@ -16,23 +16,23 @@ Tokens = tuple[int, ...]
 def worked_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
 ) -> list[tuple[Tokens, Tokens]]:
-    """Returns prompt and worked answer of every row, as tokens; the answer ends the sequence.
+    """Returns prompt and worked answer of every row, as tokens; answers end with the end token.
 
-    The arithmetic task can have a teacher that errs: with `config.arithmetic_errors` above 0
-    every row comes four times, each time wrong in one step with that probability.
-
-    Raises:
-      DataError: the task has no worked answers, or its data cannot be used.
+    With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
+    time wrong in one step with that probability.
     """
     if config.task == "files":
         raise DataError("config.data.task: 'files' has no worked answers; use another task")
-    rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
+    prompts = load_dataset(config, tokenizer, split, seed).prompts
     if config.task == "arithmetic" and config.arithmetic_errors:
-        texts = [_by_erring_teacher(config, row, seed, i) for i in range(4) for row in rows]
+        texts = [
+            _by_erring_teacher(config, prompt, seed, i) for i in range(4) for prompt in prompts
+        ]
         prompts = prompts * 4
     else:
-        texts = [row["extra_info"]["answer"] for row in rows]
-    return list(zip(prompts, _responses(tokenizer, texts), strict=True))
+        texts = [prompt.extra_info["answer"] for prompt in prompts]
+    responses = _responses(tokenizer, texts)
+    return [(prompt.tokens, answer) for prompt, answer in zip(prompts, responses, strict=True)]
 
 
 def preference_pairs(
@@ -40,60 +40,49 @@ def preference_pairs(
 ) -> list[tuple[Tokens, Tokens, Tokens]]:
     """Returns prompt, chosen and rejected answer, as tokens, two pairs of every arithmetic row.
 
-    The chosen answer is the worked one. The rejected one of the first pair of a row is wrong by
-    1 to 9 in a step drawn from the seed and the row, never below zero, and the steps after it go
-    on from there; that of the second pair adds rightly, but misreads a digit of the question. So
-    both end in a wrong answer. All first pairs come before all second ones.
-
-    `name` is that of the model that learns from the pairs; each name has mistakes of its own.
-
-    Raises:
-      DataError: another task, or its data cannot be used.
+    The chosen answer is the worked one. The rejected answer of a row's first pair is wrong by 1 to
+    9 in one step, never below zero, and later steps continue from there; that of the second pair
+    adds correctly, but misreads a digit. So both end in a wrong result. All first pairs come before
+    all second ones. The model `name` that learns from the pairs, the seed and the row choose the
+    mistakes.
     """
     if config.task != "arithmetic":
         message = f"{config.task!r} has no preference pairs; use 'arithmetic'"
         raise DataError(f"config.data.task: {message}")
-    rows, prompts = _rows_and_prompts(config, tokenizer, split, seed)
-    chosen = _responses(tokenizer, [row["extra_info"]["answer"] for row in rows])
+    prompts = load_dataset(config, tokenizer, split, seed).prompts
+    chosen = _responses(tokenizer, [prompt.extra_info["answer"] for prompt in prompts])
     salt = f"{name} {seed}".strip()
-    wrong = [mistake(row, salt) for mistake in (_wrong_answer, _misread_answer) for row in rows]
-    rejected = _responses(tokenizer, wrong)
-    return list(zip(prompts * 2, chosen * 2, rejected, strict=True))
+    mistakes = (_wrong_answer, _misread_answer)
+    wrong = [mistake(prompt, salt) for mistake in mistakes for prompt in prompts]
+    tokens = [prompt.tokens for prompt in prompts]
+    return list(zip(tokens * 2, chosen * 2, _responses(tokenizer, wrong), strict=True))
 
 
-def _by_erring_teacher(config: DataConfig, row: Row, seed: int, attempt: int) -> str:
-    draw = random.Random(f"teacher {seed} {attempt} {row['extra_info']['question']}")
+def _by_erring_teacher(config: DataConfig, prompt: Prompt, seed: int, attempt: int) -> str:
+    draw = random.Random(f"teacher {seed} {attempt} {prompt.extra_info['question']}")
     errs = draw.random() < config.arithmetic_errors
-    return _wrong_answer(row, seed, attempt) if errs else row["extra_info"]["answer"]
+    return _wrong_answer(prompt, seed, attempt) if errs else prompt.extra_info["answer"]
 
 
-def _wrong_answer(row: Row, seed: int | str, attempt: int = 0) -> str:
-    draw = random.Random(f"wrong answer {seed} {attempt} {row['extra_info']['question']}")
-    digits = _digits(row)
+def _wrong_answer(prompt: Prompt, seed: int | str, attempt: int = 0) -> str:
+    draw = random.Random(f"wrong answer {seed} {attempt} {prompt.extra_info['question']}")
+    digits = _digits(prompt)
     step = draw.randrange(len(digits) - 1)
     right = sum(digits[: step + 2])
     errors = [error for error in range(-9, 10) if error and right + error >= 0]
     return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
 
 
-def _misread_answer(row: Row, seed: int | str) -> str:
-    draw = random.Random(f"misread answer {seed} {row['extra_info']['question']}")
-    digits = _digits(row)
-    place = draw.randrange(len(digits))
-    digits[place] = draw.choice([digit for digit in range(10) if digit != digits[place]])
+def _misread_answer(prompt: Prompt, seed: int | str) -> str:
+    draw = random.Random(f"misread answer {seed} {prompt.extra_info['question']}")
+    digits = _digits(prompt)
+    index = draw.randrange(len(digits))
+    digits[index] = draw.choice([digit for digit in range(10) if digit != digits[index]])
     return worked_sum(digits)
 
 
-def _digits(row: Row) -> list[int]:
-    return [int(digit) for digit in row["extra_info"]["question"].rstrip("=").split("+")]
-
-
-def _rows_and_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
-) -> tuple[list[Row], list[Tokens]]:
-    rows = task_rows(config, split, seed)
-    kept = fitting(config, tokenizer, split, rows)
-    return [row for _, row, _, _ in kept], [tokens for _, _, tokens, _ in kept]
+def _digits(prompt: Prompt) -> list[int]:
+    return [int(digit) for digit in prompt.extra_info["question"].rstrip("=").split("+")]
 
 
 def _responses(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:

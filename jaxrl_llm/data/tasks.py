@@ -1,4 +1,4 @@
-"""Tasks: where rows in verl's schema come from."""
+"""Tasks: the sources of rows in verl's schema."""
 
 import random
 import re
@@ -16,20 +16,15 @@ GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def task_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
-    """Returns the rows of a split, in the order of the source; `seed` draws arithmetic prompts.
-
-    Raises:
-      DataError: a file or a row cannot be used.
-    """
+    """Returns the rows of a split, in the order of the source; `seed` draws arithmetic prompts."""
     return TASKS[config.task](config, split, seed)
 
 
 def _arithmetic_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns different sums of `arithmetic_terms` digits such as `3+4+2=`.
 
-    The worked answer in `extra_info` goes step by step and gives the result behind a `#`:
-    `3+4=7,7+2=9#9`. Both splits are cut from one draw without replacement, so that they share no
-    prompt.
+    The worked answer in `extra_info` is `3+4=7,7+2=9#9`. Both splits come from one draw without
+    replacement, so they share no prompt.
     """
     for field, problem in config.problems():
         raise DataError(f"config.data.{field}: {problem}")
@@ -59,9 +54,9 @@ def _row(data_source: str, prompt: str, ground_truth: str, extra_info: dict[str,
 
 
 def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
-    """Returns the sum of the digits step by step, the result behind a `#`.
+    """Returns the sum of the digits step by step, the result after a `#`.
 
-    The result of `wrong_step` (from 0; -1: none) is off by `error`; later steps go on from there.
+    The result of `wrong_step` (from 0; -1: none) is wrong by `error`; later steps continue from it.
     """
     total = digits[0]
     steps = []
@@ -75,8 +70,8 @@ def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
 def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns the rows of GSM8K's own files: JSON lines with `question` and `answer`.
 
-    The prompt is the question with the instruction to end in `#### number`; the ground truth is
-    that number of the answer without its commas.
+    The prompt asks for an answer that ends in `#### number`; the ground truth is that number of the
+    given answer, without commas.
     """
     rows = []
     for index, (where, source) in enumerate(read_rows(_files(config, split))):

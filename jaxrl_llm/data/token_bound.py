@@ -1,7 +1,6 @@
-"""A lower bound of the tokens that a text has, without the seconds that tokenizing takes.
+"""A lower bound of a text's number of tokens, far faster than tokenizing.
 
-Where nothing can be proved of a tokenizer (it drops characters, or one token may stand for any
-number of them) the bound is 0.
+It is 0 for a tokenizer that may drop characters, or whose tokens may stand for any number of them.
 """
 
 import json
@@ -12,16 +11,16 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-# One character of canonically composed text is made of at most four.
+# NFC and NFKC compose at most four characters into one.
 _LARGEST_COMPOSITION = 4
 _KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 
 
 def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Returns the function from a text to a number of tokens that it has at least.
+    """Returns a function from a text to a lower bound of its number of tokens.
 
-    Each token has at most as many characters as the longest in the vocabulary, if nothing drops or
-    joins characters before. White space is not counted: added tokens may take any amount of it.
+    A token has at most as many characters as the longest in the vocabulary, if nothing drops or
+    joins characters before. White space does not count: added tokens may take any amount of it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -40,13 +39,12 @@ def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
     return bound
 
 
-def _num_characters(text: str) -> int:
-    """Returns how many characters are not white space."""
+def _num_characters(text: str) -> int:  # without white space
     return sum(map(len, text.split()))
 
 
 def _normalizer_shrinks(normalizer: Mapping[str, Any] | None) -> int:
-    """Returns by what factor a normalizer may shorten a text at most; 0: any."""
+    """Returns the largest factor by which a normalizer may shorten a text; 0: any factor."""
     if normalizer is None:
         return 1
     kind = normalizer["type"]
@@ -61,7 +59,7 @@ def _normalizer_shrinks(normalizer: Mapping[str, Any] | None) -> int:
 
 
 def _pre_tokenizer_keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Returns whether no character but white space is dropped between the pieces of a text."""
+    """Returns whether the split of a text into words drops nothing but white space."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer["type"]
@@ -73,9 +71,9 @@ def _pre_tokenizer_keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _model_keeps(described: Mapping[str, Any]) -> bool:
-    """Returns whether every character becomes a part of a token that the vocabulary names."""
+    """Returns whether every character becomes part of a token of the vocabulary."""
     model = described["model"]
-    if model["type"] != "BPE":  # others stand for any unknown word or run by one token
+    if model["type"] != "BPE":  # in others one token may stand for any unknown word
         return False
     if _has(described["pre_tokenizer"], "ByteLevel") or _has(described["normalizer"], "ByteLevel"):
         return all(character in model["vocab"] for character in ByteLevel.alphabet())

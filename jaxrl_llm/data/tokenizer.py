@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face folder, or the project's own one of single characters.
+"""Tokenizers: of a Hugging Face folder, or the project's own, of single characters.
 
 Nothing is downloaded and no code from a folder is run.
 """
@@ -17,7 +17,7 @@ Message = Mapping[str, str]  # role, content
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 ROLE_TOKENS = ("<system>", "<user>", "<assistant>", "<tool>")
-# 8 special tokens and 96 characters: a vocabulary of 104 that 2, 4 and 8 devices can share.
+# 8 special tokens and 96 characters: a vocabulary of 104 splits over 2, 4 and 8 devices.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>", *ROLE_TOKENS)
 CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
 CHARACTER_TEMPLATE = (
@@ -32,9 +32,8 @@ CHARACTER_TEMPLATE = (
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each printable ASCII character and the newline.
 
-    Its chat template marks every message with a token for its role and ends it with `<eos>`.
-    Any other character becomes `<unk>`. `save_pretrained` writes a folder that `load_tokenizer`
-    reads back.
+    Its chat template begins every message with a token for its role and ends it with `<eos>`. Any
+    other character becomes `<unk>`.
     """
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     # Byte-pair encoding without merges leaves single characters.
@@ -53,12 +52,13 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a local Hugging Face folder; of "", the one of characters.
+    """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
 
-    `chat_template` is a file with a Jinja template that replaces its own; "" keeps that.
+    `chat_template` is a file with a Jinja template that replaces the tokenizer's own, unless it is
+    "".
 
     Raises:
-      DataError: the folder or a file is missing or broken, or there is no end-of-sequence token.
+      DataError: The folder or a file is missing or broken, or there is no end-of-sequence token.
     """
     tokenizer = _of_folder(path) if path else character_tokenizer()
     if chat_template:
@@ -103,12 +103,12 @@ def render_prompts(
 ) -> tuple[list[tuple[int, ...]], list[str]]:
     """Returns the tokens and the text of each prompt, ready for the model to continue.
 
-    With `chat_template` the messages are wrapped in the tokenizer's template, which opens the
-    assistant's turn; else their contents are joined by newlines, with the special tokens that the
-    tokenizer itself puts around plain text.
+    With `chat_template` the tokenizer's template formats the messages and begins the assistant's
+    turn; else their contents are joined by newlines, with the special tokens that the tokenizer
+    puts around plain text.
 
     Raises:
-      DataError: the tokenizer has no template, or its template refuses a prompt.
+      DataError: The tokenizer has no template, or its template refuses a prompt.
     """
     texts = prompt_texts(tokenizer, prompts, chat_template)
     return prompt_tokens(tokenizer, texts, chat_template), texts
@@ -125,7 +125,19 @@ def prompt_texts(
             "the tokenizer has no chat template; set model.chat_template to a Jinja file,"
             " or data.chat_template=False for plain text"
         )
-    return [_templated(tokenizer, prompt) for prompt in prompts]
+    texts = []
+    for prompt in prompts:
+        messages = [dict(message) for message in prompt]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # Jinja's, or what the template itself raises
+            raise DataError(
+                f"the chat template refuses {str(messages)[:200]}: {type(error).__name__}: {error}"
+            ) from error
+        texts.append(str(text))
+    return texts
 
 
 def prompt_tokens(
@@ -137,16 +149,3 @@ def prompt_tokens(
     # A template writes the special tokens itself.
     encoded = tokenizer(list(texts), add_special_tokens=not chat_template)["input_ids"]
     return [tuple(tokens) for tokens in encoded]
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message]) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in prompt], tokenize=False, add_generation_prompt=True
-        )
-        return str(text)
-    except Exception as error:  # Jinja's, or what the template itself raises
-        shown = str([dict(message) for message in prompt])
-        raise DataError(
-            f"the chat template refuses {shown[:200]}: {type(error).__name__}: {error}"
-        ) from error
