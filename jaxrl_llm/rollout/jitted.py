@@ -46,7 +46,7 @@ class Jitted:
     ):
         self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
         self._replicated = mesh_lib.replicated(mesh)
-        ruled = functools.partial(mesh_lib.under, mesh_lib.ROLLOUT_ACTIVATIONS[layout])
+        ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
         self.windows = windows(max_tokens)

@@ -29,8 +29,8 @@ class DivergenceError(UserError, RuntimeError):
 def check(where: str, items: Mapping[str, Any]) -> None:
     """Compares `items` between all processes, which must all call this.
 
-    A value is made of numbers, texts, host arrays, sequences, mappings and dataclasses, or is
-    `Copies` of arrays on devices. The message begins with `where`, as "step 3".
+    A value is what `digest` takes, or `Copies` of arrays on devices. The message begins with
+    `where`, e.g. "step 3".
 
     Raises:
       DivergenceError: If an item differs; names the first, and who holds what.
@@ -48,17 +48,15 @@ def check(where: str, items: Mapping[str, Any]) -> None:
 
 def compare(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     """Compares the digests of processes; an item is compared between those that hold it."""
-    names = dict.fromkeys(name for digests in everyone for name in digests)
-    for name in names:
+    for name in dict.fromkeys(name for digests in everyone for name in digests):
         holders: dict[str, list[int]] = {}
         for process, digests in enumerate(everyone):
             if name in digests:
                 holders.setdefault(digests[name], []).append(process)
         if len(holders) > 1 or any(text.startswith(_UNEQUAL) for text in holders):
             found = "; ".join(
-                f"{'processes' if len(processes) > 1 else 'process'}"
-                f" {', '.join(map(str, processes))}: {text}"
-                for text, processes in holders.items()
+                f"process{'es' * (len(some) > 1)} {', '.join(map(str, some))}: {text}"
+                for text, some in holders.items()
             )
             raise DivergenceError(
                 f"{where}: the processes disagree, first about {name} ({found}); look for a host"
@@ -69,6 +67,8 @@ def compare(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
 
 def digest(value: Any) -> str:
     """Returns 16 hex digits that two values share if they are equal.
+
+    Values are numbers, texts, host arrays, and sequences, mappings and dataclasses of them.
 
     >>> digest({"a": [1, 2.0], "b": "x"}) == digest({"b": "x", "a": (1, 2.0)})
     True
@@ -120,26 +120,20 @@ class Copies:
             if leaf.sharding.memory_kind in (None, on_device):
                 by_mesh.setdefault(leaf.sharding.mesh, {})[jax.tree_util.keystr(keys)] = leaf
         for mesh, leaves in by_mesh.items():
+            paths = sorted(leaves)
+            specs = tuple((path, leaves[path].sharding.spec) for path in paths)
             with jax.set_mesh(mesh):
-                table = _local_digests(mesh, _specs(leaves))(leaves)
+                table = _local_digests(mesh, specs)(leaves)
             rows = {shard.device: np.asarray(shard.data)[0] for shard in table.addressable_shards}
-            for column, (path, leaf) in enumerate(sorted(leaves.items())):
+            for column, path in enumerate(paths):
                 found: dict[str, set[int]] = {}
-                for device, index in leaf.sharding.addressable_devices_indices_map(
-                    leaf.shape
-                ).items():
-                    part = ",".join(
-                        f"{s.start or 0}:{size if s.stop is None else s.stop}"
-                        for s, size in zip(index or (), leaf.shape, strict=True)
-                    )
-                    found.setdefault(part, set()).add(int(rows[device][column]))
+                for shard in leaves[path].addressable_shards:
+                    bounds = zip(shard.index, leaves[path].shape, strict=True)
+                    part = ",".join("{}:{}".format(*s.indices(size)) for s, size in bounds)
+                    found.setdefault(part, set()).add(int(rows[shard.device][column]))
                 for part, values in found.items():
                     text = ", ".join(f"{value:08x}" for value in sorted(values))
                     yield f"{path}[{part}]", _UNEQUAL + text if len(values) > 1 else text
-
-
-def _specs(leaves: Mapping[str, Any]) -> tuple[tuple[str, PartitionSpec], ...]:
-    return tuple((path, leaf.sharding.spec) for path, leaf in sorted(leaves.items()))
 
 
 @functools.lru_cache(maxsize=16)
@@ -150,12 +144,10 @@ def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
     def of_device(leaves: dict[str, Array]) -> UInt32[Array, "1 leaves"]:
         return jnp.stack([_array_digest(leaves[path]) for path, _ in specs])[None]
 
-    return jax.jit(
-        jax.shard_map(
-            of_device, mesh=mesh, in_specs=(dict(specs),), out_specs=rows, check_vma=False
-        ),
-        out_shardings=NamedSharding(mesh, rows),
+    program = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(dict(specs),), out_specs=rows, check_vma=False
     )
+    return jax.jit(program, out_shardings=NamedSharding(mesh, rows))
 
 
 def _array_digest(array: Array) -> UInt32[Array, ""]:

@@ -51,44 +51,38 @@ class Address:
 def find(how: str = "auto", told: Address = Address()) -> Start:
     """Returns which process of how many this is.
 
-    `told` wins over `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, these win
+    `told` wins over `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; these win
     over the launcher. "auto" takes the launcher whose variables are set; without one, one process.
 
     Raises:
       ClusterError: If something is missing or contradicts itself; names it.
     """
+    number = _Variables("addresses").number
     told = Address(
         told.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", ""),
-        _number("JAX_NUM_PROCESSES", "addresses", told.num_processes, told.num_processes < 0),
-        _number("JAX_PROCESS_ID", "addresses", told.process_id, told.process_id < 0),
+        told.num_processes if told.num_processes >= 0 else number("JAX_NUM_PROCESSES"),
+        told.process_id if told.process_id >= 0 else number("JAX_PROCESS_ID"),
     )
     if how == "auto":
         how = next((name for name, present in _PRESENT.items() if present()), "")
         how = how or ("one" if told == Address() else "addresses")
     if how == "one":
         return Start("one")
-    found = _FINDERS[how](told) if how in _FINDERS else Start(how, "", -1, -1)
-    start = dataclasses.replace(
-        found,
-        coordinator=told.coordinator or found.coordinator,
-        num_processes=told.num_processes if told.num_processes >= 0 else found.num_processes,
-        process_id=told.process_id if told.process_id >= 0 else found.process_id,
-    )
-    missing = [
-        flag
-        for flag, absent in (
-            ("--coordinator (JAX_COORDINATOR_ADDRESS)", not start.coordinator),
-            ("--num_processes (JAX_NUM_PROCESSES)", start.num_processes < 0),
-            ("--process_id (JAX_PROCESS_ID)", start.process_id < 0),
-        )
-        if absent
-    ]
-    if missing:
+    found = _FINDERS[how](_Variables(how), told) if how in _FINDERS else Start(how, "", -1, -1)
+    given = {name: value for name, value in vars(told).items() if value not in ("", -1)}
+    start = dataclasses.replace(found, **given)
+    absent = {
+        "--coordinator (JAX_COORDINATOR_ADDRESS)": not start.coordinator,
+        "--num_processes (JAX_NUM_PROCESSES)": start.num_processes < 0,
+        "--process_id (JAX_PROCESS_ID)": start.process_id < 0,
+    }
+    if any(absent.values()):
+        missing = " and ".join(flag for flag in absent if absent[flag])
         raise ClusterError(
-            f"--start={how}: {' and '.join(missing)} not given; say where process 0 is (HOST:PORT),"
+            f"--start={how}: {missing} not given; say where process 0 is (HOST:PORT),"
             " how many processes there are, and which one this is"
         )
-    if not 0 <= start.process_id < start.num_processes:
+    if start.process_id >= start.num_processes:
         raise ClusterError(
             f"--process_id: {start.process_id} is none of the {start.num_processes} processes;"
             f" they are numbered from 0 to {start.num_processes - 1}"
@@ -101,52 +95,55 @@ def find(how: str = "auto", told: Address = Address()) -> Start:
     return start
 
 
-def _need(how: str, remedy: str, *variables: str) -> None:
-    if missing := [name for name in variables if not os.environ.get(name)]:
-        raise ClusterError(
-            f"--start={how}: {', '.join(missing)} not set; {remedy}, or give --coordinator,"
-            " --num_processes and --process_id with --start=addresses"
-        )
+@dataclasses.dataclass(frozen=True)
+class _Variables:
+    """The environment, as one launcher sets it."""
+
+    how: str
+
+    def need(self, remedy: str, *names: str) -> None:
+        if missing := [name for name in names if not os.environ.get(name)]:
+            raise ClusterError(
+                f"--start={self.how}: {', '.join(missing)} not set; {remedy}, or give"
+                " --coordinator, --num_processes and --process_id with --start=addresses"
+            )
+
+    def number(self, name: str, default: int = -1) -> int:
+        """Returns the number in a variable, the default where it is not set."""
+        text = os.environ.get(name, "")
+        if text and not text.isdecimal():
+            raise ClusterError(
+                f"--start={self.how}: {name}={text!r} is no number; correct or unset it"
+            )
+        return int(text) if text else default
 
 
-def _number(name: str, how: str, default: int, wanted: bool = True) -> int:
-    """Returns the number in a variable, the default where it is not set or not wanted."""
-    text = os.environ.get(name, "") if wanted else ""
-    if text and not text.isdecimal():
-        raise ClusterError(f"--start={how}: {name}={text!r} is no number; correct or unset it")
-    return int(text) if text else default
-
-
-def _slurm(told: Address) -> Start:
+def _slurm(variables: _Variables, told: Address) -> Start:
     remedy = "start the program with srun inside the batch file"
-    _need("slurm", remedy, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
-    _number("SLURM_JOB_ID", "slurm", 0)
-    tasks = _number("SLURM_STEP_NUM_TASKS", "slurm", _number("SLURM_NTASKS", "slurm", -1))
+    variables.need(remedy, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
+    variables.number("SLURM_JOB_ID")  # read by jax, which would not name it
+    tasks = variables.number("SLURM_STEP_NUM_TASKS", variables.number("SLURM_NTASKS"))
     # The most tasks on a node: `2(x3),1` is two on three nodes and one on another.
     per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     here = max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", per_node)), default=1)
-    return Start(
-        "slurm",
-        SlurmCluster.get_coordinator_address(None, None),
-        tasks,
-        _number("SLURM_PROCID", "slurm", -1),
-        _own_device(here, _number("SLURM_LOCALID", "slurm", 0)),
-    )
+    device = _own_device(here, variables.number("SLURM_LOCALID", 0))
+    coordinator = SlurmCluster.get_coordinator_address(None, None)
+    return Start("slurm", coordinator, tasks, variables.number("SLURM_PROCID"), device)
 
 
 def _own_device(processes_here: int, local_id: int) -> int:
     """Returns the device of a process that shares its host with others.
 
-    jax gives every process of these launchers one device, also where it has a host for itself. A
+    jax gives every process of these launchers one device, even if it is alone on its host. A
     launcher that shows each process one GPU has chosen already.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", "all,"))
     return local_id if processes_here > 1 and "," in shown else ALL_DEVICES
 
 
-def _openmpi(told: Address) -> Start:
-    remedy = "start the program with mpirun"
-    _need("openmpi", remedy, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+def _openmpi(variables: _Variables, told: Address) -> Start:
+    size, rank = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    variables.need("start the program with mpirun", size, rank)
     coordinator = told.coordinator
     if not coordinator and OmpiCluster.is_env_present():
         coordinator = OmpiCluster.get_coordinator_address(None, None)
@@ -155,53 +152,42 @@ def _openmpi(told: Address) -> Start:
             "--start=openmpi: OMPI_MCA_orte_hnp_uri not set (Open MPI 5 does not say where its"
             " first host is); give --coordinator=HOST:PORT of rank 0's host"
         )
-    here = _number("OMPI_COMM_WORLD_LOCAL_SIZE", "openmpi", 1)
-    return Start(
-        "openmpi",
-        coordinator,
-        _number("OMPI_COMM_WORLD_SIZE", "openmpi", -1),
-        _number("OMPI_COMM_WORLD_RANK", "openmpi", -1),
-        _own_device(here, _number("OMPI_COMM_WORLD_LOCAL_RANK", "openmpi", 0)),
-    )
+    here = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    device = _own_device(here, variables.number("OMPI_COMM_WORLD_LOCAL_RANK", 0))
+    return Start("openmpi", coordinator, variables.number(size), variables.number(rank), device)
 
 
-def _jobset(told: Address) -> Start:
+def _jobset(variables: _Variables, told: Address) -> Start:
     """By the variables of launch/gke_jobset.yaml; jax asks Kubernetes, which needs permission."""
-    _need(
-        "jobset",
-        "take them over from the pod's annotations as launch/gke_jobset.yaml does",
-        "JOBSET_NAME",
-        "REPLICATED_JOB_NAME",
-        "JOB_COMPLETION_INDEX",
-        "PODS_PER_JOB",
-        "NUM_JOBS",
-    )
-    name, per_job = os.environ["JOBSET_NAME"], _number("PODS_PER_JOB", "jobset", 1)
-    job = _number("JOB_INDEX", "jobset", 0)
+    names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
+    remedy = "take them over from the pod's annotations as launch/gke_jobset.yaml does"
+    variables.need(remedy, *names, "NUM_JOBS")
+    name, job = os.environ["JOBSET_NAME"], os.environ["REPLICATED_JOB_NAME"]
+    per_job, index = variables.number("PODS_PER_JOB"), variables.number("JOB_INDEX", 0)
     return Start(
         "jobset",
-        f"{name}-{os.environ['REPLICATED_JOB_NAME']}-0-0.{name}:{_PORT}",
-        per_job * _number("NUM_JOBS", "jobset", 1),
-        per_job * job + _number("JOB_COMPLETION_INDEX", "jobset", 0),
+        f"{name}-{job}-0-0.{name}:{_PORT}",
+        per_job * variables.number("NUM_JOBS"),
+        per_job * index + variables.number("JOB_COMPLETION_INDEX"),
     )
 
 
-def _tpu(told: Address) -> Start:
+def _tpu(variables: _Variables, told: Address) -> Start:
     """One process a TPU host: by the variables that GKE sets, or by the machine's metadata.
 
     jax's own way needs `requests`, and ends in an error of that package where no server answers.
     """
     if os.environ.get("TPU_WORKER_HOSTNAMES"):
-        _need("tpu", "GKE sets it on TPU node pools", "TPU_WORKER_ID")
+        variables.need("GKE sets it on TPU node pools", "TPU_WORKER_ID")
         hosts = os.environ["TPU_WORKER_HOSTNAMES"].split(",")
-        worker = _number("TPU_WORKER_ID", "tpu", -1)
+        worker = variables.number("TPU_WORKER_ID")
     else:
         endpoints = _metadata("worker-network-endpoints").split(",")
         # An endpoint is a host, or, on older machines, NAME:ID:HOST.
         hosts = [endpoint.split(":")[-1] for endpoint in endpoints]
         worker = int(_metadata("agent-worker-number"))
-    slices = _number("MEGASCALE_NUM_SLICES", "tpu", 1)
-    slice_id = _number("MEGASCALE_SLICE_ID", "tpu", 0)
+    slices = variables.number("MEGASCALE_NUM_SLICES", 1)
+    slice_id = variables.number("MEGASCALE_SLICE_ID", 0)
     first = os.environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").split(":")[0] or hosts[0]
     return Start("tpu", f"{first}:{_PORT}", len(hosts) * slices, worker + slice_id * len(hosts))
 
@@ -230,7 +216,7 @@ def _on_tpu_machine() -> bool:
     return bool(chips) and not alone
 
 
-_FINDERS: dict[str, Callable[[Address], Start]] = {
+_FINDERS: dict[str, Callable[[_Variables, Address], Start]] = {
     "tpu": _tpu,
     "jobset": _jobset,
     "slurm": _slurm,

@@ -1,7 +1,7 @@
 """The processes of a run: they join, share values, watch each other, and leave.
 
 If a process dies, the others wait in a collective that never ends. So each writes a sign of life
-every few seconds; one that is silent, or says why it stopped, ends the others with a message.
+every few seconds. If one is silent, or says why it stopped, the others end with a message.
 """
 
 import json
@@ -53,13 +53,8 @@ def join(start: Start) -> None:
     if start.num_processes == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    logging.info(
-        "process %d of %d (%s), met at %s",
-        start.process_id,
-        start.num_processes,
-        start.how,
-        start.coordinator,
-    )
+    who = f"process {start.process_id} of {start.num_processes}"
+    logging.info("%s (%s), met at %s", who, start.how, start.coordinator)
     try:
         jax.distributed.initialize(
             start.coordinator,
@@ -71,9 +66,8 @@ def join(start: Start) -> None:
         )
     except RuntimeError as error:
         raise ClusterError(
-            f"--start={start.how}: process {start.process_id} of {start.num_processes} did not meet"
-            f" the others at {start.coordinator} ({error}); are all of them started, and is that"
-            " port of process 0's host free and reachable?"
+            f"--start={start.how}: {who} did not meet the others at {start.coordinator} ({error});"
+            " are all of them started, and is that port of process 0's host free and reachable?"
         ) from error
     _watch = Watch(_Board(), start.process_id, start.num_processes, _end_now)
     _watch.start()
@@ -140,11 +134,8 @@ def together(action: Callable[[], Json]) -> list[Any]:
 
 def own_part(count: int) -> range:
     """Returns which of `count` rows are this process's work: contiguous, evenly divided."""
-    first, last = (
-        count * process // jax.process_count()
-        for process in (jax.process_index(), jax.process_index() + 1)
-    )
-    return range(first, last)
+    index, number = jax.process_index(), jax.process_count()
+    return range(count * index // number, count * (index + 1) // number)
 
 
 class _Board:
@@ -180,8 +171,8 @@ class Watch(threading.Thread):
         """`board` is a `_Board`; `end` ends this process with a message; `now` is in seconds."""
         super().__init__(name="watch", daemon=True)
         self._board, self._process, self._end, self._now = board, process, end, now
-        self._last_words = dict.fromkeys(range(num_processes), "")
-        self._heard = dict.fromkeys(range(num_processes), now())
+        # Of each process, its last text and when that came.
+        self._heard = dict.fromkeys(range(num_processes), ("", now()))
         self._count = 0
         self._done = threading.Event()
         self._writing = threading.Lock()
@@ -198,19 +189,18 @@ class Watch(threading.Thread):
             with self._writing:
                 if not self._done.is_set():
                     self._board.write(self._process, str(self._count))
-            words = self._board.read()
+            texts = self._board.read()
         except Exception as error:
-            silent = self._now() - self._heard[0]
-            return "" if silent < SILENCE_S else self._verdict(0, f"cannot be reached: {error}")
-        for process, text in words.items():
+            silent = self._now() - self._heard[0][1] >= SILENCE_S
+            return self._verdict(0, f"cannot be reached: {error}") if silent else ""
+        for process, text in texts.items():
             if text.startswith(_STOPPED) and process != self._process:
                 return self._verdict(process, text)
-        for process, last in self._last_words.items():
-            text = words.get(process, "")
+        for process, (last, when) in self._heard.items():
+            text = texts.get(process, "")
             if text != last or text == _LEFT:
-                self._last_words[process] = text
-                self._heard[process] = self._now()
-            elif self._now() - self._heard[process] >= SILENCE_S:
+                self._heard[process] = text, self._now()
+            elif self._now() - when >= SILENCE_S:
                 return self._verdict(process, f"gave no sign of life for {SILENCE_S:.0f} seconds")
         return ""
 

@@ -7,10 +7,10 @@ Axes: `data` (replicas of the weights), `fsdp` (rows, and weights split for memo
 `sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary).
 """
 
+import contextlib
 import contextvars
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,20 +44,19 @@ COMPUTING: Mapping[str, tuple[str, ...]] = {
     "all_tensor": ("tensor", "fsdp", "sequence"),
     "replicas": (),
 }
-
-
-def _activations(batch: tuple[str, ...], length: tuple[str, ...], wide: tuple[str, ...]) -> Rules:
-    return {"batch": batch, "length": length, **{name: wide for name in TRAIN}}
-
-
-# In training and scoring.
-ACTIVATIONS = _activations(("data", "fsdp"), ("sequence",), ("tensor",))
-# In sampling, by `config.mesh.rollout`: one token at a time has no length to split.
+# Activations in training and scoring.
+ACTIVATIONS: Rules = {
+    "batch": ("data", "fsdp"),
+    "length": ("sequence",),
+    **dict.fromkeys(TRAIN, ("tensor",)),
+}
+# Those in sampling, where one token at a time has no length to split.
 ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
-    "tensor": _activations(("data", "fsdp", "sequence"), (), ("tensor",)),
-    "train": _activations(("data", "fsdp", "sequence"), (), ("tensor",)),
-    "all_tensor": _activations(("data",), (), ("tensor", "fsdp", "sequence")),
-    "replicas": _activations(("data", "fsdp", "sequence", "tensor"), (), ()),
+    layout: {
+        "batch": tuple(axis for axis in AXES if axis not in computing),
+        **dict.fromkeys(TRAIN, computing),
+    }
+    for layout, computing in COMPUTING.items()
 }
 
 _rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=ACTIVATIONS)
@@ -70,11 +69,9 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     found = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
     if math.prod(found.values()) != num_devices:
         given = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        remedy = "set one axis to -1 for the rest"
         raise ConfigError(
-            [
-                f"config.mesh: {given} does not fill the {num_devices} devices;"
-                " set one axis to -1 for the rest"
-            ]
+            [f"config.mesh: {given} does not fill the {num_devices} devices; {remedy}"]
         )
     return found
 
@@ -95,10 +92,9 @@ def partition_spec(
     units: Mapping[str, int],
     computing: tuple[str, ...] = ("tensor",),
 ) -> PartitionSpec:
-    """Returns how an array is split.
+    """Returns how an array is split whose dims have these logical names (None: not split).
 
     Args:
-      names: Logical name of each dim, or None.
       rules: Mesh axes of each name, major first.
       units: Name -> what must stay whole, e.g. a head's size in a dim of several heads.
       computing: Axes that respect units, as they split the computation there.
@@ -108,14 +104,14 @@ def partition_spec(
         axes: list[str] = []
         for axis in rules.get(name or "", ()):
             size = axis_sizes.get(axis, 1)
-            parts = math.prod(axis_sizes[a] for a in axes) * size
+            parts = size * math.prod(axis_sizes[a] for a in axes)
             unit = units.get(name or "", 1) if axis in computing else 1
             if size == 1 or dim % parts:
                 continue
             if dim % (parts * unit) == 0:
                 axes.append(axis)
             elif axis != "tensor":
-                # Training splits here, its units whole or not: what follows would be no prefix.
+                # Training splits here also within units; later axes would not be its prefix.
                 break
         spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*spec)
@@ -132,52 +128,49 @@ def shardings(
     """Returns a tree of `NamedSharding` for a tree of shapes and a tree of logical names."""
 
     def split(a, names):
-        spec = partition_spec(a.shape, names, rules, dict(mesh.shape), units, computing)
+        spec = partition_spec(a.shape, names, rules, mesh.shape, units, computing)
         return NamedSharding(mesh, spec)
 
     return jax.tree.map(split, abstract, logical_axes)
 
 
-def under(rules: Rules, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`, traced with these rules for its activations instead of `ACTIVATIONS`."""
-
-    @functools.wraps(function)
-    def ruled(*args, **kwargs):
-        token = _rules.set(rules)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _rules.reset(token)
-
-    return ruled
+@contextlib.contextmanager
+def under(rules: Rules) -> Iterator[None]:
+    """Functions decorated so are traced with these rules for activations, not `ACTIVATIONS`."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
 
 
 def activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
     """Returns how an activation is split by the current rules on the mesh of `jax.set_mesh`."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return partition_spec(shape, names, _rules.get(), sizes, {})
+    mesh = jax.sharding.get_abstract_mesh()
+    return partition_spec(shape, names, _rules.get(), mesh.shape, {})
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Returns `x` with the constraint of `activation_spec`; unchanged inside a `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Manual in mesh.axis_types or math.prod(mesh.axis_sizes) == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, names))
+    return _constrained(x, names, _rules.get())
 
 
 def constrain_as_weight(x: jax.Array, *names: str | None) -> jax.Array:
     """Returns `x`, constrained to be split as `TRAIN` says on the mesh of `jax.set_mesh`."""
+    return _constrained(x, names, TRAIN)
+
+
+def _constrained(x: jax.Array, names: tuple[str | None, ...], rules: Rules) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or all(size == 1 for size in mesh.shape.values()):
+    if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
         return x
-    spec = partition_spec(x.shape, names, TRAIN, dict(mesh.shape), {})
+    spec = partition_spec(x.shape, names, rules, mesh.shape, {})
     return jax.lax.with_sharding_constraint(x, spec)
 
 
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
     """Returns how an activation of this shape with these dim names is split."""
-    return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), dict(mesh.shape), {}))
+    return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), mesh.shape, {}))
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:

@@ -13,13 +13,11 @@ _COLLECTIVE = re.compile(
     r"|collective-permute|ragged-all-to-all)(?P<start>-start)?\((?P<rest>.*)"
 )
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*)\[([\d,]*)\]")
-_BITS = re.compile(r"\d+")
 # `[2,4]<=[8]`: two groups of four; `{{0,1},{2,3}}`; `mesh['a'=4,'b'=2] {'b'}`: along those axes.
 _GROUPS = re.compile(
     r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<list>[\d,]*)\}"
     r"|\w*\[(?P<axes>[^\]]*)\][^{\n]*\{(?P<along>[^}]*)\})"
 )
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ def collectives(hlo: str) -> Iterator[Collective]:
     >>> [(c.kind, c.received_bytes) for c in collectives(line)]
     [('all-gather', 48)]
     """
-    partitions = _PARTITIONS.search(hlo)
+    partitions = re.search(r"num_partitions=(\d+)", hlo)
     everybody = int(partitions[1]) if partitions else 1
     for found in _COLLECTIVE.finditer(hlo):
         arrays = [
@@ -49,7 +47,7 @@ def collectives(hlo: str) -> Iterator[Collective]:
         total = sum(size for _, size in arrays)
         if found["start"]:  # what goes in is named beside what comes out
             total = total * group // (group + 1) if kind == "all-gather" else total // 2
-        shares = {
+        received = {
             "all-gather": total * (group - 1) // group,
             "all-to-all": total * (group - 1) // group,
             "ragged-all-to-all": total,
@@ -57,11 +55,11 @@ def collectives(hlo: str) -> Iterator[Collective]:
             "reduce-scatter": total * (group - 1),
             "collective-permute": total,
         }
-        yield Collective(kind, tuple(sorted({dtype for dtype, _ in arrays})), shares[kind])
+        yield Collective(kind, tuple(sorted({dtype for dtype, _ in arrays})), received[kind])
 
 
 def _bits(dtype: str) -> int:
-    match = _BITS.search(dtype)
+    match = re.search(r"\d+", dtype)
     return int(match[0]) if match else 8
 
 
@@ -78,9 +76,9 @@ def _group_size(attributes: str, everybody: int) -> int:
 
 
 def missing_elements(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> float:
-    """Returns the elements that a device must get from others to change layout, on average.
+    """Returns the elements that a device must receive for a change of layout, on average.
 
-    That is its part in the target layout without what it holds of it in the source layout.
+    These are its part in the target layout without what it holds of it in the source layout.
     """
     held: Mapping = source.devices_indices_map(shape)
     wanted: Mapping = target.devices_indices_map(shape)
