@@ -1,4 +1,4 @@
-"""Whether weights are numbers at all."""
+"""Whether weights are finite."""
 
 from typing import Any
 
@@ -9,14 +9,12 @@ from jaxtyping import Array, Bool
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import resting
 
-Tree = Any
-
 
 class NotFiniteError(UserError, ValueError):
     """Weights with NaN or infinities: where they are, which, and what to do."""
 
 
-def all_finite(tree: Tree) -> Bool[Array, ""]:
+def all_finite(tree: Any) -> Bool[Array, ""]:
     """Returns whether no number of a tree is NaN or infinite."""
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack([jnp.array(True), *leaves]).all()
@@ -25,17 +23,15 @@ def all_finite(tree: Tree) -> Bool[Array, ""]:
 _leaf_is_finite = jax.jit(all_finite)
 
 
-def check(tree: Tree, where: str, remedy: str) -> None:
-    """Raises NotFiniteError, with these words at its ends, if weights are not finite.
+def check(tree: Any, where: str, remedy: str) -> None:
+    """Raises NotFiniteError, which begins with `where`, if weights are not finite.
 
     Arrays in host memory are brought to the devices one at a time.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    # One after the other: several programs in flight, each with a sum over processes of a CPU run,
-    # wait for each other without end.
+    # One after the other: on CPUs, sums over processes that run at one time block each other.
     bad = [
         jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, leaf in leaves
+        for path, leaf in jax.tree.leaves_with_path(tree)
         if not _leaf_is_finite(resting.working(leaf))
     ]
     if bad:

@@ -19,10 +19,7 @@ def layer_products(shape: Shape) -> int:
 
 
 def attention_parity(shape: Shape) -> int:
-    """Returns how many keys of a query cost as much time as the matmuls of a layer.
-
-    All scores of a row are computed, also those of keys that a query may not see.
-    """
+    """Returns how many keys of a query cost as much time as the matmuls of a layer."""
     per_key = shape.num_heads * (2 * shape.head_size + _SCORE_PRODUCTS)
     return max(1, layer_products(shape) // per_key)
 
@@ -32,9 +29,9 @@ def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -
 
     Matmuls only: `2 T` for each weight, and in each layer `4 N H` for each of the T (T + 1) / 2
     pairs of a query and a key that it sees. `num_labels` is the width of the head; 0: the
-    vocabulary. A float, as the numbers of a long run need more than 64 bits.
+    vocabulary.
     """
-    lengths = np.asarray(lengths, np.float64)
+    lengths = np.asarray(lengths, np.float64)  # those of a long run need more than 64 bits
     tokens, pairs = lengths.sum(), (lengths * (lengths + 1) / 2).sum()
     head = (num_labels or shape.vocab_size) * shape.hidden_size
     weights = shape.num_layers * layer_products(shape) + head

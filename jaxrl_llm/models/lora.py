@@ -31,17 +31,13 @@ def joined(base: Params, adapters: Params) -> Params:
 
 
 def merged(tree: Params, scale: float) -> Params:
-    """Returns a tree, stacked or not, of plain kernels `kernel + scale * lora_a @ lora_b`.
-
-    The sum is in float32. A tree without adapters comes back as it is.
-    """
+    """Returns a tree of plain kernels `kernel + scale * lora_a @ lora_b`, summed in float32."""
     leaves = flatten_dict(tree)
     found = {path: leaf for path, leaf in leaves.items() if path[-1] not in FACTORS}
-    for path in leaves:
-        if path[-1] == "lora_a":
-            a, b = (leaves[*path[:-1], name].astype(jnp.float32) for name in FACTORS)
+    for *place, name in leaves:
+        if name == "lora_a":
+            a, b = (leaves[*place, factor].astype(jnp.float32) for factor in FACTORS)
             change = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-            kernel = found[*path[:-1], "kernel"]
-            plain = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
-            found[*path[:-1], "kernel"] = plain
+            kernel = found[*place, "kernel"]
+            found[*place, "kernel"] = (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
     return unflatten_dict(found)

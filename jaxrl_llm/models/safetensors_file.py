@@ -36,14 +36,15 @@ class StoredTensor:
     name: str
     code: str  # dtype as the file calls it
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
+    begin: int  # bytes from the start of the file
+    end: int
 
     @property
     def readable(self) -> bool:
         return self.code in _DTYPES
 
     def view(self) -> np.ndarray:
-        return np.memmap(self.file, _DTYPES[self.code], "r", self.offset, self.shape)
+        return np.memmap(self.file, _DTYPES[self.code], "r", self.begin, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +84,28 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", None) or {}
-            begin = 8 + length
-            tensors, ends = {}, {}
+            tensors = {}
             for name, entry in header.items():
-                first, end = entry["data_offsets"][:2]
+                begin, end = (8 + length + offset for offset in entry["data_offsets"][:2])
                 shape = tuple(entry["shape"])
-                tensors[name] = StoredTensor(path, name, entry["dtype"], shape, begin + first)
-                ends[name] = begin + end
+                tensors[name] = StoredTensor(path, name, entry["dtype"], shape, begin, end)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointFormatError(
                 f"{path}: the header is not valid: {type(error).__name__} {error}"
             ) from error
     for name, tensor in tensors.items():
-        if ends[name] > size:
+        if tensor.end > size:
             raise CheckpointFormatError(
-                f"{path}: cut short: {name} ends at byte {ends[name]}, the file has {size};"
+                f"{path}: cut short: {name} ends at byte {tensor.end}, the file has {size};"
                 " copy it again"
             )
         if tensor.readable:
+            given = tensor.end - tensor.begin
             expected = math.prod(tensor.shape) * _DTYPES[tensor.code].itemsize
-            if ends[name] - tensor.offset != expected or tensor.offset < 8 + length:
+            if given != expected or tensor.begin < 8 + length:
                 raise CheckpointFormatError(
                     f"{path}: {name} {tensor.code}{list(tensor.shape)} needs {expected} bytes,"
-                    f" the header gives it {ends[name] - tensor.offset}"
+                    f" the header gives it {given}"
                 )
     return tensors, metadata
 
@@ -122,13 +122,9 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
     if not index.exists():
         pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(folder.glob(end))]
-        hint = (
-            f", only {', '.join(pickles[:3])}; pickled weights can run code and are never"
-            " read, convert them with transformers' save_pretrained"
-        )
-        raise CheckpointFormatError(
-            f"{folder}: has neither {SINGLE} nor {INDEX}" + (hint if pickles else "")
-        )
+        remedy = "can run code and are never read, convert them with transformers' save_pretrained"
+        hint = f", only {', '.join(pickles[:3])}; pickled weights {remedy}" if pickles else ""
+        raise CheckpointFormatError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = sorted(set(weight_map.values()), key=str)
@@ -139,8 +135,7 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
             raise CheckpointFormatError(
                 f"{index}: {name!r} names a file outside of this folder; it must be a plain name"
             )
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointFormatError(
             f"{index}: {len(missing)} of {len(files)} files are missing: {', '.join(missing[:5])}"
         )
@@ -151,12 +146,6 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
             raise CheckpointFormatError(f"{index}: {tensor} is not in {name} as the index says")
         tensors[tensor] = headers[name][tensor]
     return tensors
-
-
-def _bytes(tensor: TensorToWrite) -> memoryview:
-    contents = np.ascontiguousarray(tensor.contents())
-    assert (contents.dtype, contents.shape) == (tensor.dtype, tensor.shape), tensor.name
-    return contents.view(np.uint8).data
 
 
 def write_file(
@@ -178,6 +167,9 @@ def write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            file.write(_bytes(tensor))
+            contents = np.ascontiguousarray(tensor.contents())
+            assert (contents.dtype, contents.shape) == (tensor.dtype, tensor.shape), tensor.name
+            file.write(contents.view(np.uint8).data)
+            del contents  # before the next is asked for
         file.flush()
         os.fsync(file.fileno())

@@ -6,6 +6,7 @@ any number of heads, and no device holds a whole row.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ Form = Literal["all_to_all", "ring"]
 AXIS = "sequence"
 _NEVER = -1e30  # score of a key that is not seen
 _BLOCK = 512  # tokens of a query or key block of the ring
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def attention(
@@ -33,8 +35,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Returns causal attention inside each segment; segment 0 is padding.
 
-    `whole_rows` is attention of rows that are not split: it runs where the mesh has no sequence
-    axis, and on every device's own heads in the form "all_to_all".
+    `whole_rows` is attention of rows that are not split: without a sequence axis, and of each
+    device's own heads in the form "all_to_all".
 
     Raises:
       ValueError: If length or heads do not divide; see `row_width` and `problem`.
@@ -51,7 +53,7 @@ def attention(
     if num_heads % ways:
         raise ValueError(f"{num_heads} heads over {ways} devices: see `problem`")
     # Every device gets the key heads of its own query heads, repeated as little as possible.
-    repeats = ways // int(np.gcd(k.shape[2], ways))
+    repeats = ways // math.gcd(k.shape[2], ways)
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     rows = mesh_lib.activation_spec(q.shape, ("batch", "length", "heads", None))
@@ -60,9 +62,9 @@ def attention(
         "all_to_all": functools.partial(_over_heads, whole_rows),
         "ring": functools.partial(_around, shards),
     }[form]
-    return jax.shard_map(
-        local, in_specs=(rows, rows, rows, tokens), out_specs=rows, check_vma=False
-    )(q, k, v, segment_ids)
+    specs = rows, rows, rows, tokens
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
+    return mapped(q, k, v, segment_ids)
 
 
 def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
@@ -96,32 +98,28 @@ def _over_heads(whole_rows, q, k, v, segment_ids):
 
 
 # The ring. S devices hold 2S pieces of a row as (0, 1), (2, 3), ...: with a causal mask, the last
-# device would do almost all the work. So device d gets the pieces d and 2S-1-d, and every device
-# sees as much of every other's keys: two of four pairs of pieces.
+# device would do almost all the work. So device d gets the pieces d and 2S-1-d. Every device then
+# sees two of four pairs of pieces of every other's.
 
 
 def _around(shards: int, q, k, v, segment_ids):
-    deal, gather = _dealers(shards)
+    deal = functools.partial(_exchange, shards)
     num_kv_heads, size = k.shape[2:]
     blocks = _num_blocks(q.shape[1])
     q, k, v, ids = (_cut(deal(x), blocks) for x in (q, k, v, segment_ids))
     q = q.reshape(*q.shape[:3], num_kv_heads, -1, size)
     out = _ring(shards, q, k, v, ids)
-    return gather(_joined(out.reshape(*out.shape[:3], -1, size)))
+    return deal(_joined(out.reshape(*out.shape[:3], -1, size)), inverse=True)
 
 
-def _dealers(shards: int):
-    """Returns the exchange from neighbouring pieces to balanced ones, and its inverse."""
-    home = lambda piece: min(piece, 2 * shards - 1 - piece)  # noqa: E731
-    ways = [[(i, home(2 * i + odd)) for i in range(shards)] for odd in (0, 1)]
-
-    def exchange(x, inverse: bool):
-        halves = jnp.split(x, 2, axis=1)
-        routes = [[(b, a) for a, b in way] for way in ways] if inverse else ways
-        moved = [lax.ppermute(h, AXIS, r) for h, r in zip(halves, routes, strict=True)]
-        return jnp.concatenate(moved, axis=1)
-
-    return functools.partial(exchange, inverse=False), functools.partial(exchange, inverse=True)
+def _exchange(shards: int, x: Array, inverse: bool = False) -> Array:
+    """Returns local pieces, exchanged from neighbouring ones to balanced ones, or back."""
+    moved = []
+    for odd, half in enumerate(jnp.split(x, 2, axis=1)):
+        pieces = [2 * i + odd for i in range(shards)]
+        route = [(i, min(p, 2 * shards - 1 - p)) for i, p in enumerate(pieces)]
+        moved.append(lax.ppermute(half, AXIS, [(b, a) for a, b in route] if inverse else route))
+    return jnp.concatenate(moved, axis=1)
 
 
 def _num_blocks(length: int) -> int:
@@ -157,12 +155,7 @@ def _sees(of_q, of_k) -> Bool[Array, "B queries keys"]:
 def _scores(
     q: Float[Array, "B queries K group H"], k: Float[Array, "B keys K H"]
 ) -> Float[Array, "B K group queries keys"]:
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32)
-    return scores * (q.shape[-1] ** -0.5)
-
-
-def _pairs(blocks: int) -> Int[np.ndarray, "pairs 2"]:
-    return np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), -1).reshape(-1, 2)
+    return _einsum("bqkgh,bskh->bkgqs", q, k) * (q.shape[-1] ** -0.5)
 
 
 def _revolve(shards: int, ids, work, result, travels, stays):
@@ -171,8 +164,8 @@ def _revolve(shards: int, ids, work, result, travels, stays):
     `work(stays, pair, sees, (result, travels))` is called for each pair of an own and a visiting
     block that see anything. `travels` goes once around the ring, `stays` all but the last step.
     """
-    # A scan over layers hoists, and keeps, what is the same for every layer: which key every query
-    # sees, broadcast to heads. The barrier binds it to the keys, which differ.
+    # A scan over layers would compute once, and keep, which key every query sees, broadcast to
+    # heads. The barrier binds it to the keys, which differ between layers.
     me, ids, stays = lax.optimization_barrier((lax.axis_index(AXIS), ids, stays))
     blocks, _, size = ids.shape
     all_ids = lax.all_gather(ids, AXIS)  # [shards, blocks, B, size]: too small to send in turns
@@ -191,7 +184,8 @@ def _revolve(shards: int, ids, work, result, travels, stays):
             step = functools.partial(work, stays, pair, sees)
             return lax.cond(sees.any(), step, lambda c: c, carry), None
 
-        return lax.scan(body, (result, travels), _pairs(blocks))[0]
+        pairs = np.stack(np.meshgrid(np.arange(blocks), np.arange(blocks)), -1).reshape(-1, 2)
+        return lax.scan(body, (result, travels), pairs)[0]
 
     def turn(carry, step):
         result, travels, stays = carry
@@ -226,18 +220,10 @@ def _ring_forward(shards: int, q, k, v, ids):
         higher = jnp.maximum(top[a], scores.max(-1))
         weights = jnp.where(sees[:, None, None], jnp.exp(scores - higher[..., None]), 0.0)
         fade = jnp.exp(top[a] - higher)
-        values = jnp.einsum(
-            "bkgqs,bskh->bkgqh",
-            weights.astype(v.dtype),
-            v[b],
-            preferred_element_type=jnp.float32,
-        )
-        top, total, mixed = (
-            top.at[a].set(higher),
-            total.at[a].set(total[a] * fade + weights.sum(-1)),
-            mixed.at[a].set(mixed[a] * fade[..., None] + values),
-        )
-        return (top, total, mixed), travels
+        values = _einsum("bkgqs,bskh->bkgqh", weights.astype(v.dtype), v[b])
+        total = total.at[a].set(total[a] * fade + weights.sum(-1))
+        mixed = mixed.at[a].set(mixed[a] * fade[..., None] + values)
+        return (top.at[a].set(higher), total, mixed), travels
 
     (top, total, mixed), _ = _revolve(shards, ids, work, begin, (), (k, v))
     total = jnp.where(total == 0, 1.0, total)  # padding sees nothing
@@ -249,22 +235,19 @@ def _ring_backward(shards: int, residuals, out_bar):
     q, k, v, ids, out, log_sum = residuals
     wide = lambda x: jnp.zeros(x.shape, jnp.float32)  # noqa: E731
     # The softmax's own share of the gradient, arXiv:2205.14135, Appendix B.2.
-    shared = jnp.sum(out_bar.astype(jnp.float32) * out, -1)
-    shared = jnp.moveaxis(shared, 2, -1)
+    shared = jnp.moveaxis(jnp.sum(out_bar.astype(jnp.float32) * out, -1), 2, -1)
 
     def work(stays, pair, sees, carry):
         q_bar, (k_bar, v_bar) = carry
         (k, v), (a, b) = stays, pair
-        weights = jnp.where(
-            sees[:, None, None], jnp.exp(_scores(q[a], k[b]) - log_sum[a][..., None]), 0.0
-        )
-        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        weights_bar = einsum("bqkgh,bskh->bkgqs", out_bar[a], v[b])
+        weights = jnp.exp(_scores(q[a], k[b]) - log_sum[a][..., None])
+        weights = jnp.where(sees[:, None, None], weights, 0.0)
+        weights_bar = _einsum("bqkgh,bskh->bkgqs", out_bar[a], v[b])
         scores_bar = weights * (weights_bar - shared[a][..., None]) * (q.shape[-1] ** -0.5)
         scores_bar = scores_bar.astype(q.dtype)
-        q_bar = q_bar.at[a].add(einsum("bkgqs,bskh->bqkgh", scores_bar, k[b]))
-        k_bar = k_bar.at[b].add(einsum("bkgqs,bqkgh->bskh", scores_bar, q[a]))
-        v_bar = v_bar.at[b].add(einsum("bkgqs,bqkgh->bskh", weights.astype(v.dtype), out_bar[a]))
+        q_bar = q_bar.at[a].add(_einsum("bkgqs,bskh->bqkgh", scores_bar, k[b]))
+        k_bar = k_bar.at[b].add(_einsum("bkgqs,bqkgh->bskh", scores_bar, q[a]))
+        v_bar = v_bar.at[b].add(_einsum("bkgqs,bqkgh->bskh", weights.astype(v.dtype), out_bar[a]))
         return q_bar, (k_bar, v_bar)
 
     q_bar, (k_bar, v_bar) = _revolve(shards, ids, work, wide(q), (wide(k), wide(v)), (k, v))

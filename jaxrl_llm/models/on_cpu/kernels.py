@@ -24,15 +24,8 @@ from absl import logging
 from jaxtyping import Array, Bool, Float
 
 _SOURCE = pathlib.Path(__file__).with_suffix(".cc")
-_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-)
+_OPTIMIZED = ("-O3", "-march=native", "-ffp-contract=fast")
+_FLAGS = ("-std=c++20", *_OPTIMIZED, "-fPIC", "-shared", "-pthread")
 _PREFIX = "jaxrl_llm_"
 
 
@@ -69,28 +62,24 @@ def build(compiler: str) -> pathlib.Path:
       RuntimeError: If there is no home folder.
       subprocess.SubprocessError: If the compiler fails, or takes more than two minutes.
     """
-    key = (_SOURCE.read_bytes(), repr((compiler, _FLAGS, jaxlib.version.__version__, _processor())))
-    name = hashlib.sha256(key[0] + key[1].encode()).hexdigest()[:16]
+    setting = repr((compiler, _FLAGS, jaxlib.version.__version__, _processor()))
+    key = hashlib.sha256(_SOURCE.read_bytes() + setting.encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(home) / "jaxrl_llm"
-    library = folder / f"cpu_kernels-{name}.so"
+    library = folder / f"cpu_kernels-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = pathlib.Path(scratch) / library.name
-            subprocess.run(
-                [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), _SOURCE, "-o", made],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
+            command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir()]
+            command += [str(_SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             os.replace(made, library)  # atomic: another process may do the same
     return library
 
 
 def _processor() -> str:
-    """Returns what `-march=native` depends on: a home folder may be shared by machines."""
+    """Returns what `-march=native` depends on, as machines may share a home folder."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     of_one = (line for line in lines if line.startswith(("model name", "flags", "Features")))
     return platform.machine() + "".join(dict.fromkeys(of_one))
@@ -117,10 +106,7 @@ def attention(
     values: Sequence[Float[Array, "S K _ H"]],
     seen: Bool[Array, "S Q window"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns what `rollout.cache.attention` does; zeros where a query sees nothing.
-
-    In each block, positions after the last one that a query sees cost nothing.
-    """
+    """Returns what `rollout.cache.attention` does; zeros where a query sees nothing."""
     return _call("attention", q.shape, q, seen, *keys, *values)
 
 

@@ -25,8 +25,8 @@ def weight_first(
 ) -> Float[Array, "... O"]:
     """Returns `x @ kernel.T` of this dtype (None: of the operands), the kernel as first operand.
 
-    XLA on CPU copies the second operand into tiles. Where that is the weight, and `x` has as few
-    rows as a decode step, the copy takes as long as the arithmetic.
+    XLA on CPU copies the second operand into tiles. If that is the weight, and `x` has few rows,
+    the copy takes as long as the arithmetic.
     """
     y = jnp.einsum("oi,...i->o...", kernel, x, preferred_element_type=dtype)
     # Without the barrier the compiler swaps the operands again.
@@ -41,12 +41,7 @@ def _product(x: Float[Array, "... I"], kernel: Float[Array, "O I"]) -> Float[Arr
     return kernels.product(x, kernel) if _few_rows(x) else x @ kernel.T
 
 
-def _mlp(
-    x: Float[Array, "... D"],
-    gate: Float[Array, "F D"],
-    up: Float[Array, "F D"],
-    down: Float[Array, "D F"],
-) -> Float[Array, "... D"]:
+def _mlp(x: Float[Array, "... D"], gate, up, down) -> Float[Array, "... D"]:
     if _few_rows(x):
         return kernels.mlp(x, gate, up, down)
     return layers.gated(x @ gate.T, x @ up.T) @ down.T
