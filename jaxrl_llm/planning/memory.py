@@ -97,7 +97,7 @@ def _counted_twice(setting: Setting, program: str, own: Parts, roles: Collection
     if program == "score" and setting.resting("reference").host:
         # What rests in the host's memory is brought back whole: a copy that `resident` has not.
         return Parts()
-    moved = {} if "rollout" in roles else _pieces(setting)
+    moved = {} if "rollout" in roles else setting.resharded
     return Parts(weights=own.weights - moved.get(program, 0.0))
 
 
@@ -260,15 +260,10 @@ def _prefill(setting: Setting) -> Parts:
     )
 
 
-def _pieces(setting: Setting) -> dict[str, float]:
-    """Returns bytes of the part of the rollout copy that each program of resharding makes."""
-    return dict(zip(("reshard", "reshard_layer"), setting.rollout_pieces, strict=True))
-
-
 def _reshard(setting: Setting) -> dict[str, Parts]:
     """Returns what moves to the rollout layout need: of embedding, head and norm; of a layer."""
     held, wanted, item = setting.held("lm"), setting.rollout_held, setting.param_item
-    ends, layer = setting.rollout_pieces
+    ends, layer = setting.resharded.values()
     # In the layout of training each table is copied by itself.
     beside_ends = ends if wanted.embed > held.embed else ends / 2 * _compiler(setting).laid
     beside_layer = layer / 2 if wanted.layers > held.layers else 0.0

@@ -44,7 +44,13 @@ class Pool:
     num_devices: int
     mesh: Mapping[str, int]
     bytes: float  # most on a device
-    stages: tuple[float, ...]  # seconds of each of `_STAGES`
+    costs: Mapping[str, roofline.Cost]  # of the phases that its roles go through
+
+    @functools.cached_property
+    def stages(self) -> list[float]:
+        """Seconds of each of `_STAGES`."""
+        names = ([n for role in self.roles for n in of.get(role, ())] for of in _STAGES.values())
+        return [sum(self.costs[n].seconds for n in some if n in self.costs) for some in names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +141,8 @@ class Speed:
 def speed(plan: Plan) -> Speed:
     """Returns how fast a run takes steps: pools at the same time, models of one in turns."""
     device, num_devices = plan.device, plan.num_devices
-    phases: dict[str, roofline.Cost] = {}
-    for roles, setting in plan.pools.items():
-        phases |= _costs(setting, device, roles)
     pools = [_pool(setting, device, roles) for roles, setting in plan.pools.items()]
+    phases = {name: cost for pool in pools for name, cost in pool.costs.items()}
     step_s = sum(_stage_seconds(pools))
     tokens = plan.setting.config.sequences_per_step * plan.setting.width
     useful = sum(cost.useful_flops * cost.num_devices for cost in phases.values())
@@ -181,23 +185,10 @@ def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: 
 
 def _pool(setting: Setting, device: Device, roles: tuple[str, ...]) -> Pool:
     """Returns what roles need, and how long they take, on the setting's mesh."""
-    costs = roofline.phases(setting, device)
-    stages = tuple(
-        sum(costs[name].seconds for name in _phases(stage, roles) if name in costs)
-        for stage in _STAGES.values()
-    )
+    names = {name for stage in _STAGES.values() for role in roles for name in stage.get(role, ())}
+    costs = {k: cost for k, cost in roofline.phases(setting, device).items() if k in names}
     needed = memory.peak(setting, roles) + device.process_bytes
-    return Pool(roles, setting.num_devices, setting.mesh, needed, stages)
-
-
-def _phases(stage: Mapping[str, tuple[str, ...]], roles: tuple[str, ...]) -> list[str]:
-    return [name for role in roles for name in stage.get(role, ())]
-
-
-def _costs(setting: Setting, device: Device, roles: tuple[str, ...]) -> dict[str, roofline.Cost]:
-    """Returns the cost of each phase that these roles go through."""
-    names = [name for stage in _STAGES.values() for name in _phases(stage, roles)]
-    return {k: cost for k, cost in roofline.phases(setting, device).items() if k in names}
+    return Pool(roles, setting.num_devices, setting.mesh, needed, costs)
 
 
 def table(ranking: list[Placement]) -> str:

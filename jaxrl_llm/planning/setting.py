@@ -237,10 +237,11 @@ class Setting:
         return self.rollout_held.all * self.rollout_item
 
     @property
-    def rollout_pieces(self) -> tuple[float, float]:
-        """Bytes of the rollout copy that move at one time: embedding, head and norm; a layer."""
+    def resharded(self) -> dict[str, float]:
+        """Bytes of the rollout copy that a program makes: embedding, head and norm; one layer."""
         held, item = self.rollout_held, self.rollout_item
-        return (held.embed + held.rest) * item, held.layers // self.policy.num_layers * item
+        layer = held.layers // self.policy.num_layers * item
+        return {"reshard": (held.embed + held.rest) * item, "reshard_layer": layer}
 
     def given(self, role: str) -> Parts:
         """Returns weights and optimizer of the policy or all critics, as an update takes them."""
