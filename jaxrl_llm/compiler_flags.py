@@ -1,7 +1,7 @@
 """XLA flags that let communication overlap with arithmetic.
 
-Compilers read them from the environment when a backend is made: a program sets them before it asks
-for devices. A flag that the user has set is not changed.
+Compilers read them from the environment when a backend is made, so a program sets them before it
+asks for devices. A flag that the user has set is not changed.
 """
 
 import importlib.util

@@ -20,28 +20,21 @@ from jaxrl_llm.sharding import cluster, hosts
 
 # Libraries whose INFO lines are for their developers.
 _CHATTY = ("orbax", "tensorboardX", "xla_bridge")
-# The user can mend a folder that cannot be written or read.
-_DISK_ERRORS = frozenset(
-    {
-        errno.EACCES,
-        errno.EDQUOT,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EISDIR,
-        errno.ENAMETOOLONG,
-        errno.ENOSPC,
-        errno.ENOTDIR,
-        errno.EPERM,
-        errno.EROFS,
-    }
+# What a user can mend: a full disk, missing permission, a name that cannot be a folder.
+_DISK_ERRORS = (
+    {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
+    | {errno.EACCES, errno.EPERM, errno.EROFS}
+    | {errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR}
 )
 
-_START = flags.DEFINE_enum(
-    "start", "auto", cluster.STARTS, "How the processes of the run find each other."
-)
+_START = flags.DEFINE_enum("start", "auto", cluster.STARTS, "How processes find each other.")
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; see --start.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", -1, "Of the run; -1: the launcher's.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which one this is; -1: the launcher's.")
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", -1, "Processes of the run; -1: as the launcher says."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", -1, "Number of this process; -1: as the launcher says."
+)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -95,8 +88,8 @@ def _end(message: str) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """Ends the process without waiting for its threads; what had to be saved is on disk.
 
-    A signal may have stopped a library just after it started a thread, before it registered how to
-    end it: Python would wait for that thread for ever.
+    If a signal stopped a library before it registered how to end a thread, Python would wait for
+    that thread for ever.
     """
     screen.SCREEN.close()
     logging.flush()

@@ -20,7 +20,7 @@ HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; there is 
 PORT = flags.DEFINE_integer("port", 9000, "Port to listen on.", 1, 65535)
 SLOTS = flags.DEFINE_integer("num_slots", 16, "Samples decoded at the same time.", 1)
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 0, "Prompt and reply; 0: up to 4096.", 0)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every reply; 0: greedy.", 0.0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Temperature of every reply; 0: greedy.", 0.0)
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus sampling: probability to keep.", 1e-6, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.", 0)
 

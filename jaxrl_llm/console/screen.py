@@ -198,15 +198,13 @@ def show_compilations() -> None:
     monitoring.register_event_duration_secs_listener(on_duration)
 
 
-class LogHandler(logging.Handler):
-    """Writes the log for people: time, level from warning on, text."""
+class LogHandler(logging.StreamHandler):
+    """Writes the log to what stderr is at that time: time, level from warning on, text."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes one record to stderr, whatever that is now."""
-        try:
-            when = time.strftime("%H:%M:%S", time.localtime(record.created))
-            level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-            sys.stderr.write(f"{when} {level}{self.format(record)}\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line of a record."""
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{when} {level}{super().format(record)}"

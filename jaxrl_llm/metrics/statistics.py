@@ -1,6 +1,6 @@
-"""Numbers about a step, under verl's names where verl has one.
+"""Metrics of a step, under verl's names where verl has one.
 
-A statistic over nothing (no token survived the mask) is left out rather than made up.
+A statistic over nothing (no token survived the mask) is left out.
 """
 
 import collections
@@ -226,8 +226,7 @@ def of_balance(
 
 def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
     """Returns tokens of the prompt and of what follows it (tool output too) in each sequence."""
-    of_group = np.array([len(prompt.tokens) for prompt in rollouts.prompts])
-    prompts = of_group[rollouts.group_ids]
+    prompts = np.array([len(prompt.tokens) for prompt in rollouts.prompts])[rollouts.group_ids]
     return prompts, rollouts.lengths - prompts
 
 

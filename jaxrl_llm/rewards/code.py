@@ -16,9 +16,9 @@ def code(
 ) -> dict[str, Any]:
     """Returns 1.0 as `score` if the last block of code passes every test, else 0.0.
 
-    `passed` is the share of tests it passes up to and with the first that fails, `failure` how
-    that one ended, `sandbox` what holds the program back on this machine. The program is
-    untrusted: see `jaxrl_llm/rewards/sandbox.py`.
+    `passed` is the share of tests that it passes before the first that fails, `failure` how that
+    one ended, `sandbox` which protections this machine has. The program is untrusted: see
+    `jaxrl_llm/rewards/sandbox.py`.
 
     Args:
       ground_truth: A mapping, or its JSON: `inputs` and `outputs`, texts for stdin and what stdout

@@ -202,7 +202,7 @@ def _where(call: Call) -> str:
 
 
 class _Worker:
-    """One process and the call it is busy with."""
+    """One process and the call that it works on."""
 
     def __init__(self, functions: tuple[str, ...], config: RewardsConfig):
         self.connection, theirs = multiprocessing.Pipe()

@@ -70,10 +70,10 @@ class Outcome:
 class Protections:
     """Which means are in force on this machine beside the limits, which always are."""
 
-    # "namespace": there is no network, no /proc to read the run's environment in, and no process
-    # but its own, which end with it; "python": its socket module refuses, /proc is as the user may
-    # read it, and a process that leaves its group lives on within the limits, until the reward
-    # process that started the program ends.
+    # "namespace": it has no network, cannot read the run's environment in /proc, and sees only its
+    # own processes, which end with it. "python": its socket module refuses, /proc is as the user
+    # may read it, and a process that leaves its group lives on within the limits, until the
+    # reward process that started the program ends.
     network: str
     user: str  # "nobody": it can read what all may read; "own": what the run may read
 
@@ -84,8 +84,8 @@ class Protections:
 def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
     """Runs the text of an untrusted Python program.
 
-    The interpreter is this one, isolated (`-I`): neither the run's modules nor site-packages
-    of the user are on its path, and its environment is empty.
+    The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
+    user's site-packages, and its environment is empty.
     """
     with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
         folder = pathlib.Path(name)
@@ -101,7 +101,7 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outc
 
 @functools.cache
 def protections() -> Protections:
-    """Returns what this machine permits; tried once, by a process that ends at once."""
+    """Returns what this machine permits; tried once, in a short process."""
 
     def works(prepare: Callable[[], None]) -> bool:
         command = [sys.executable, "-I", "-S", "-c", ""]
@@ -142,13 +142,10 @@ def restrict(limits: Limits) -> None:
 
 
 def _leave_system(empty: str) -> None:
-    """Goes where there is no network and /proc is empty; a user by a user namespace.
+    """Enters namespaces without a network, in which /proc is the folder `empty`.
 
     The next child is the first process of its own system: when it ends, the kernel ends all that
     it has started, and it sees no other process to send signals to.
-
-    Args:
-      empty: An empty folder, to be seen in the place of /proc.
     """
     flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID
     if os.geteuid() != 0:
@@ -165,9 +162,8 @@ def _leave_system(empty: str) -> None:
 def _fork_and_keep(cpu_s: float) -> None:
     """Returns in a child; this process stays outside, ends it when told, and ends as it did.
 
-    Args:
-      cpu_s: Processor time after which the kernel kills the child: a first process of a system
-        does not get the signal that says so, and this process says it in its place.
+    After `cpu_s` of processor time the kernel kills the child. The first process of a system does
+    not get the signal that gives this reason, so this process ends by that signal instead.
     """
     notices = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, notices)
