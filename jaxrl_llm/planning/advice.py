@@ -15,9 +15,9 @@ from jaxrl_llm.planning.fit import Plan
 
 Changes = dict[str, Any]  # values by config key, in the order of the config
 
-# What the backward pass finds again, from most to least on the device.
+# What the forward pass keeps on the device, from most to least.
 _REMAT = ("none", "dots", "projections", "attention", "full", "offload_full")
-_DOUBLINGS = 12  # of the devices, before other kinds are asked
+_DOUBLINGS = 12  # of the number of devices, before other kinds are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
         config = changed(setting.config, changes)
         try:
             made = fit.make(config, setting.policy, setting.scorers, device, count)
-        except ConfigError:  # pools that so many devices cannot be shared out to
+        except ConfigError:  # the devices cannot be divided into the pools
             return None
         return made if made.fits else None
 
@@ -102,7 +102,7 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     meshes = list(_meshes(plan, count))
     if not enough(kinds, [{}, *meshes]):
         return None
-    # Over other devices, a mesh is no change of its own.
+    # On other devices a new mesh does not count as a change.
     same = plan.num_devices == count and plan.device == device
     options = [*kinds, meshes] if same else kinds
     for number in range(len(options) + 1):
@@ -132,7 +132,7 @@ def _distance(picks: Iterable[tuple[int, Changes]]) -> int:
 
 
 def _kinds(plan: Plan) -> Iterator[list[Changes]]:
-    """Yields, kind by kind, the changes of a setting, each further from what it is."""
+    """Yields the changes of each kind of setting, the nearest first."""
     config = plan.setting.config
     known = _REMAT.index(config.model.remat) + 1 if config.model.remat in _REMAT else len(_REMAT)
     yield [{"model.remat": name} for name in _REMAT[known:]]

@@ -29,10 +29,10 @@ class Device:
     flops: float  # a second, 16 bits; 0: not known, no times are given
     memory_bandwidth: float
     link_bandwidth: float  # to devices of its domain
-    domain: int  # devices that links join
+    domain: int  # devices that links connect
     network_bandwidth: float  # of each device, between domains
     jax_kind: str = ""  # a regular expression for what JAX calls it
-    process_bytes: int = 0  # of a CPU: held by the process beside arrays, this device's share
+    process_bytes: int = 0  # of a CPU: its share of what the process holds besides arrays
 
     @property
     def backend(self) -> str:
@@ -52,7 +52,7 @@ def _gpu(name, pattern, memory_gb, teraflops, memory_gbs, link_gbs, network_gbs)
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
-    for device in (  # the first whose `jax_kind` is found counts
+    for device in (  # the first whose `jax_kind` matches counts
         _tpu("v4", "TPU v4", 30.5, 275, 1228, 150, 4096),
         _tpu("v5e", "TPU v5 ?(lite|e)", 15.75, 197, 819, 100, 256),
         _tpu("v5p", "TPU v5", 95.73, 459, 2765, 300, 8960),
@@ -82,7 +82,7 @@ def named(name: str) -> Device:
 
 
 def of_kind(device_kind: str) -> Device | None:
-    """Returns the row of what JAX calls a device; None if it is not in the table."""
+    """Returns the row of a device by the name that JAX gives it; None if there is none."""
     return next((d for d in DEVICES.values() if re.search(d.jax_kind, device_kind, re.I)), None)
 
 

@@ -1,4 +1,4 @@
-"""Where every token stands in packed rows: sequences cut into pieces, pieces in rows.
+"""The row and position of every token in packed rows.
 
 Host code over lengths: for the steps of a run (`learner/batches.py`), and for a memory plan.
 """
@@ -121,7 +121,7 @@ def rows(
 
 
 def with_room(width: int, most_seen: int) -> int:
-    """Returns blocks of keys, with one more for later steps, whose sequences start elsewhere."""
+    """Returns blocks of keys, one more than seen: later steps may see more."""
     return most_seen + (keys_compared(width, most_seen + 1) < width)
 
 

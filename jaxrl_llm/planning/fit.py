@@ -1,4 +1,4 @@
-"""Does a run fit its devices, by how much, and what every pool of them holds."""
+"""Whether a run fits its devices, by how much, and what every pool of devices holds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Plan:
 
     pools: Mapping[Roles, Setting]  # by the roles of each pool; most runs have one
     device: Device
-    # All that is on a device while each program runs. Of several pools, names end with the roles.
+    # All bytes on a device while each program runs. With several pools, names end with the roles.
     programs: Mapping[str, Parts]
 
     @property
@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Most bytes on a device during a step; of a CPU, the process's own too."""
+        """Most bytes on a device during a step; on a CPU with those of the process itself."""
         return max(parts.total for parts in self.programs.values()) + self.device.process_bytes
 
     @property
@@ -50,7 +50,7 @@ class Plan:
 
 
 def axes(mesh: Mapping[str, int]) -> str:
-    """Returns the axes of a mesh that split anything: "fsdp 8 x tensor 2"."""
+    """Returns the axes of a mesh that are larger than 1: "fsdp 8 x tensor 2"."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one device"
 
 

@@ -1,8 +1,8 @@
 """How many bytes each program of a run needs on a device: an estimate in closed form.
 
-What a program is given is counted exactly (`setting.py`). What it makes and drops (gradients,
-activations, logits) follows from the phases that it goes through: the largest counts. Where
-compilers differ stands in `_COMPILERS`; `docs/memory.md` compares with their reports.
+The arguments of a program are counted exactly (`setting.py`). What it makes and drops (gradients,
+activations, logits) is estimated for each of its phases: the largest counts. `_COMPILERS` has the
+differences between compilers; `docs/memory.md` compares plans with their reports.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxrl_llm.planning.setting import Head, Parts, Setting, num_params
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What a compiler keeps of what it could have dropped, in copies."""
+    """How many copies a compiler keeps of arrays that it could have dropped."""
 
     # Of the critic while the policy learns: on CPU its old weights; on TPU its summed gradient
     # where both optimizers come last, as in 8B's programs but not in 0.5B's.
@@ -25,11 +25,11 @@ class _Compiler:
     optimizing: float  # of the policy's gradient, while the optimizer works
     chunks: tuple[float, float]  # of one piece's float32 logits, in scoring and in training
     tables: float  # of one piece's weights while it is gathered
-    hoisted: float  # of them, once more, where a single piece leaves its loop
+    hoisted: float  # of them, once more, if the only piece is gathered before its loop
     layers: float  # of one layer's gathered weights in the backward pass
-    laid: float  # of the head's own share, laid out in pieces
+    laid: float  # of the device's share of the head, cut into pieces
     body: bool  # whether the gradient of the layers is there while the head works
-    packing: float  # what arrays need over their bytes when they lie one beside the other
+    packing: float  # memory of arrays over their bytes, as there are gaps between them
 
 
 # GPUs are planned as TPUs: the same compiler before its last stages.
@@ -51,7 +51,7 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
     """Returns what each program itself needs: its arguments, what it keeps and what it drops.
 
     Programs are named as in `learner/lowering.py`, and `score_reward`. What else is on the device
-    while a program runs is not included, see `step`. Roles that the run does not have are nothing.
+    while a program runs is not included, see `step`.
     """
     learners = [role for role in ("policy", "critic") if role in roles and setting.has(role)]
     found: dict[str, Parts] = {}
@@ -72,12 +72,12 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
 
 
 def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
-    """Returns what lies on a device all through a step: every model, optimizer, rollout copy."""
+    """Returns what is on a device during all of a step: models, optimizers, the rollout copy."""
     return sum((setting.resting(role) for role in roles), Parts())
 
 
 def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
-    """Returns what is on a device while each program runs: the program and all that lies beside."""
+    """Returns all that is on a device while each program runs."""
     beside = resident(setting, roles)
     return {
         name: beside + own - _counted_twice(setting, name, own, roles)
@@ -95,7 +95,7 @@ def _counted_twice(setting: Setting, program: str, own: Parts, roles: Collection
     if program == "train":
         return resident(setting, [role for role in ("policy", "critic") if role in roles])
     if program == "score" and setting.resting("reference").host:
-        # What rests in the host's memory is brought back whole: a copy that `resident` has not.
+        # Brought back from the host's memory: a copy that `resident` does not count.
         return Parts()
     moved = {} if "rollout" in roles else setting.resharded
     return Parts(weights=own.weights - moved.get(program, 0.0))
@@ -113,13 +113,13 @@ class _Work:
         self.queries = tokens * query_heads * shape.head_size * item  # one layer's
         # One layer's, and as much of values.
         self.keys = tokens * setting.split(shape.num_kv_heads) * shape.head_size * item
-        self.mlp = tokens * setting.split(shape.mlp_size) * item  # one intermediate of it
+        self.mlp = tokens * setting.split(shape.mlp_size) * item  # one of its intermediates
         # Float32 attention weights of one block of queries; a kernel keeps none.
         block = 1.0 if rows.gathered else min(1.0, attention.QUERY_BLOCK / rows.width)
         scores = tokens * query_heads * rows.keys * 4.0 * block
         self.scores = scores if setting.kernel == "xla" else 0.0
-        # Of them, what a layer keeps for its backward pass, and keys gathered for them. Where
-        # queries come in several blocks, scores are computed again.
+        # Scores that a layer keeps for its backward pass, and keys gathered for them. With several
+        # blocks of queries, scores are computed again.
         at_once = rows.keys <= attention.QUERY_BLOCK
         self.kept = (self.scores + 2 * rows.gathered * self.keys) * at_once
         self.layer = setting.layer_params() * item  # one layer's weights, gathered for use
@@ -129,7 +129,7 @@ class _Work:
         scored = rows.rows * rows.scored if setting.mesh["sequence"] == 1 else tokens
         pieces = heads.num_pieces(here, vocab // here, scored, config.model.vocab_chunk)
         self.alone = pieces == 1  # whether the head is one piece
-        self.share = here * shape.hidden_size * item  # the head's own share, laid out in pieces
+        self.share = here * shape.hidden_size * item  # the device's share of the head
         # The embedding, split by features for its look-up.
         moved = vocab > here or config.model.param_dtype != config.model.compute_dtype
         self.slices = self.share if moved else 0.0
@@ -160,7 +160,7 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     waiting = 4.0 * of_critic * compiler.waiting if both else 0.0
     saved, offloaded = _saved(setting, work)
     beside = Parts(activations=saved, temporary=waiting + work.slices * (1 + both))
-    # Beside logits and their piece: the logits' gradient, or the piece's.
+    # Beside the logits and the piece of the head: their gradients, whichever is larger.
     more = max((compiler.chunks[1] - 1) * work.chunk, work.arriving(compiler))
     of_head = 0.0 if setting.config.lora.rank else compiler.of_head * work.share
     at_head = beside + Parts(
@@ -190,7 +190,7 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
         "attention": work.carry + around,
         "projections": work.carry + around + 2 * work.mlp,
         "dots": 2 * work.carry + work.queries + 2 * work.keys + 2 * work.mlp,
-        # Twice what is normalized and twice what comes of it, float32 and not.
+        # Of each of the two norms its input and its result, in float32 too.
         "none": 7 * work.carry + around + work.queries + 3 * work.mlp + work.kept,
     }
     everything = each[remat.removeprefix("offload_")] * setting.policy.num_layers
@@ -261,10 +261,10 @@ def _prefill(setting: Setting) -> Parts:
 
 
 def _reshard(setting: Setting) -> dict[str, Parts]:
-    """Returns what moves to the rollout layout need: of embedding, head and norm; of a layer."""
+    """Returns what resharding needs: of embedding, head and norm, and of a layer."""
     held, wanted, item = setting.held("lm"), setting.rollout_held, setting.param_item
     ends, layer = setting.resharded.values()
-    # In the layout of training each table is copied by itself.
+    # Tables that are split as in training are copied one by one.
     beside_ends = ends if wanted.embed > held.embed else ends / 2 * _compiler(setting).laid
     beside_layer = layer / 2 if wanted.layers > held.layers else 0.0
     return {

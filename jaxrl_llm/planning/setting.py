@@ -1,6 +1,6 @@
-"""A run on a mesh, and what its programs are given: weights, optimizer, rollout copy.
+"""A run on a mesh, and the arguments of its programs: weights, optimizer, rollout copy.
 
-All of it is counted exactly, by the sharding rules of the run (`sharding/mesh.py`).
+They are counted exactly, by the sharding rules of the run (`sharding/mesh.py`).
 """
 
 import dataclasses
@@ -182,7 +182,7 @@ class Setting:
 
     @property
     def kernel(self) -> attention.Implementation:
-        """What attends over whole rows; GPUs are planned as TPUs."""
+        """The kernel of attention over whole rows; GPUs are planned as TPUs."""
         model = self.config.model
         return attention.implementation_for(
             model.attention, self.backend, model.compute_dtype, self.policy.head_size
@@ -205,7 +205,7 @@ class Setting:
         )
 
     def held(self, head: Head) -> Counts:
-        """Returns the policy's, or a critic's, parameters on a device in the training layout."""
+        """Returns the policy's, or a critic's, parameters on a device in training."""
         return _counted(Network(self.policy, head=head), mesh_lib.TRAIN, self.mesh)
 
     def weights(self, head: Head) -> float:
@@ -228,7 +228,7 @@ class Setting:
     @property
     def rollout_held(self) -> Counts:
         """The rollout copy's parameters on a device."""
-        rules = mesh_lib.LAYOUTS[self.config.mesh.rollout]
+        rules = mesh_lib.ROLLOUT_WEIGHTS[self.config.mesh.rollout]
         return _counted(Network(self.policy), rules, self.mesh)
 
     @property
@@ -259,7 +259,7 @@ class Setting:
         return Parts(weights=number * weights, optimizer=number * learned * moments)
 
     def resting(self, role: str) -> Parts:
-        """Returns what a role keeps on a device, and in the host's memory, all through a step."""
+        """Returns what a role keeps on a device, and in the host's memory, during all of a step."""
         on_host = self.config.mesh.on_host
         if not self.has(role):
             return Parts()
@@ -279,7 +279,7 @@ class Setting:
 
     @property
     def batch_bytes(self) -> float:
-        """Bytes of what the update reads of a step's sequences, a whole copy on every device."""
+        """Bytes of a step's sequences as the update reads them, a whole copy on every device."""
         tokens = self.config.sequences_per_step * self.width
         chosen = self.config.minibatch_size * self.width
         return tokens * (4 + 2 * 1 + 9 * 4) + chosen * 2 * 4

@@ -113,7 +113,7 @@ class Engine:
           network: The policy; its `compute_dtype` is the cache's.
           max_tokens: Longest prompt plus response; the cache's length.
           chunk_steps: Most decode steps before the host reads their tokens.
-          layout: Of the weights, a key of `mesh.LAYOUTS`; it decides what slots and heads are
+          layout: Of the weights, as `config.mesh.rollout`; it decides what slots and heads are
             split over, where they divide.
           speculation: Guesses that are checked together; they change speed, not samples.
           decode: Tokens to text; without it requests with stop strings are refused.

@@ -1,7 +1,7 @@
 """Checks that all processes hold the same values, by digests; the first difference stops the run.
 
-A process with another prompt, token or weight fails nowhere: the run would go on and be wrong.
-Arrays are compared where processes hold copies of the same part.
+Different prompts, tokens or weights on one process raise no error by themselves: the run would go
+on with wrong results. Arrays are compared where processes hold copies of the same part.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _UNEQUAL = "unequal copies "
 
 
 class DivergenceError(UserError, RuntimeError):
-    """Processes of a run hold different values; the message names the first item and them."""
+    """Processes hold different values; the message names the first item and who holds what."""
 
 
 def check(where: str, items: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Copies:
 
 @functools.lru_cache(maxsize=16)
 def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
-    """Returns a program that gives [devices, leaves], each device's digests of its own parts."""
+    """Returns a program for each device's digests of its own parts, [devices, leaves]."""
     rows = PartitionSpec(mesh.axis_names)
 
     def of_device(leaves: dict[str, Array]) -> UInt32[Array, "1 leaves"]:
@@ -151,9 +151,9 @@ def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
 
 
 def _array_digest(array: Array) -> UInt32[Array, ""]:
-    """Returns a sum of the bits, each element's times an odd number of its own position.
+    """Returns the sum of the elements' bits, each times an odd number that its position gives.
 
-    Changing one element always changes it: odd numbers have inverses modulo 2**32.
+    A change of one element always changes it: odd numbers have inverses modulo 2**32.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

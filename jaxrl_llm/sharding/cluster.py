@@ -1,4 +1,4 @@
-"""How this process finds the others of its run: from the launcher's variables, or as told.
+"""How this process finds the others of its run: by the launcher's variables or the user's flags.
 
 One process a host, or one a GPU. Nothing is started here, see `hosts`.
 """
@@ -30,7 +30,7 @@ class ClusterError(UserError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Which process of how many this is."""
+    """Which process this is, and of how many."""
 
     how: str  # one of `STARTS`, except "auto"
     coordinator: str = ""  # HOST:PORT of process 0
@@ -49,7 +49,7 @@ class Address:
 
 
 def find(how: str = "auto", told: Address = Address()) -> Start:
-    """Returns which process of how many this is.
+    """Returns which process this is, and of how many.
 
     `told` wins over `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; these win
     over the launcher. "auto" takes the launcher whose variables are set; without one, one process.
@@ -158,7 +158,7 @@ def _openmpi(variables: _Variables, told: Address) -> Start:
 
 
 def _jobset(variables: _Variables, told: Address) -> Start:
-    """By the variables of launch/gke_jobset.yaml; jax asks Kubernetes, which needs permission."""
+    """By the variables of launch/gke_jobset.yaml; jax would ask Kubernetes, for a permission."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "PODS_PER_JOB")
     remedy = "take them over from the pod's annotations as launch/gke_jobset.yaml does"
     variables.need(remedy, *names, "NUM_JOBS")
@@ -222,7 +222,7 @@ _FINDERS: dict[str, Callable[[_Variables, Address], Start]] = {
     "slurm": _slurm,
     "openmpi": _openmpi,
 }
-# Whether a launcher's variables are set, most particular first: Open MPI may run inside of SLURM.
+# Whether a launcher's variables are set; the first counts, as Open MPI may run inside SLURM.
 _PRESENT: dict[str, Callable[[], bool]] = {
     "tpu": _on_tpu_machine,
     "jobset": lambda: "JOBSET_NAME" in os.environ,

@@ -29,13 +29,13 @@ JOIN_TIMEOUT_S = 300
 EXIT_CODE = 1
 _LEFT = "left"
 _STOPPED = "stopped: "
-_SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two, as each size is compiled
+_SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two: every size is compiled
 
 _watch: "Watch | None" = None
 
 
 class HostError(UserError, RuntimeError):
-    """Another process of the run cannot go on; the message is its."""
+    """Another process of the run cannot go on; the message comes from it."""
 
 
 def is_first() -> bool:
@@ -44,7 +44,7 @@ def is_first() -> bool:
 
 
 def join(start: Start) -> None:
-    """Meets the other processes; to be called before the first use of a device.
+    """Connects this process to the others; to be called before the first use of a device.
 
     Raises:
       ClusterError: If they do not all come.
@@ -74,7 +74,7 @@ def join(start: Start) -> None:
 
 
 def leave() -> None:
-    """Parts from the others at a good end; waits for all of them."""
+    """Leaves the run after a good end; waits for all processes."""
     global _watch
     if _watch is not None:
         _watch.leave()
@@ -95,7 +95,7 @@ def abandon(reason: str, with_trace: bool = False) -> None:
 
 
 def wait_for_verdict() -> None:
-    """Gives the watch time to find out whose end broke a collective; it then ends this process."""
+    """Waits until the watch knows who broke a collective; the watch then ends this process."""
     if _watch is not None:
         time.sleep(SILENCE_S + 2 * PERIOD_S)
 
@@ -229,7 +229,7 @@ class Watch(threading.Thread):
 
 
 def _end_now(message: str) -> None:
-    """Ends this process from any thread: whoever waits in a collective cannot be asked."""
+    """Ends this process from any thread: a thread that waits in a collective hears nothing."""
     if message:
         logging.error("%s", message)
     sys.stdout.flush()

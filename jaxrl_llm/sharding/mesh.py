@@ -1,7 +1,7 @@
 """The device mesh, and the rules that map logical dim names to its axes.
 
 Parameters and activations name their dims; the tables below say which mesh axes each name is
-split over. An axis that does not divide a dim is left out of it, as is one that the mesh lacks.
+split over. An axis is left out if it does not divide the dim, or if the mesh does not have it.
 
 Axes: `data` (replicas of the weights), `fsdp` (rows, and weights split for memory alone),
 `sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary).
@@ -24,20 +24,20 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 Rules = Mapping[str, tuple[str, ...]]
 
 # A rollout rule is a prefix of the training rule of the same name: resharding is then an
-# all-gather over the axes left out, and the bytes moved are the least possible.
+# all-gather over the axes left out, which moves the fewest bytes.
 TRAIN: Rules = {
     name: ("tensor", "fsdp", "sequence") for name in ("vocab", "heads", "kv_heads", "mlp")
 }
 ROLLOUT: Rules = {name: ("tensor",) for name in TRAIN}
 
-# Rollout weights by `config.mesh.rollout`.
-LAYOUTS: Mapping[str, Rules] = {
+# Rules of rollout weights by `config.mesh.rollout`.
+ROLLOUT_WEIGHTS: Mapping[str, Rules] = {
     "tensor": ROLLOUT,
     "train": TRAIN,
     "all_tensor": TRAIN,
     "replicas": {},
 }
-# Axes that split heads in the arithmetic itself, so that a device must hold whole ones.
+# Axes over which heads are computed: a device must hold whole ones.
 COMPUTING: Mapping[str, tuple[str, ...]] = {
     "tensor": ("tensor",),
     "train": ("tensor",),
@@ -50,7 +50,7 @@ ACTIVATIONS: Rules = {
     "length": ("sequence",),
     **dict.fromkeys(TRAIN, ("tensor",)),
 }
-# Those in sampling, where one token at a time has no length to split.
+# Activations in sampling, which computes one token at a time: there is no length to split.
 ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
     layout: {
         "batch": tuple(axis for axis in AXES if axis not in computing),
@@ -136,7 +136,7 @@ def shardings(
 
 @contextlib.contextmanager
 def under(rules: Rules) -> Iterator[None]:
-    """Functions decorated so are traced with these rules for activations, not `ACTIVATIONS`."""
+    """A function decorated so is traced with these rules for its activations."""
     token = _rules.set(rules)
     try:
         yield
@@ -174,7 +174,7 @@ def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mes
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:
-    """Returns over how many devices packed rows are split, and their length."""
+    """Returns the number of devices that split packed rows, and that split the length of a row."""
     return mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
 
 

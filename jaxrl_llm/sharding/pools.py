@@ -1,8 +1,8 @@
 """Pools of devices: a mesh for each, and arrays that move from one to another.
 
-A pool takes equally many devices of every host. An array that moves is first laid out in its own
-pool as the other wants it, then copied device to device within each host; `jax.device_put` alone
-would pass it through the host's memory.
+A pool takes equally many devices of every host. An array that moves is first split in its own pool
+as in the other, then copied from device to device within each host; `jax.device_put` alone would
+pass it through the host's memory.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def sizes(
 
 
 def staging(source: Mesh, target: Mesh) -> Mesh:
-    """Returns a mesh over the source's devices whose layouts can be copied to the target.
+    """Returns a mesh over the source's devices whose parts can be copied to the target.
 
     It has the target's axes; if the source has n times as many devices, each part is held n times.
     If the numbers do not divide, it is the source: arrays must then be whole on each device.
@@ -100,12 +100,12 @@ def staging(source: Mesh, target: Mesh) -> Mesh:
 
 
 def fits(source: Mesh, target: Mesh) -> bool:
-    """Returns whether `staging` can hold every layout of the target."""
+    """Returns whether `staging` can hold every sharding of the target."""
     return source.size % target.size == 0
 
 
 def move(tree: Any, shardings: Any) -> Any:
-    """Returns arrays in another pool's layout; `shardings` is a tree, or one for all.
+    """Returns arrays on another pool; `shardings` is a tree, or one for all.
 
     Arrays that are there already, or not committed to any mesh, are returned as they are. To be
     called outside of `jax.set_mesh`, as two meshes take part.
@@ -126,11 +126,11 @@ def _moved(array: Any, target: NamedSharding) -> Any:
     here, there = source.mesh, target.mesh
     assert isinstance(here, Mesh) and isinstance(there, Mesh), "arrays have devices"
     spec = target.spec if fits(here, there) else PartitionSpec()
-    return _copied(_laid_out(NamedSharding(staging(here, there), spec))(array), target)
+    return _copied(_split(NamedSharding(staging(here, there), spec))(array), target)
 
 
 @functools.lru_cache(maxsize=256)
-def _laid_out(sharding: NamedSharding):
+def _split(sharding: NamedSharding):
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -151,5 +151,5 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def devices(meshes: Collection[Mesh]) -> list[Any]:
-    """Returns the devices that the meshes have together, each once, in their order."""
+    """Returns the devices of all meshes, each once, in their order."""
     return list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))

@@ -63,7 +63,7 @@ class Resharder:
           abstract: Shapes of the training parameters, `layers` stacked as [L, ...].
           logical_axes: Dim names of the same tree.
           units: See `mesh.partition_spec`.
-          layout: A key of `mesh.LAYOUTS`: "tensor" splits over the tensor axis alone; "train" as
+          layout: As `config.mesh.rollout`: "tensor" splits over the tensor axis alone; "train" as
             in training; "all_tensor" over tensor, fsdp and sequence; "replicas" not at all.
           convert: Makes a rollout layer from a training layer, before the cast: it may merge
             adapters or transpose kernels.
@@ -76,7 +76,7 @@ class Resharder:
         )
         stacked = (rollout_axes or logical_axes)["layers"]
         axes = {**logical_axes, "layers": jax.tree.map(lambda _, names: names[1:], layer, stacked)}
-        rules, computing = mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout]
+        rules, computing = mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTING[layout]
         # One layer and the ends: what rollout wants, and how training splits the same arrays.
         self._target = _abstract(
             shapes, mesh_lib.shardings(shapes, axes, mesh, rules, units, computing)

@@ -24,12 +24,12 @@ def resting(tree: Any) -> Any:
 
 
 def working(tree: Any) -> Any:
-    """Returns the arrays in device memory; those that are there already, themselves."""
+    """Returns the arrays in device memory; those that are there already are not copied."""
     return jax.tree.map(lambda a: jax.device_put(a, in_use(a.sharding)), tree)
 
 
 def in_use(sharding: Any) -> Any:
-    """Returns the sharding that an array has while it is worked with."""
+    """Returns the sharding that an array has in device memory."""
     if sharding.memory_kind != _HOST:
         return sharding
     device = next(iter(sharding.device_set))

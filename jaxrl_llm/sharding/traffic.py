@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, and the least that a new layout needs."""
+"""What a compiled program sends between devices, and the least that a change of sharding needs."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ _GROUPS = re.compile(
 class Collective:
     """One exchange of a compiled program."""
 
-    kind: str  # XLA's name, as "all-gather"
+    kind: str  # XLA's name, e.g. "all-gather"
     dtypes: tuple[str, ...]  # of what is sent
     received_bytes: int  # by each device; an all-reduce is a reduce-scatter and an all-gather
 
@@ -45,7 +45,7 @@ def collectives(hlo: str) -> Iterator[Collective]:
         ]
         kind, group = found["kind"], _group_size(found["rest"], everybody)
         total = sum(size for _, size in arrays)
-        if found["start"]:  # what goes in is named beside what comes out
+        if found["start"]:  # its text has the inputs beside the outputs
             total = total * group // (group + 1) if kind == "all-gather" else total // 2
         received = {
             "all-gather": total * (group - 1) // group,
@@ -76,9 +76,9 @@ def _group_size(attributes: str, everybody: int) -> int:
 
 
 def missing_elements(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> float:
-    """Returns the elements that a device must receive for a change of layout, on average.
+    """Returns the elements that a device must receive for a change of sharding, on average.
 
-    These are its part in the target layout without what it holds of it in the source layout.
+    These are its part in the target without what it holds of it in the source.
     """
     held: Mapping = source.devices_indices_map(shape)
     wanted: Mapping = target.devices_indices_map(shape)

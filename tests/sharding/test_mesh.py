@@ -64,7 +64,7 @@ def test_the_tensor_axis_takes_whole_heads():
     tensor=st.sampled_from([1, 2, 3, 4, 8]),
     sequence=st.sampled_from([1, 2, 4]),
     name=st.sampled_from(sorted(mesh_lib.TRAIN)),
-    layout=st.sampled_from(sorted(mesh_lib.LAYOUTS)),
+    layout=st.sampled_from(sorted(mesh_lib.ROLLOUT_WEIGHTS)),
 )
 @example(dim=8, unit=4, fsdp=4, tensor=1, sequence=2, name="heads", layout="all_tensor")
 def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name, layout):
@@ -75,7 +75,7 @@ def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name
         return (found,) if isinstance(found, str) else found or ()
 
     train = axes(mesh_lib.TRAIN, ("tensor",))
-    rollout = axes(mesh_lib.LAYOUTS[layout], mesh_lib.COMPUTING[layout])
+    rollout = axes(mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTING[layout])
     assert train[: len(rollout)] == rollout
     parts = 1
     for axis in train:
@@ -86,7 +86,7 @@ def test_rollout_is_a_prefix_of_training(dim, unit, fsdp, tensor, sequence, name
 def test_rules_name_the_same_dims():
     assert set(mesh_lib.ROLLOUT) == set(mesh_lib.TRAIN)
     layouts = set(MeshConfig.__dataclass_fields__["rollout"].type.__args__)
-    for table in (mesh_lib.LAYOUTS, mesh_lib.COMPUTING, mesh_lib.ROLLOUT_ACTIVATIONS):
+    for table in (mesh_lib.ROLLOUT_WEIGHTS, mesh_lib.COMPUTING, mesh_lib.ROLLOUT_ACTIVATIONS):
         assert set(table) == layouts
 
 
