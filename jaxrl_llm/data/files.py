@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields the place and the content of each row, file after file.
+    """Yields the origin and the content of each row, file after file.
 
-    The place is `FILE, row N`; N counts from 1 and is the line number in a JSON lines file, whose
+    The origin is `FILE, row N`; N counts from 1 and is the line number in a JSON lines file, whose
     blank lines are skipped.
 
     Raises:
