@@ -17,7 +17,7 @@ import shutil
 import statistics
 import threading
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,8 +126,17 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         self._stop = stop
         self._in_row = dict.fromkeys(ALERTS, 0)
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
-        # Process 0 sends for all.
-        self._messenger = _Messenger(config if jax.process_index() == 0 else AlertsConfig())
+        tellers: list[Callable[[Mapping[str, Any]], Any]] = []
+        if config.webhook and jax.process_index() == 0:  # it sends for all
+            tellers.append(functools.partial(_post, config.webhook))
+        if config.function and jax.process_index() == 0:
+            tellers.append(lookup.resolve(config.function, {}, "alert function"))
+        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE_LENGTH)
+        self._thread = threading.Thread(
+            target=_tell, args=(tellers, self._messages), name="alerts", daemon=True
+        )
+        if tellers:
+            self._thread.start()
 
     def allow_update(self, numbers: Numbers) -> bool:
         """Returns whether the weights may learn from this step.
@@ -190,7 +199,10 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
 
     def __exit__(self, *exception: Any) -> None:
         """Waits some seconds for messages that are still to be sent."""
-        self._messenger.close()
+        with contextlib.suppress(queue.Full):
+            if self._thread.is_alive():
+                self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
+                self._thread.join(CLOSE_TIMEOUT_S)
 
     def _rule(self, name: str) -> AlertConfig:
         return getattr(self._config, name)
@@ -218,7 +230,11 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
             "action": rule.action,
             "workdir": str(self._workdir),
         }
-        self._messenger.tell(message)
+        try:
+            if self._thread.is_alive():
+                self._messages.put_nowait(message)
+        except queue.Full:
+            logging.warning("alerts: %d messages wait to be told; this one is lost", QUEUE_LENGTH)
         if rule.action == "stop":
             self._stop(text)
 
@@ -246,41 +262,18 @@ def _readings(numbers: Numbers) -> dict[str, float]:
     return found
 
 
-class _Messenger:
-    """Sends messages to webhook and function, in a thread of its own."""
-
-    def __init__(self, config: AlertsConfig):
-        self._tellers: list[Callable[[Mapping[str, Any]], Any]] = []
-        if config.webhook:
-            self._tellers.append(functools.partial(_post, config.webhook))
-        if config.function:
-            self._tellers.append(lookup.resolve(config.function, {}, "alert function"))
-        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE_LENGTH)
-        self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
-        if self._tellers:
-            self._thread.start()
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        try:
-            if self._tellers:
-                self._messages.put_nowait(message)
-        except queue.Full:
-            logging.warning("alerts: %d messages wait to be told; this one is lost", QUEUE_LENGTH)
-
-    def close(self) -> None:
-        with contextlib.suppress(queue.Full):
-            if self._thread.is_alive():
-                self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
-                self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            for tell in self._tellers:
-                try:
-                    tell(message)
-                except Exception as error:  # the user's function, or any fault of a network
-                    kind = type(error).__name__
-                    logging.warning("alerts: could not be told: %s: %s", kind, error)
+def _tell(
+    tellers: Sequence[Callable[[Mapping[str, Any]], Any]],
+    messages: queue.Queue[Mapping[str, Any] | None],
+) -> None:
+    """Sends messages to webhook and function, until None comes; in its own thread."""
+    while (message := messages.get()) is not None:
+        for tell in tellers:
+            try:
+                tell(message)
+            except Exception as error:  # of the user's function or the network
+                kind = type(error).__name__
+                logging.warning("alerts: could not be told: %s: %s", kind, error)
 
 
 def _post(address: str, message: Mapping[str, Any]) -> None:

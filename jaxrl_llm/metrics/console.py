@@ -88,14 +88,14 @@ def closing(
 ) -> None:
     """Prints the result of a run: first and last evaluation, seconds of this start, its files."""
     evaluations = _evaluations(workdir)
+    first_and_last = evaluations[:1] + evaluations[1:][-1:]
     table = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("", *(f"step {step}" for step, _ in evaluations[:1] + evaluations[1:][-1:])):
-        table.add_column(column, justify="right" if column else "left", overflow="fold")
-    if evaluations:
-        (_, before), (_, after) = evaluations[0], evaluations[-1]
-        for name in after:
-            values = [before.get(name, float("nan")), after[name]][-len(table.columns) + 1 :]
-            table.add_row(name, *(f"{value:.4g}" for value in values))
+    table.add_column("", overflow="fold")
+    for step, _ in first_and_last:
+        table.add_column(f"step {step}", justify="right", overflow="fold")
+    for name in evaluations[-1][1] if evaluations else ():
+        values = (results.get(name, float("nan")) for _, results in first_and_last)
+        table.add_row(name, *(f"{value:.4g}" for value in values))
     console = rich_console.Console(
         highlight=False, width=None if SCREEN.is_terminal() else _WIDTH, soft_wrap=True
     )

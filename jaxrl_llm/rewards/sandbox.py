@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jaxrl_llm.rewards import supervisor
 from jaxrl_llm.rewards.supervisor import PR_SET_PDEATHSIG, libc
@@ -79,24 +79,6 @@ class Protections:
 
     def __str__(self) -> str:
         return f"network off by {self.network}, files as {self.user}"
-
-
-def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Runs the text of an untrusted Python program.
-
-    The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
-    user's site-packages, and its environment is empty.
-    """
-    with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
-        folder = pathlib.Path(name)
-        weak = protections().network == "python"
-        source = (_NO_NETWORK if weak else "") + f"exec(compile({program!r}, 'program', 'exec'))\n"
-        (folder / "main.py").write_text(source, encoding="utf-8", errors="replace")
-        (folder / "main.py").chmod(0o444)
-        (folder / "proc").mkdir()
-        folder.chmod(0o777)
-        command = [sys.executable, "-I", "-B", "main.py"]
-        return _run(command, folder, stdin.encode(errors="replace"), limits)
 
 
 @functools.cache
@@ -194,9 +176,43 @@ def _become_nobody() -> None:
     os.setuid(_NOBODY)
 
 
-def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Limits) -> Outcome:
-    found = protections()
+def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
+    """Runs the text of an untrusted Python program.
 
+    The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
+    user's site-packages, and its environment is empty.
+    """
+    found = protections()
+    source = f"exec(compile({program!r}, 'program', 'exec'))\n"
+    if found.network == "python":
+        source = _NO_NETWORK + source
+    with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
+        folder = pathlib.Path(name)
+        (folder / "main.py").write_text(source, encoding="utf-8", errors="replace")
+        (folder / "main.py").chmod(0o444)
+        (folder / "proc").mkdir()
+        folder.chmod(0o777)
+        process = _started(folder, stdin.encode(errors="replace"), limits, found)
+        kept = [b"", b""]
+        try:
+            failure = _read(process, limits, kept)
+        finally:
+            if found.network == "namespace":
+                process.terminate()  # it ends the program's system and waits for that
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+            _end_group(process)
+            for pipe in (process.stdout, process.stderr):
+                pipe.close()  # type: ignore[union-attr]
+    if not failure and process.returncode == -signal.SIGXCPU:
+        failure = f"more than {limits.cpu_s:g} s of processor time"
+    output, errors = (data.decode(errors="replace") for data in kept)
+    return Outcome(output, errors, process.returncode, failure)
+
+
+def _started(
+    folder: pathlib.Path, stdin: bytes, limits: Limits, found: Protections
+) -> subprocess.Popen:
     def prepare() -> None:
         if found.network == "namespace":
             _leave_system(str(folder / "proc"))
@@ -212,8 +228,8 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
     with tempfile.TemporaryFile() as given:
         given.write(stdin)
         given.seek(0)
-        process = subprocess.Popen(
-            command,
+        return subprocess.Popen(
+            [sys.executable, "-I", "-B", "main.py"],
             cwd=folder,
             env={
                 "PATH": "/usr/bin:/bin",
@@ -228,21 +244,6 @@ def _run(command: Sequence[str], folder: pathlib.Path, stdin: bytes, limits: Lim
             preexec_fn=prepare,
             start_new_session=True,
         )
-    kept = [b"", b""]
-    try:
-        failure = _read(process, limits, kept)
-    finally:
-        if found.network == "namespace":
-            process.terminate()  # it ends the program's system and waits for that
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        _end_group(process)
-        for pipe in (process.stdout, process.stderr):
-            pipe.close()  # type: ignore[union-attr]
-    if not failure and process.returncode == -signal.SIGXCPU:
-        failure = f"more than {limits.cpu_s:g} s of processor time"
-    output, errors = (data.decode(errors="replace") for data in kept)
-    return Outcome(output, errors, process.returncode, failure)
 
 
 def _end_group(process: subprocess.Popen) -> None:
