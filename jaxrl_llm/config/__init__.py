@@ -1,7 +1,7 @@
-"""Typed description of a job and its groups, one file each.
+"""Typed settings of a job, one file per group.
 
-`configs/` writes `ConfigDict`s, the package reads these frozen dataclasses; `bridge` makes one of
-the other. No field is optional.
+Files in `configs/` return a `ConfigDict`. The package reads these frozen dataclasses. `bridge`
+converts between them. No field is optional.
 """
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig

@@ -23,7 +23,7 @@ _MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
 
 
 def is_import_path(name: str) -> bool:
-    """Returns whether `name` is the path of a function, `package.module:f` or `file.py:f`."""
+    """Returns whether `name` is a path to a function: `package.module:f` or `file.py:f`."""
     return ":" in name
 
 
@@ -136,7 +136,7 @@ class AlgorithmConfig(Group):
                 yield "rejection_highs", f"{name} needs low <= high, got {low}, {high}"
 
     def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
-        """Yields what does not go together with what the advantage reads."""
+        """Yields settings that contradict the inputs of the advantage."""
         if self.safe and "values" not in reads:
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"
         if self.dynamic_sampling and "baselines" in reads:

@@ -1,4 +1,4 @@
-"""From config files to the typed config of a job, and back."""
+"""Converts config files to the typed config of a job, and back."""
 
 import dataclasses
 import difflib
@@ -36,7 +36,7 @@ def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
 
 def _defaults(group: Any) -> ml_config.ConfigDict:
     hints = typing.get_type_hints(type(group))
-    # A wrong type is no exception in the user's file; `from_config_dict` reports it with the rest.
+    # A wrong type raises nothing in the user's file; `from_config_dict` reports all of them.
     values = ml_config.ConfigDict(type_safe=False)
     for name, value in vars(group).items():
         if dataclasses.is_dataclass(value):
@@ -44,7 +44,7 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
         elif isinstance(value, Mapping):
             values[name] = ml_config.ConfigDict()
         elif isinstance(group, AlgorithmConfig):
-            # The class of the values that the annotation admits.
+            # The class of the values that the annotation allows.
             origin, args = typing.get_origin(hints[name]), typing.get_args(hints[name])
             kind = type(args[0]) if origin is Literal else origin or hints[name]
             values[name] = ml_config.placeholder(kind)
@@ -54,7 +54,7 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
 
 
 def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
-    """Returns the typed, validated config of the job that `values` names; without a name, of RL.
+    """Returns the typed, validated config of the job that `values` names; the default is RL.
 
     A field that is missing or None takes the value of the recipe named by
     `algorithm.recipe`, then the default of its dataclass; an explicit value wins over both.
@@ -100,7 +100,7 @@ def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
     for name, expected in hints.items():
         where = f"{path}.{name}"
         if dataclasses.is_dataclass(expected):
-            # Built even when not given: a recipe may say what no default says.
+            # Built even if not given, because a recipe may set its values.
             fields[name] = _build(fields[name], given.get(name, {}), where, errors)
         elif name in given:
             fields[name] = _convert(expected, given[name], where, errors)
@@ -112,7 +112,7 @@ def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
 
 
 def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
-    """Returns `value` as the annotation `expected` admits it, or `_INVALID`."""
+    """Returns `value` converted to the annotation `expected`, or `_INVALID`."""
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if isinstance(expected, type) and issubclass(expected, Group):
         return _build(expected(), value, path, errors)

@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""The source of prompts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from jaxrl_llm.errors import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Group):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     task: Literal["arithmetic", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet or jsonl

@@ -21,7 +21,7 @@ from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
 
 
 def load(file: str) -> Any:
-    """Returns what `get_config` of a config file returns; what follows a colon is its argument.
+    """Returns the result of `get_config` of a config file; text after a colon is its argument.
 
     Entries of named groups get the fields that the file leaves out, so that the command line can
     set them.
@@ -30,7 +30,7 @@ def load(file: str) -> Any:
       ConfigError: If the file is missing, cannot be run, or describes nothing; names the line.
     """
     path, *argument = file.split(":", 1)
-    if not os.path.isfile(path):  # no error of a name that no file can have
+    if not os.path.isfile(path):  # names that no file can have raise no error here
         raise ConfigError([f"--config: {path}: no such file"])
     try:
         found = runpy.run_path(path, run_name="config_file")
@@ -48,12 +48,12 @@ def load(file: str) -> Any:
 
 
 def _job(values: Any) -> Any:
-    """Returns the class of the job that a config describes; that of RL if the name is not known."""
+    """Returns the class of the job that a config names; RL if the name is not known."""
     return JOBS.get(values.get("job"), RLConfig)
 
 
 def _origin(error: BaseException, path: str) -> str:
-    """Returns file, line and text of what a config file raised."""
+    """Returns file, line and text of an exception in a config file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename:
@@ -64,7 +64,7 @@ def _origin(error: BaseException, path: str) -> str:
 
 
 def _complete(values: Any, cls: Any) -> None:
-    """Sets what entries of named groups leave out to the defaults of their class."""
+    """Adds the defaults of their class to entries of named groups."""
     for name, hint in typing.get_type_hints(cls).items():
         group = values.get(name)
         if not isinstance(group, (dict, ml_config.ConfigDict)):
@@ -80,7 +80,7 @@ def _complete(values: Any, cls: Any) -> None:
 
 
 class _ConfigFile(flags.ArgumentParser):
-    """What absl reads `--config=FILE` with."""
+    """The parser of `--config=FILE` for absl."""
 
     def parse(self, file: str) -> Any:
         values = load(file)
@@ -91,7 +91,7 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 def unknown_overrides(argv: Sequence[str]) -> list[str]:
-    """Returns what is wrong with `--config=FILE` and the keys of `--config.key=value`."""
+    """Returns problems of `--config=FILE` and of the keys in `--config.key=value`."""
     match = re.search(r"^--?config[=\n](.+)$", "\n".join(argv), re.MULTILINE)
     try:
         values = load(match[1]) if match else {}
@@ -139,7 +139,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         _refuse(errors)
     if "config" in flags.FLAGS:
         flags.FLAGS["config"].parser = _ConfigFile()
-    flags.FLAGS.set_gnu_getopt(True)  # what follows an argument that is no flag is read too
+    flags.FLAGS.set_gnu_getopt(True)  # also read flags after an argument that is not a flag
     rest = app.parse_flags_with_usage(list(argv))
     if len(rest) > 1:
         _refuse([_meant(argument) for argument in rest[1:]])
@@ -152,7 +152,7 @@ def _refuse(errors: Sequence[str]) -> typing.NoReturn:
 
 
 def _meant(argument: str) -> str:
-    """Returns what is wrong with an argument that is no flag, and the flag that was meant."""
+    """Returns the problem of an argument that is not a flag, and the most similar flag."""
     name, equals, value = argument.lstrip("-").partition("=")
     top, dot, key = name.partition(".")
     near = [top] if top in flags.FLAGS else difflib.get_close_matches(top, list(flags.FLAGS), n=1)

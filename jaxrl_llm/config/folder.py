@@ -1,4 +1,4 @@
-"""The folder of a run: `config.json` in it describes the run, so that only the same one goes on."""
+"""The folder of a run: its `config.json` ensures that only the same run resumes in it."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.errors import ConfigError, naming
 
-# What a resumed run may change: its length, what is reported and saved, and how the work is
-# divided on the machine. The rest decides which numbers are computed.
+# Settings that a resumed run may change: its length, reports and saves, and the division of work on
+# the machine. All others change the results.
 RESUMABLE = (
     "trainer.num_steps",
     "trainer.max_tokens_per_microbatch",
@@ -33,12 +33,12 @@ RESUMABLE = (
     "rewards.environment",
 )
 
-# What a run writes beside its config; never into a folder that had it before.
+# Outputs of a run besides its config; it never writes into a folder that already has them.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted path, value) of everything in nested dicts that is not a dict."""
+    """Yields (dotted path, value) of the leaves of nested dicts."""
     for name, value in values.items():
         where = f"{path}.{name}" if path else name
         if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
-    """Checks as `check_workdir` and, in the process that shall `write`, writes `config.json`."""
+    """Checks as `check_workdir`; if `write`, this process also writes `config.json`."""
     check_workdir(config, workdir)
     if write:
         text = json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"

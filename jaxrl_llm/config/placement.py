@@ -90,7 +90,7 @@ class PlacementConfig(Group):
             yield "pools", "at most one pool may have devices=-1 (the rest)"
 
     def divided(self, used: Collection[str]) -> tuple[dict[str, PoolConfig], dict[str, str]]:
-        """Returns pools by name and the pool of each role, of which the run has those in `used`.
+        """Returns pools by name, and the pool of each role; the run has the roles in `used`.
 
         Of a ready-made choice, each pool has `devices` -1: an equal share.
         """
@@ -99,5 +99,5 @@ class PlacementConfig(Group):
         groups = [group for group in CHOICES[self.choice] if any(role in used for role in group)]
         pools = {"+".join(group): PoolConfig() for group in groups}
         roles = {role: "+".join(group) for group in groups for role in group}
-        # A role that the run does not have must be somewhere for the rest of the code.
+        # Other code expects a pool for every role, also for roles that the run does not have.
         return pools, {role: roles.get(role, roles["policy"]) for role in ROLES}

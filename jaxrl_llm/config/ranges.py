@@ -1,4 +1,4 @@
-"""The values that a field may have: declared once, beside the field, and checked from there."""
+"""The allowed values of a field: declared in its annotation, and checked by these classes."""
 
 import dataclasses
 import functools
@@ -10,19 +10,19 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import Problem
 
-_MAX_CHARACTERS = 4096  # as of a path on Linux
+_MAX_CHARACTERS = 4096  # the limit of a path on Linux
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that a field may be."""
+    """The numbers that are allowed in a field."""
 
     # Numbers and intervals: "-1 or [1, 8]", "(0, inf]". NaN is in none, infinity only in the last.
     text: str
-    note: str = ""  # what single numbers mean: "0: off"
+    note: str = ""  # meaning of special numbers: "0: off"
 
     def __str__(self) -> str:
-        """Returns the range as a message has it: "0 or in [1, 8] (0: off)"."""
+        """Returns the range as text for messages: "0 or in [1, 8] (0: off)"."""
         said = re.sub(r"[\[(]", r"in \g<0>", self.text)
         return f"{said} ({self.note})" if self.note else said
 
@@ -49,12 +49,12 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What a text means: a folder, a file, a function, an address or a name."""
+    """The meaning of a text: a folder, a file, a function, an address or a name."""
 
     kind: str = "a text"
 
     def problems(self, value: str) -> Iterator[str]:
-        """Yields what is wrong with a text. Whether a path exists is checked where it is read."""
+        """Yields problems of a text; whether a path exists is checked where it is read."""
         if len(value) > _MAX_CHARACTERS:
             yield f"must have at most {_MAX_CHARACTERS} characters, got {len(value)}"
         elif "\0" in value:
@@ -93,11 +93,11 @@ class Group:
     """A group of fields of a run."""
 
     def rules(self) -> Iterator[Problem]:
-        """Yields what is wrong between fields, if each alone is right."""
+        """Yields contradictions between fields; each field alone is valid."""
         return iter(())
 
     def problems(self) -> Iterator[Problem]:
-        """Yields what is wrong with single fields or, if nothing is, between fields."""
+        """Yields problems of single fields or, if there are none, contradictions between fields."""
         yield from list(self._undeclared()) or self.rules()
 
     def _undeclared(self) -> Iterator[Problem]:
@@ -117,7 +117,7 @@ class Group:
 
 @functools.cache
 def declared(cls: Any) -> tuple[tuple[str, Range | Text, bool], ...]:
-    """Returns (field, what it may be, whether that is said of each item) of texts and numbers."""
+    """Returns (field, its rule, whether the rule is for each item) of texts and numbers."""
     found = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         is_tuple = typing.get_origin(hint) is tuple

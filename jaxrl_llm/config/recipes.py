@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-# They compare the samples of a prompt.
+# Advantages that compare the samples of a prompt.
 GROUP_ADVANTAGES = (
     "grpo",
     "grpo_passk",

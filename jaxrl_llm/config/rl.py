@@ -88,7 +88,7 @@ class RLConfig(JobConfig):
                 f" {self.algorithm.samples_per_prompt} samples);"
                 f" use {' or '.join(map(str, near))}",
             )
-        shards = self.mesh.sequence  # -1: known when the devices are
+        shards = self.mesh.sequence  # -1: not known before the devices are
         if self.max_sequence_tokens > self.trainer.max_tokens_per_microbatch * shards > 0:
             yield (
                 "trainer.max_tokens_per_microbatch",

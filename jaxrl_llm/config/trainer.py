@@ -85,7 +85,7 @@ class EvaluationConfig(Group):
 
     @property
     def wanted(self) -> bool:
-        """Whether a run evaluates at all."""
+        """Whether the run has any evaluation."""
         return self.before or self.after or self.every > 0
 
     def rules(self) -> Iterator[Problem]:
