@@ -1,13 +1,9 @@
-"""The rollout engine: prefill, insert and generate over decode slots, kept full.
-
-The engine owns compiled programs and no weights: parameters are an argument of every call,
-so new weights of the same layout cost nothing.
-"""
+"""The rollout engine: prefill, insert and generate over decode slots, kept full."""
 
 import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,15 +18,8 @@ from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout import scheduler as scheduler_lib
 from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
 from jaxrl_llm.rollout.prefill import Prefix
-from jaxrl_llm.rollout.requests import (
-    MAX_TOP_LOG_PROBS,
-    Completion,
-    Limits,
-    Progress,
-    Request,
-    SamplingParams,
-)
-from jaxrl_llm.rollout.scheduler import Assignment, Reader, Scheduler
+from jaxrl_llm.rollout.requests import Completion, Limits, Progress, Request
+from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler
 from jaxrl_llm.rollout.stopping import Decode
 
 
@@ -93,7 +82,7 @@ class _Chunk(NamedTuple):
 class Engine:
     """Samples completions of prompts on a mesh: `generate`, or `submit`, `abort` and `step`.
 
-    Not for several threads.
+    Not for several threads. It has no weights: new ones of the same layout cost nothing.
     """
 
     def __init__(
@@ -137,12 +126,12 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Samples that have no slot yet."""
-        return self._scheduler.num_waiting
+        return len(self._scheduler.waiting)
 
     @property
     def num_active(self) -> int:
         """Samples that have a slot."""
-        return self._scheduler.num_active
+        return len(self._scheduler.active)
 
     @property
     def statistics(self) -> Statistics:
@@ -164,19 +153,14 @@ class Engine:
             self._state = program.call(params, self._state or self.jitted.empty())
 
     def submit(self, request: Request) -> int:
-        """Queues a request; returns its number, never given twice between two resets.
-
-        Raises:
-          RequestError: If the engine cannot serve it (see `Limits`).
-        """
+        """Queues a request or raises a `RequestError`; returns its number, unique until a reset."""
         self.limits.check(request, "request")
         return self._scheduler.add(request)
 
     def abort(self, number: int) -> list[Completion]:
         """Ends a request; returns its completions so far, `finish_reason` "abort" where running.
 
-        Its slots are free for the next `step`. For a request that has finished, or never was,
-        nothing is returned and nothing happens.
+        A request that has finished, or never was, has none.
         """
         return self._scheduler.remove(number)
 
@@ -188,11 +172,11 @@ class Engine:
             same shapes and layout: prompts without a slot are read again, slots keep their keys
             and values.
           version: Of these weights; reported with every token that they draw.
-          ahead: The device may begin the next chunk before this one is read: nothing is
-            submitted, aborted or changed before the next step.
+          ahead: Nothing is submitted, aborted or changed before the next step, so the device may
+            begin the next chunk before this one is read.
 
         Returns:
-          One entry for each sample that got tokens, or failed; none if there is nothing to do.
+          One entry for each sample that got tokens, or failed.
         """
         scheduler = self._scheduler
         chunk, self._chunk = self._chunk, None
@@ -205,7 +189,7 @@ class Engine:
                         self._insert(*batch, version)
             filled = time.perf_counter()
             self._sums += Statistics(prefill_s=filled - began)
-            if scheduler.num_active:
+            if self.num_active:
                 if chunk is None:
                     num_slots = self._settle()
                     chunk = self._dispatch(params, version, num_slots, max(scheduler.lengths()))
@@ -225,8 +209,7 @@ class Engine:
             prompts differ read them with the same program.
 
         Raises:
-          RequestError: If a request does not fit (see `submit`).
-          ValueError: If submitted ones are not finished.
+          RequestError, ValueError: If a request does not fit, or submitted ones are not finished.
           Exception: What the host's work for a sample raised, such as `decode`.
         """
         if self.num_waiting or self.num_active:
@@ -254,17 +237,16 @@ class Engine:
             self._state = self._chunk = None
 
     def _insert(
-        self, prefix: Prefix, prompts: list[int], entering: list[Assignment], version: int
+        self, prefix: Prefix, prompts: list[int], entering: list[Sample], version: int
     ) -> None:
         """Puts samples into slots; `prompts` are the indices of their prompts in the prefix."""
-        samples = [(self._scheduler.requests[a.request], a.sample) for a in entering]
-        filtered, num_top = self._switches([r.params[i] for r, i in samples])
+        filtered, num_top = self._switches(entering)
         self._state, outputs = self.jitted.insert(
             self._state or self.jitted.empty(),
             prefix,
             scheduler_lib.admission(
-                [(r.keys[i], r.params[i]) for r, i in samples],
-                [a.slot for a in entering],
+                [(sample.key, sample.params) for sample in entering],
+                [sample.slot for sample in entering],
                 prompts,
                 _at_least(len(entering), self.jitted.insert_sizes),
                 self.num_slots,
@@ -275,12 +257,10 @@ class Engine:
         self._scheduler.take_first(entering, jax.device_get(outputs), version)
 
     def _settle(self) -> int:
-        """Brings the device in step with the scheduler; returns how many slots need to decode.
-
-        Fewer active samples move together at the front, where a smaller program decodes them.
-        """
+        """Brings the device in step with the scheduler; returns how many slots need to decode."""
+        # Fewer active samples move together at the front, where a smaller program decodes them.
         scheduler = self._scheduler
-        num_slots = _at_least(scheduler.num_active, self.jitted.slot_counts)
+        num_slots = _at_least(self.num_active, self.jitted.slot_counts)
         moves = scheduler.compact(num_slots)
         for i in range(0, len(moves), MOVES):
             pairs = np.full((MOVES, 2), self.num_slots, np.int32)
@@ -295,7 +275,7 @@ class Engine:
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
-        filtered, num_top = self._switches(self._scheduler.active_params)
+        filtered, num_top = self._switches(self._scheduler.active.values())
         self._state, outputs = self.jitted.generate(
             params,
             self._state,
@@ -310,15 +290,12 @@ class Engine:
         return _Chunk(outputs, version, num_slots, queue_waits)
 
     def _dispatch_ahead(self, params: Params, version: int, chunk: _Chunk) -> _Chunk | None:
-        """Gives the device the chunk after one that is not read, unless the host must decide.
-
-        It must while samples wait for a slot, where those that are left fit a smaller program or
-        none are left, and where texts are searched for stop strings. That a sample ended before
-        its limit is seen one chunk late.
-        """
-        scheduler = self._scheduler
-        left = scheduler.lengths(self.chunk_steps)
-        if chunk.queue_waits or not left or any(p.stop_strings for p in scheduler.active_params):
+        """Gives the device the chunk after one that is not read, unless the host must decide."""
+        # It must while samples wait for a slot, where those that are left fit a smaller program,
+        # and where texts are searched. That a sample ended early is seen one chunk late.
+        left = self._scheduler.lengths(self.chunk_steps)
+        searched = any(s.params.stop_strings for s in self._scheduler.active.values())
+        if chunk.queue_waits or not left or searched:
             return None
         if _at_least(len(left), self.jitted.slot_counts) < chunk.num_slots:
             return None
@@ -341,11 +318,11 @@ class Engine:
             busy_slot_steps=slot_steps if chunk.queue_waits else 0,
         )
 
-    def _switches(self, params: list[SamplingParams]) -> tuple[bool, int]:
+    def _switches(self, samples: Iterable[Sample]) -> tuple[bool, int]:
         """Returns (filtered, num_top): what these samples need of a program, others do not."""
+        params = [sample.params for sample in samples]
         most = max((p.num_top_log_probs for p in params), default=0)
-        widest = min(MAX_TOP_LOG_PROBS, self.network.shape.vocab_size)
-        num_top = bucket(most, largest=widest) if most else 0
+        num_top = bucket(most, largest=self.limits.max_top_log_probs) if most else 0
         return any(p.is_filtered for p in params), num_top
 
 

@@ -5,7 +5,6 @@ A sequence holds the prompt, sampled tokens, and appended ones; nothing is token
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -18,18 +17,11 @@ from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
 
 
-class Episode(Protocol):
-    """One sample of a row, from its prompt to its end."""
+class Episode:
+    """One sample of a row, from its prompt to its end; here of one answer."""
 
     def advance(self, sampled: Completion) -> Sequence[int]:
         """Returns the tokens that follow what was sampled; none: the episode has ended."""
-        ...
-
-
-class OneTurn:
-    """The plain case: one answer, and the end."""
-
-    def advance(self, sampled: Completion) -> Sequence[int]:
         return ()
 
 
@@ -90,7 +82,7 @@ def rollout(
     prompts: PromptBatch,
     samples: Sequence[SamplingParams],
     key: jax.Array,
-    begin: Callable[[Prompt, int], Episode] = lambda prompt, sample: OneTurn(),
+    begin: Callable[[Prompt, int], Episode] = lambda prompt, sample: Episode(),
 ) -> tuple[Rollouts, Statistics]:
     """Returns `len(samples)` sequences of every prompt, prompt-major, and the work for all turns.
 

@@ -29,10 +29,7 @@ class Program(NamedTuple):
 
 
 class Jitted:
-    """One jitted function for each of `programs`; call them under `jax.set_mesh(mesh)`.
-
-    The arguments are those of `engine.Engine`.
-    """
+    """One jitted function for each of `programs`, called under the mesh; made as an `Engine` is."""
 
     def __init__(
         self,

@@ -98,21 +98,19 @@ def _read_in_pieces(network, params, tokens, lengths, size):
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         seen = jnp.arange(count * size) <= positions[:, None, :, None]
 
-        def attend_to(cache_k, cache_v):
-            def attend(q, k, v):
-                kept = tuple(
-                    lax.dynamic_update_slice_in_dim(cache, piece.astype(cache.dtype), start, 1)
-                    for cache, piece in ((cache_k, k), (cache_v, v))
-                )
-                return jax.nn.dot_product_attention(q, kept[0], kept[1], mask=seen), kept
-
-            return attend
-
         x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
         rotary = network.rotary(positions)
         kept = []
         for layer, cache in zip(params["layers"], caches, strict=True):
-            x, cache = network.block(layer, x, rotary, attend_to(*cache))
+
+            def attend(q, k, v, cache=cache):
+                keys, values = (
+                    lax.dynamic_update_slice_in_dim(old, piece.astype(old.dtype), start, 1)
+                    for old, piece in zip(cache, (k, v), strict=True)
+                )
+                return jax.nn.dot_product_attention(q, keys, values, mask=seen), (keys, values)
+
+            x, cache = network.block(layer, x, rotary, attend)
             kept.append(cache)
         # Where the row ends in this piece; elsewhere any entry, not taken.
         place = jnp.clip(lengths - 1 - start, 0, size - 1)[:, None, None]

@@ -41,8 +41,8 @@ class DecodeState:
 class Outputs:
     """What was sampled; shares no memory with the state, so it outlives the next call.
 
-    "rounds" are steps (one for `insert`) times the tokens that a step may give a slot. For
-    `insert` S counts the samples that enter. There are k likeliest tokens.
+    "rounds" are steps times the tokens that a step may give a slot. An `insert` has one round, S
+    counts its samples.
     """
 
     tokens: Int[Array, "rounds S"]  # -1: none, the slot was not active or a guess was wrong
@@ -73,10 +73,7 @@ def empty_state(
     *,
     keeps_history: bool = False,
 ) -> DecodeState:
-    """Returns a state in which every slot is free.
-
-    `blocks` are the positions of each block of the cache; speculation needs `keeps_history`.
-    """
+    """Returns free slots; `blocks` are the sizes of the cache's, speculation needs the history."""
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
     return DecodeState(

@@ -143,6 +143,10 @@ class Limits:
     vocab_size: int
     takes_stop_strings: bool
 
+    @property
+    def max_top_log_probs(self) -> int:
+        return min(MAX_TOP_LOG_PROBS, self.vocab_size)
+
     def check(self, request: Request, name: str) -> None:
         """Raises a `RequestError` for what the engine cannot serve; `name` begins its message."""
         if problem := next(self._problems(request), ""):
@@ -171,7 +175,7 @@ class Limits:
             yield f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
 
     def _sampling_problems(self, params: SamplingParams, prompt_tokens: int) -> Iterator[str]:
-        room, most = self.max_tokens - prompt_tokens, min(MAX_TOP_LOG_PROBS, self.vocab_size)
+        room, most = self.max_tokens - prompt_tokens, self.max_top_log_probs
         if not _is_integer(params.max_tokens, 1, room):
             yield (
                 f"max_tokens={params.max_tokens!r:.100} after a prompt of {prompt_tokens}"

@@ -80,11 +80,9 @@ def _uniforms(keys, positions) -> Float[Array, "S 2"]:
 
 
 def _inverse_cdf(mass: Float[Array, "S V"], uniforms: Float[Array, "S 2"]) -> Int[Array, " S"]:
-    """Returns an entry of each row, drawn in proportion to `mass`.
-
-    Two short searches replace V Gumbel numbers: one finds a block of entries, one the entry in it.
-    Each has its own uniform: one has too few bits for rare entries of a large vocabulary.
-    """
+    """Returns an entry of each row, drawn in proportion to `mass`."""
+    # A search for a block of entries, one for the entry in it: faster than V Gumbel numbers. Each
+    # has its own uniform: one has too few bits for rare entries of a large vocabulary.
     size = mass.shape[-1]
     blocks = jnp.pad(mass, ((0, 0), (0, -size % _BLOCK))).reshape(mass.shape[0], -1, _BLOCK)
     block = _search(blocks.sum(-1), uniforms[:, 0])
@@ -118,10 +116,9 @@ def _filter(mass: Float[Array, "S V"], sampler: SamplerState) -> Float[Array, "S
 
 
 def _threshold(mass: Float[Array, "S V"], enough, start: Bool[Array, " S"] | bool = True):
-    """Returns the largest t of each row such that the entries >= t are still `enough`.
+    """Returns the largest t of each row such that the entries >= t are `enough`; 0 without start.
 
-    It bisects over the bits of non-negative floats, which are ordered as integers are. Rows where
-    `start` is False get 0, which keeps every entry.
+    It bisects over the bits of non-negative floats, which are ordered as integers are.
     """
 
     def bit(i, low):

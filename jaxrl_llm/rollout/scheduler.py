@@ -7,7 +7,7 @@ import bisect
 import collections
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,20 +31,13 @@ MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
 SMALLEST_WIDTH = 32
 
 
-class Assignment(NamedTuple):
-    """A sample that enters a slot: number `sample` of request `request`."""
+class Sample:
+    """One sample from its submission to its end: number `index` of request `number`."""
 
-    request: int
-    sample: int
-    slot: int
-
-
-class _Sample:
-    """One sample from its submission to its end."""
-
-    def __init__(self, request: int, index: int, prompt_tokens: int, params: SamplingParams):
-        self.request, self.index, self.params = request, index, params
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, number: int, index: int, request: Request):
+        self.request, self.index, self.slot = number, index, -1  # -1: it waits
+        self.key, self.params = request.keys[index], request.params[index]
+        self.prompt_tokens = len(request.tokens)
         self.completion = Completion()
         self.error: Exception | None = None
 
@@ -91,33 +84,19 @@ class Scheduler:
         self._num_slots, self._decode = num_slots, decode
         self._num_requests = 0
         self.requests: dict[int, Request] = {}  # unfinished, in order of arrival
-        self._samples: dict[int, list[_Sample]] = {}
-        self._waiting: collections.deque[_Sample] = collections.deque()
-        self._active: dict[int, _Sample] = {}  # by slot
-        self._touched: dict[_Sample, int] = {}  # in order: the first token not yet reported
+        self._samples: dict[int, list[Sample]] = {}
+        self.waiting: collections.deque[Sample] = collections.deque()
+        self.active: dict[int, Sample] = {}  # by slot
+        self._touched: dict[Sample, int] = {}  # in order: the first token not yet reported
         self._stale: set[int] = set()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._active)
-
-    @property
-    def active_params(self) -> list[SamplingParams]:
-        """How each active sample is drawn."""
-        return [sample.params for sample in self._active.values()]
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        length = len(request.tokens)
-        samples = [_Sample(number, i, length, params) for i, params in enumerate(request.params)]
+        samples = [Sample(number, i, request) for i in range(len(request.params))]
         if samples:
             self.requests[number], self._samples[number] = request, samples
-            self._waiting.extend(samples)
+            self.waiting.extend(samples)
         return number
 
     def completions(self, number: int) -> list[Completion]:
@@ -132,9 +111,9 @@ class Scheduler:
             self._touched.pop(sample, None)
             if not sample.completion.finish_reason:
                 sample.completion.finish_reason = "abort"
-        self._waiting = collections.deque(s for s in self._waiting if s.request != number)
-        for slot in [slot for slot, s in self._active.items() if s.request == number]:
-            del self._active[slot]
+        self.waiting = collections.deque(s for s in self.waiting if s.request != number)
+        for slot in [slot for slot, s in self.active.items() if s.request == number]:
+            del self.active[slot]
             self._stale.add(slot)
         return completions
 
@@ -142,42 +121,43 @@ class Scheduler:
         """Returns the tokens so far of each active sequence that may get over `beyond` more."""
         return [
             sample.prompt_tokens + sample.num_tokens
-            for sample in self._active.values()
+            for sample in self.active.values()
             if sample.params.max_tokens > sample.num_tokens + beyond
         ]
 
     def _free(self, num_slots: int) -> list[int]:
-        return [slot for slot in range(num_slots) if slot not in self._active]
+        return [slot for slot in range(num_slots) if slot not in self.active]
 
-    def admit(self) -> list[Assignment]:
+    def admit(self) -> list[Sample]:
         """Returns the samples that enter a slot now: as many as are waiting and slots free."""
-        entering = []
-        for slot in self._free(self._num_slots)[: len(self._waiting)]:
-            sample = self._active[slot] = self._waiting.popleft()
-            entering.append(Assignment(sample.request, sample.index, slot))
-        return entering
+        slots = self._free(self._num_slots)[: len(self.waiting)]
+        for slot in slots:
+            sample = self.active[slot] = self.waiting.popleft()
+            sample.slot = slot
+        return [self.active[slot] for slot in slots]
 
-    def take_first(self, entered: Sequence[Assignment], sampled: Outputs, version: int = 0) -> None:
+    def take_first(self, entered: Sequence[Sample], sampled: Outputs, version: int = 0) -> None:
         """Takes in what `insert` sampled; the columns are in the order of `entered`."""
-        for column, assignment in enumerate(entered):
-            self._stale.discard(assignment.slot)
-            self._take(assignment.slot, sampled, column, version)
+        for column, sample in enumerate(entered):
+            self._stale.discard(sample.slot)
+            self._take(sample, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
         """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
-        behind = sorted(slot for slot in self._active if slot >= num_slots)
+        behind = sorted(slot for slot in self.active if slot >= num_slots)
         moves = list(zip(behind, self._free(num_slots), strict=False))
         for source, target in moves:
-            self._active[target] = self._active.pop(source)
+            self.active[target] = self.active.pop(source)
+            self.active[target].slot = target
             self._stale.discard(target)
         return moves
 
     def take(self, sampled: Outputs, version: int = 0) -> int:
         """Takes in what `generate` sampled in the first slots; returns how many tokens."""
-        return sum(self._take(slot, sampled, slot, version) for slot in sorted(self._active))
+        active = sorted(self.active.items())
+        return sum(self._take(sample, sampled, slot, version) for slot, sample in active)
 
-    def _take(self, slot: int, sampled: Outputs, column: int, version: int) -> int:
-        sample = self._active[slot]
+    def _take(self, sample: Sample, sampled: Outputs, column: int, version: int) -> int:
         c, num_seen, strings = sample.completion, sample.num_tokens, sample.params.stop_strings
         count = sample.extend(sampled, column, version)
         if count:
@@ -195,9 +175,9 @@ class Scheduler:
                     del kept[length:]
                 c.finish_reason = "stop"
         if c.finish_reason:
-            del self._active[slot]
+            del self.active[sample.slot]
             if not ended:
-                self._stale.add(slot)
+                self._stale.add(sample.slot)
         return count
 
     def stale_slots(self) -> list[int]:
@@ -215,13 +195,9 @@ class Scheduler:
 
 
 class Reader:
-    """Reads the prompts of samples that enter, and more of the queue as far as a batch reaches.
-
-    Each prompt is read once; what was read is kept until its samples have entered.
-    """
+    """Reads each prompt once: those of samples that enter, and more of the queue in their batch."""
 
     def __init__(self, read: Callable[[Params, Prompts], Prefix], max_tokens: int):
-        """`max_tokens`: of the longest prompt."""
         self._read, self._max_tokens = read, max_tokens
         self.longest = 0  # tokens of the longest prompt that may come later
         self.num_tokens = 0  # of all prompts read so far
@@ -231,9 +207,9 @@ class Reader:
         self._read_with: Callable[[], object] = lambda: None
 
     def split(
-        self, params: Params, entering: list[Assignment], scheduler: Scheduler
-    ) -> Iterator[tuple[Prefix, list[int], list[Assignment]]]:
-        """Yields (prefix, indices of prompts, assignments) of the batches with these samples."""
+        self, params: Params, entering: list[Sample], scheduler: Scheduler
+    ) -> Iterator[tuple[Prefix, list[int], list[Sample]]]:
+        """Yields (prefix, indices of prompts, samples) of the batches with these samples."""
         weights = jax.tree.leaves(params)[0]
         if self._read_with() is not weights:
             # Read with other weights, or never. Weakly held: this must not keep them in memory.
@@ -243,8 +219,8 @@ class Reader:
             if entering[0].request not in self._indices:
                 self._fill(params, entering[0].request, scheduler)
             assert self._batch is not None
-            inside = [a for a in entering if a.request in self._indices]
-            yield self._batch, [self._indices[a.request] for a in inside], inside
+            inside = [sample for sample in entering if sample.request in self._indices]
+            yield self._batch, [self._indices[sample.request] for sample in inside], inside
             entering = entering[len(inside) :]
 
     def _fill(self, params: Params, first: int, scheduler: Scheduler) -> None:
@@ -340,9 +316,7 @@ def admission(
 ) -> Admission:
     """Returns the arrays of an insert of `size` samples; unused entries go to slot `num_slots`.
 
-    Args:
-      drawn: Key and parameters of each sample.
-      prompts: Index in the prefix of the prompt that each begins with.
+    `drawn` are their keys and parameters, `prompts` the indices of their prompts in the prefix.
     """
     num_unused = size - len(drawn)
     unused = [(np.zeros(2, np.uint32), SamplingParams(max_tokens=1))] * num_unused

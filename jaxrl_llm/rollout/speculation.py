@@ -19,11 +19,8 @@ def propose(
     """Returns what may follow each sequence; -1 everywhere if its last token is new to it.
 
     The latest earlier occurrence of the longest ending of up to `ngram_tokens` tokens decides. A
-    guess that reaches the end goes on as if the sequence repeated itself.
-
-    Args:
-      history: Tokens by position; those after the last one are ignored.
-      positions: Of the last token of each sequence.
+    guess that reaches the end goes on as if the sequence repeated itself. `history` are tokens by
+    position, `positions` those of the last tokens.
     """
     size = history.shape[1]
     index = jnp.arange(size)

@@ -12,10 +12,7 @@ _MARGIN_TOKENS = 4
 def num_tokens_to_stop(
     tokens: Sequence[int], num_seen: int, stop_strings: Sequence[str], decode: Decode
 ) -> int:
-    """Returns how many tokens there are up to the one that completes a stop string; 0: none does.
-
-    The first `num_seen` tokens were searched before. No stop string is empty.
-    """
+    """Returns the tokens up to the first after `num_seen` that completes a stop string, or 0."""
     # A token without text aside, n bytes of text are at most n tokens.
     longest = max(len(stop.encode()) for stop in stop_strings)
     start = max(0, num_seen - longest - _MARGIN_TOKENS)

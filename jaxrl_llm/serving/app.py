@@ -109,19 +109,16 @@ def make_app(
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    app.add_middleware(_BodyLimit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
+    app.add_middleware(_body_limit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
     app.add_middleware(Count, metrics=metrics)
     return app
 
 
-class _BodyLimit:
+def _body_limit(app: ASGIApp, max_bytes: int, timeout_s: float) -> ASGIApp:
     """413 for a body over `max_bytes`, 408 for one slower than `timeout_s`, before it is whole."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float):
-        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
         num_bytes, arrived = 0, False
 
         async def limited() -> Message:
@@ -132,15 +129,17 @@ class _BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                detail = f"the body did not arrive within {self._timeout_s:g} s"
+                detail = f"the body did not arrive within {timeout_s:g} s"
                 raise HTTPException(408, detail) from None
             num_bytes += len(message.get("body", b""))
             arrived = not message.get("more_body", False)
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body is over {self._max_bytes} bytes; send less")
+            if num_bytes > max_bytes:
+                raise HTTPException(413, f"the body is over {max_bytes} bytes; send less")
             return message
 
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
+        await app(scope, limited if scope["type"] == "http" else receive, send)
+
+    return checked
 
 
 class _Work:
@@ -171,11 +170,7 @@ class _Work:
             self._metrics.cancelled.inc()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields (sample, piece) as they come, until all samples are finished.
-
-        Raises:
-          ApiError: If the request was not served to its end, or not in time.
-        """
+        """Yields (sample, piece) as they come, to the end of all samples or an `ApiError`."""
         while self._num_unfinished:
             try:
                 async with asyncio.timeout(self._begun + self._limit_s - time.monotonic()):

@@ -8,23 +8,17 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from absl import logging
 
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.rollout.requests import Progress, Request, RequestError
-from jaxrl_llm.serving.errors import (
-    EngineFailed,
-    NotServing,
-    QueueFull,
-    Refused,
-    RequestFailed,
-    Unfit,
-)
+from jaxrl_llm.serving import errors
+from jaxrl_llm.serving.errors import Refused
 
-Params = Any
 # (which sample, counted through the requests of a ticket; what came), or why nothing more comes.
 Event = tuple[int, Progress] | Refused
 
@@ -63,12 +57,10 @@ class Driver:
         programs: Sequence[Program] = (),
         call: Callable[[Callable[[], None]], object] = lambda tell: tell(),
     ) -> None:
-        """Begins to serve.
+        """Begins to serve; `programs` are compiled one by one while there is nothing else to do.
 
-        Args:
-          programs: Compiled one by one, in this order, while there is nothing else to do.
-          call: Runs a function where listeners are to be called, such as an event loop's
-            `call_soon_threadsafe`; by default in the driver's thread.
+        `call` runs a function where listeners are to be called, such as an event loop's
+        `call_soon_threadsafe`; by default that is the driver's thread.
         """
         self._call = call
         self.programs.extend(programs)
@@ -77,22 +69,18 @@ class Driver:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request], listener: Callable[[Event], None]) -> Ticket:
-        """Queues requests, all of them or none; `listener` hears of every sample until its end.
-
-        Raises:
-          Refused: If the driver is not ready or cannot hold so many samples, now or ever.
-        """
+        """Queues requests, or raises `Refused`; `listener` hears of every sample until its end."""
         count = sum(len(request.params) for request in requests)
         ticket = Ticket(tuple(requests), listener, count)
         with self._lock:
             if self.state != "ready":
-                raise NotServing(f"the server is {self.state}")
+                raise errors.NotServing(f"the server is {self.state}")
             if not 1 <= count <= self.capacity:
-                raise Unfit(
+                raise errors.Unfit(
                     f"{count} samples in one request; this server holds 1 to {self.capacity}"
                 )
             if self.num_unfinished + count > self.capacity:
-                raise QueueFull(
+                raise errors.QueueFull(
                     f"{self.num_unfinished} samples are running or waiting and {count} more do"
                     f" not fit in {self.capacity}; try again later"
                 )
@@ -142,10 +130,10 @@ class Driver:
         try:
             while self._turn():
                 pass
-            end = NotServing("the server stopped before this request was done")
+            end = errors.NotServing("the server stopped before this request was done")
         except Exception as error:  # whatever it is, clients must hear of it
             logging.exception("the engine failed")
-            end = EngineFailed(f"the engine failed: {type(error).__name__}")
+            end = errors.EngineFailed(f"the engine failed: {type(error).__name__}")
             with self._lock:
                 self.state = "failed"
         with self._lock:
@@ -203,9 +191,9 @@ class Driver:
         """Gives up a ticket whose request raised an error; returns what its listener hears."""
         self._abort(ticket)
         if isinstance(error, RequestError):
-            return Unfit(str(error))
+            return errors.Unfit(str(error))
         logging.error("a request failed", exc_info=error)
-        return RequestFailed(f"the request failed: {type(error).__name__}")
+        return errors.RequestFailed(f"the request failed: {type(error).__name__}")
 
     def _abort(self, ticket: Ticket) -> None:
         for number in ticket.numbers:

@@ -34,12 +34,9 @@ def engine(
     chunk_steps: int = 8,
     draft_tokens: int = 0,
 ) -> Engine:
-    """Returns an engine for serving.
+    """Returns an engine for serving; fewer `chunk_steps` make streams smoother, more cost less.
 
-    Args:
-      num_slots: 0: 16 on CPU, 64 elsewhere, fewer where memory is short (`capacity.num_slots`).
-      chunk_steps: Fewer make streams smoother, more cost less.
-      draft_tokens: See `SpeculationConfig`.
+    Without `num_slots` it has 16 on CPU, 64 elsewhere, fewer where memory is short.
     """
     models = source.models
     mesh, max_tokens = models.meshes["rollout"], model.max_tokens

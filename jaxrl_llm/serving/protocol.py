@@ -1,7 +1,4 @@
-"""What clients send and get: the shapes of OpenAI's completions and chat completions.
-
-Every field that is not served is refused by name, unless its value asks for nothing.
-"""
+"""What clients send: OpenAI's completions and chat completions; other fields are refused."""
 
 import reprlib
 from typing import Annotated, Any, Literal

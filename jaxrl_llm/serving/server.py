@@ -12,8 +12,9 @@ from absl import logging
 from starlette.types import ASGIApp
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.jitted import Program
-from jaxrl_llm.serving.driver import Driver, Params
+from jaxrl_llm.serving.driver import Driver
 
 _FLUSH_S = 10  # for finished replies to reach their clients, before the process ends
 _LOOK_S = 0.2  # between two checks whether to end
@@ -49,12 +50,9 @@ def run(
     grace_s: float,
     max_connections: int,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses new requests, finishes, returns.
+    """Serves until SIGTERM or SIGINT; then refuses new requests, finishes others in `grace_s`.
 
-    Args:
-      programs: Compiled while there are no requests.
-      reload: Reads other weights when SIGHUP comes.
-      grace_s: For accepted requests to finish after the signal.
+    `programs` are compiled while there are no requests; `reload` reads weights when SIGHUP comes.
     """
 
     def finish() -> None:

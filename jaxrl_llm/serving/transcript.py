@@ -18,10 +18,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Returns tokens to text, without special tokens; spaces are not tidied.
-
-    Tidying would take a space back that an earlier token gave.
-    """
+    """Returns what turns tokens into text, without special tokens."""
+    # Spaces are not tidied: that would take a space back that an earlier token gave.
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         # The wrapper around it is slow, and this runs once for every token served.
         return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=True))

@@ -65,10 +65,7 @@ def completion(served: Served, body: CompletionBody) -> Wanted:
 
 
 def chat(served: Served, body: ChatBody) -> Wanted:
-    """Returns what `POST /v1/chat/completions` asks for; an `ApiError` if it cannot be served.
-
-    Without a limit the reply may have all tokens that fit.
-    """
+    """Returns what `POST /v1/chat/completions` asks for, up to all tokens that fit; see above."""
     if served.chat_template and not served.tokenizer.chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions")
     messages = [

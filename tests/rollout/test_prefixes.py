@@ -13,7 +13,7 @@ from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.rollout import prefill
 from jaxrl_llm.rollout import scheduler as scheduler_lib
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Assignment, Reader, Scheduler
+from jaxrl_llm.rollout.scheduler import Reader, Scheduler
 
 MOST = 600
 
@@ -77,8 +77,8 @@ def read_all(lengths):
     for prompt in prompts_of(lengths):
         scheduler.add(Request(prompt, np.zeros((1, 2), np.uint32), (SamplingParams(1),)))
     reader, params = Reader(read, MOST), {"weight": np.zeros(1)}
-    placements = [Assignment(i, 0, i) for i in range(len(lengths))]
-    for _, indices, placed in reader.split(params, placements, scheduler):
+    samples = scheduler.admit()
+    for _, indices, placed in reader.split(params, samples, scheduler):
         assert indices == list(range(len(placed)))
     assert reader.num_tokens == sum(lengths)
     return reader.num_positions, shapes

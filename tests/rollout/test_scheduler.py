@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.rollout.programs import Outputs
 from jaxrl_llm.rollout.requests import Progress, Request, SamplingParams
-from jaxrl_llm.rollout.scheduler import Assignment, Scheduler
+from jaxrl_llm.rollout.scheduler import Scheduler
 
 
 def text_of(tokens):
@@ -36,6 +36,10 @@ def first(tokens, remaining):
     return outputs(dict(enumerate([t] for t in tokens)), 1, len(tokens), remaining)
 
 
+def entered(samples):
+    return [(s.request, s.index, s.slot) for s in samples]
+
+
 def brief(progress):
     return [(p.request, p.sample, p.tokens, p.finish_reason) for p in progress]
 
@@ -44,20 +48,20 @@ def test_one_run_by_hand():
     scheduler = Scheduler(2, text_of)
     numbers = [scheduler.add(r) for r in (request(4, 1), request(3, stops=(5,)), request(2))]
     assert numbers == [0, 1, 2]
-    assert (scheduler.num_waiting, scheduler.num_active) == (4, 0)
+    assert (len(scheduler.waiting), len(scheduler.active)) == (4, 0)
 
     # The first two samples of the first prompt enter; the second ends with its first token.
-    placements = scheduler.admit()
-    assert placements == [Assignment(0, 0, 0), Assignment(0, 1, 1)]
-    scheduler.take_first(placements, first([1, 2, 9], (3, 0, 0)))  # an insert may be wider
-    assert (scheduler.num_waiting, scheduler.num_active) == (2, 1)
+    samples = scheduler.admit()
+    assert entered(samples) == [(0, 0, 0), (0, 1, 1)]
+    scheduler.take_first(samples, first([1, 2, 9], (3, 0, 0)))  # an insert may be wider
+    assert (len(scheduler.waiting), len(scheduler.active)) == (2, 1)
     assert max(scheduler.lengths()) == 3
 
     # The freed slot is the one that is filled; a full house admits nobody.
-    placements = scheduler.admit()
-    assert placements == [Assignment(1, 0, 1)]
+    samples = scheduler.admit()
+    assert entered(samples) == [(1, 0, 1)]
     assert scheduler.admit() == []
-    scheduler.take_first(placements, first([3], [2]))
+    scheduler.take_first(samples, first([3], [2]))
     assert scheduler.lengths() == [3, 3]
     # Of budgets 4 and 3, a token each is used.
     assert scheduler.lengths(beyond=2) == [3]
@@ -72,10 +76,11 @@ def test_one_run_by_hand():
     ]
     assert list(scheduler.requests) == [0, 2]  # the second is finished and forgotten
     assert max(scheduler.lengths()) == 5
-    assert scheduler.admit() == [Assignment(2, 0, 1)]
-    scheduler.take_first([Assignment(2, 0, 1)], first([6], [1]))
+    samples = scheduler.admit()
+    assert entered(samples) == [(2, 0, 1)]
+    scheduler.take_first(samples, first([6], [1]))
     assert scheduler.take(outputs({0: [1], 1: [5]}, 3, 2, [0, 0])) == 2
-    assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
+    assert (len(scheduler.waiting), len(scheduler.active)) == (0, 0)
     # 5 ends a sample only where it is among the sample's stop tokens.
     found = scheduler.progress()
     assert brief(found) == [(2, 0, (6, 5), "length"), (0, 0, (1,), "length")]
@@ -107,15 +112,15 @@ def test_a_request_is_removed_wherever_its_samples_are():
     assert scheduler.remove(gone) == []
     assert scheduler.progress() == []
     # A slot that is filled again is in step with the device, the other is not.
-    placements = scheduler.admit()
-    assert placements == [Assignment(other, 0, 0)]
-    scheduler.take_first(placements, first([3], [0]))
+    samples = scheduler.admit()
+    assert entered(samples) == [(other, 0, 0)]
+    scheduler.take_first(samples, first([3], [0]))
     assert scheduler.stale_slots() == [1]
     assert scheduler.stale_slots() == []
     # One that waits.
     last = scheduler.add(request(1, 1))
     assert [c.finish_reason for c in scheduler.remove(last)] == ["abort", "abort"]
-    assert (scheduler.num_waiting, scheduler.num_active) == (0, 0)
+    assert (len(scheduler.waiting), len(scheduler.active)) == (0, 0)
 
 
 def test_active_samples_move_to_the_front():
@@ -159,18 +164,18 @@ def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
     lengths = [[0] * len(budgets) for budgets in groups]
     left = np.zeros(num_slots, int)
     admitted = []
-    while scheduler.num_waiting or scheduler.num_active:
-        while placements := scheduler.admit():
-            for p in placements:
+    while scheduler.waiting or scheduler.active:
+        while samples := scheduler.admit():
+            for p in samples:
                 assert left[p.slot] == 0, "a slot in use was given away"
-                left[p.slot] = groups[p.request][p.sample] - 1
-                admitted.append((p.request, p.sample))
+                left[p.slot] = groups[p.request][p.index] - 1
+                admitted.append((p.request, p.index))
             scheduler.take_first(
-                placements, first([1] * len(placements), [left[p.slot] for p in placements])
+                samples, first([1] * len(samples), [left[p.slot] for p in samples])
             )
-        assert scheduler.num_active == (left > 0).sum()
+        assert len(scheduler.active) == (left > 0).sum()
         # No slot idles while a sample waits.
-        assert not scheduler.num_waiting or scheduler.num_active == num_slots
+        assert not scheduler.waiting or len(scheduler.active) == num_slots
         steps = np.minimum(left, chunk)
         columns = {slot: [2] * count for slot, count in enumerate(steps)}
         left -= steps

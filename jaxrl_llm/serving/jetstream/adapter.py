@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxrl_llm.models.transformer import Params
@@ -22,13 +21,7 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.programs import DecodeState
 from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
-from jaxrl_llm.serving.jetstream.library import (
-    config_lib,
-    engine_api,
-    server_lib,
-    tokenizer_api,
-    tokenizer_pb2,
-)
+from jaxrl_llm.serving.jetstream import library
 from jaxrl_llm.serving.transcript import TokenNames
 from jaxrl_llm.serving.wanted import Served
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -49,11 +42,13 @@ class Slots:
     num_given: Int[Array, " S"]  # tokens of the slot's sample
 
 
-class JetStreamEngine(engine_api.Engine):
+class JetStreamEngine(library.engine_api.Engine):
     """Prefill, insert and generate over the slots of an engine that decodes step by step."""
 
-    colocated_cpus = None
-    samples_per_slot = 1
+    colocated_cpus, samples_per_slot = None, 1
+    # Set when it is made.
+    max_concurrent_decodes = max_prefill_length = 0
+    mesh: Any = None
 
     def __init__(
         self,
@@ -72,6 +67,9 @@ class JetStreamEngine(engine_api.Engine):
         self._engine, self._served, self._load = engine, served, load
         self._sampling, self._seed = sampling, seed
         self._num_inserted = itertools.count()
+        self.mesh, self.max_concurrent_decodes = engine.mesh, engine.num_slots
+        # The first of JetStream's buckets that holds any prompt and its own token.
+        self.max_prefill_length = min(_bucket(served.max_tokens + 1), _LARGEST_PREFILL)
 
     def problem(self, request: Any) -> str:
         """Returns why a DecodeRequest cannot be served; "" if it can."""
@@ -139,7 +137,7 @@ class JetStreamEngine(engine_api.Engine):
             )
             slots = Slots(state, outputs.tokens[0], data[:, 2])
         columns = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3)}
-        return slots, engine_api.ResultTokens(
+        return slots, library.engine_api.ResultTokens(
             data=data, **columns, samples_per_slot=self.samples_per_slot
         )
 
@@ -156,23 +154,10 @@ class JetStreamEngine(engine_api.Engine):
         return mesh_lib.replicated(self.mesh)
 
     def get_tokenizer(self) -> Any:
-        return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
+        return library.tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
         return JetStreamTokenizer(self._served)
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        return self._engine.num_slots
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The first of JetStream's buckets that holds any prompt and its own token."""
-        return min(_bucket(self._served.max_tokens + 1), _LARGEST_PREFILL)
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._engine.mesh
 
 
 @jax.jit
@@ -186,16 +171,17 @@ def _bucket(num_tokens: int) -> int:
     return max(_SMALLEST_PREFILL, 1 << (num_tokens - 1).bit_length())
 
 
-class JetStreamTokenizer(tokenizer_api.Tokenizer):
+class JetStreamTokenizer(library.tokenizer_api.Tokenizer):
     """The model's own tokenizer behind JetStream's interface."""
 
-    pad_id = 0
-    bos_id = _NO_TOKEN
+    pad_id, bos_id = 0, _NO_TOKEN
+    eos_id, stop_tokens = 0, frozenset[int]()  # set when it is made
 
     def __init__(self, served: Served):
-        self._tokenizer, self._eos_tokens = served.tokenizer, served.eos_tokens
-        self._names = TokenNames(served.tokenizer)
+        self._tokenizer, self._names = served.tokenizer, TokenNames(served.tokenizer)
         self._special = frozenset(served.tokenizer.all_special_ids)
+        self.eos_id = served.eos_tokens[0]
+        self.stop_tokens = frozenset(served.eos_tokens)  # not the padding, which may be sampled
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | Array, int]:
         """Returns the tokens of a text, right-padded to a bucket, and how many they are."""
@@ -218,22 +204,13 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         except UnicodeDecodeError:
             return f"<0x{raw[0]:02X}>" if len(raw) == 1 else raw.decode(errors="replace")
 
-    @property
-    def eos_id(self) -> int:
-        return self._eos_tokens[0]
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        """End-of-sequence tokens; not the padding, which may be sampled."""
-        return set(self._eos_tokens)
-
 
 def run(engine: JetStreamEngine, host: str, port: int) -> Any:
     """Starts JetStream's own server over the engine; returns it, to be waited for or stopped."""
     devices = list(engine.mesh.devices.flat)
-    config = config_lib.ServerConfig(
+    config = library.config_lib.ServerConfig(
         interleaved_slices=(f"{devices[0].platform}={len(devices)}",),
         interleaved_engine_create_fns=(lambda _: engine,),
     )
-    server_lib._HOST = host
-    return server_lib.run(port=port, config=config, devices=devices, jax_padding=False)
+    library.server_lib._HOST = host
+    return library.server_lib.run(port=port, config=config, devices=devices, jax_padding=False)

@@ -21,10 +21,6 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 
 
-class JetStreamMissing(UserError, ImportError):
-    """google-jetstream is not installed."""
-
-
 def _stand_in(name: str, **contents: Any) -> None:
     sys.modules[name] = types.ModuleType(name)
     vars(sys.modules[name]).update(contents)
@@ -37,7 +33,7 @@ class _Unavailable:
 
 _packages = ("jetstream", "grpc", "prometheus_client", "shortuuid")
 if _missing := [name for name in _packages if importlib.util.find_spec(name) is None]:
-    raise JetStreamMissing(
+    raise UserError(
         f"{', '.join(_missing)} not installed: pip install --no-deps google-jetstream &&"
         " pip install grpcio prometheus-client protobuf shortuuid"
     )
@@ -52,16 +48,14 @@ _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)
 
 import grpc  # noqa: E402
-from jetstream.core import config_lib, orchestrator, server_lib  # noqa: E402
-from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2  # noqa: E402
+from jetstream.core import config_lib, orchestrator, server_lib  # noqa: E402, F401
+from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2  # noqa: E402, F401
 
 _root.setLevel(_level)
 for _handler in [handler for handler in _root.handlers if handler not in _handlers]:
     _root.removeHandler(_handler)
 
 orchestrator.delete_pytree = lambda prefix: None
-
-__all__ = ["config_lib", "engine_api", "server_lib", "tokenizer_api", "tokenizer_pb2"]
 
 
 class CheckedOrchestrator(orchestrator.LLMOrchestrator):
