@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxrl_llm.serving import wanted as wanted_lib
 from jaxrl_llm.serving.driver import Driver, Event
 from jaxrl_llm.serving.errors import ApiError, Refused
-from jaxrl_llm.serving.metrics import Count, Metrics
+from jaxrl_llm.serving.metrics import Metrics, count
 from jaxrl_llm.serving.protocol import ChatBody, CompletionBody
 from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece
 from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript, decoder
@@ -110,7 +110,7 @@ def make_app(
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
     app.add_middleware(_body_limit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
-    app.add_middleware(Count, metrics=metrics)
+    app.add_middleware(count, metrics=metrics)
     return app
 
 

@@ -63,22 +63,21 @@ class Metrics:
             gauge(name, text).set_function(value)
 
 
-class Count:
+def count(app: ASGIApp, metrics: Metrics) -> ASGIApp:
     """Middleware that counts requests by path and status, and why some were not served."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # Each label is kept for ever: paths that are no route share one.
                 path = getattr(scope.get("route"), "path", "other")
                 status = message["status"]
-                self._metrics.requests.labels(path, str(status)).inc()
+                metrics.requests.labels(path, str(status)).inc()
                 if status >= 400 and path.startswith("/v1/"):
                     reason = _REASONS.get(status, "invalid" if status < 500 else "fault")
-                    self._metrics.rejected.labels(reason).inc()
+                    metrics.rejected.labels(reason).inc()
             await send(message)
 
-        await self._app(scope, receive, counted)
+        await app(scope, receive, counted)
+
+    return counting
