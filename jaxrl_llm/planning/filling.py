@@ -34,10 +34,7 @@ class Filled:
     sees: Bool[np.ndarray, "M R blocks blocks"]
 
     def most_seen(self) -> int:
-        """Returns the most blocks of keys that a block of queries sees.
-
-        It is 0 if the rows are not made of whole blocks.
-        """
+        """Returns the most blocks of keys that a block of queries sees; 0 of uneven rows."""
         return int(self.sees.sum(-1).max(initial=0))
 
 

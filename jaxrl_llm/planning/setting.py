@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
@@ -39,23 +40,18 @@ class Counts:
         return self.layers + self.embed + self.rest
 
 
-@functools.lru_cache(maxsize=256)
-def _leaves(network: Network, adapters: bool) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Returns group, shape and names of the dims of every parameter."""
-    tree = network.abstract_adapters() if adapters else network.abstract()
-    axes = network.adapter_axes() if adapters else network.logical_axes()
-    names = jax.tree.leaves(axes, is_leaf=lambda n: isinstance(n, tuple))
-    leaves = zip(jax.tree.leaves_with_path(tree), names, strict=True)
-    return [(str(path[0].key), leaf.shape, dims) for (path, leaf), dims in leaves]
-
-
 @functools.lru_cache(maxsize=4096)
 def _counts(network: Network, adapters: bool, rules: tuple, mesh: tuple) -> Counts:
-    sizes, held = dict(mesh), dataclasses.asdict(Counts())
-    for group, dims, names in _leaves(network, adapters):
-        spec = mesh_lib.partition_spec(dims, names, dict(rules), sizes, network.units)
-        shards = math.prod(sizes[axis] for axis in jax.tree.leaves(tuple(spec)))
-        held[group if group in held else "rest"] += math.prod(dims) // shards
+    tree = network.abstract_adapters() if adapters else network.abstract()
+    names = network.adapter_axes() if adapters else network.logical_axes()
+    axes, sizes = zip(*mesh, strict=True)
+    split = mesh_lib.shardings(tree, names, AbstractMesh(sizes, axes), dict(rules), network.units)
+    held = dataclasses.asdict(Counts())
+    for group in tree:
+        parts = jax.tree.map(
+            lambda a, s: math.prod(s.shard_shape(a.shape)), tree[group], split[group]
+        )
+        held[group if group in held else "rest"] += sum(jax.tree.leaves(parts))
     return Counts(**held)
 
 
@@ -63,12 +59,13 @@ def _counted(
     network: Network, rules: mesh_lib.Rules, mesh: Mapping[str, int], adapters: bool = False
 ) -> Counts:
     """Returns the parameters, or adapters, of a network on each device."""
-    return _counts(network, adapters, tuple(sorted(rules.items())), tuple(sorted(mesh.items())))
+    return _counts(network, adapters, tuple(rules.items()), tuple(mesh.items()))
 
 
+@functools.cache
 def num_params(shape: Shape) -> int:
     """Returns the parameters of a network."""
-    return _counted(Network(shape), {}, {}).all
+    return sum(leaf.size for leaf in jax.tree.leaves(Network(shape).abstract()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ def partition_spec(
 def shardings(
     abstract,
     logical_axes,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: Rules,
     units: Mapping[str, int],
     computing: tuple[str, ...] = ("tensor",),

@@ -21,10 +21,7 @@ _COPIES = "copies"  # mesh axis over devices that hold the same
 
 
 def meshes(
-    placement: PlacementConfig,
-    config: MeshConfig,
-    used: Collection[str],
-    devices: Sequence[Any],
+    placement: PlacementConfig, config: MeshConfig, used: Collection[str], devices: Sequence[Any]
 ) -> dict[str, Mesh]:
     """Returns the mesh of each role that the run has; roles of one pool share theirs.
 
