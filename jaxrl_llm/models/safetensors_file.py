@@ -68,19 +68,16 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
       CheckpointFormatError: If the file is missing, cut short or inconsistent.
     """
     if not path.is_file():
-        raise CheckpointFormatError(f"{path}: no such file")
+        raise _fault(path, "no such file")
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         if start == b"version ":
-            raise CheckpointFormatError(
-                f"{path}: is a Git LFS pointer, not the weights; run 'git lfs pull' in its folder"
-            )
+            remedy = "run 'git lfs pull' in its folder"
+            raise _fault(path, f"is a Git LFS pointer, not the weights; {remedy}")
         length = int.from_bytes(start, "little")
         if len(start) < 8 or 8 + length > size:
-            raise CheckpointFormatError(
-                f"{path}: not a complete safetensors file ({size} bytes); copy it again"
-            )
+            raise _fault(path, f"not a complete safetensors file ({size} bytes); copy it again")
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", None) or {}
@@ -90,24 +87,23 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
                 shape = tuple(entry["shape"])
                 tensors[name] = StoredTensor(path, name, entry["dtype"], shape, begin, end)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointFormatError(
-                f"{path}: the header is not valid: {type(error).__name__} {error}"
-            ) from error
+            what = f"the header is not valid: {type(error).__name__} {error}"
+            raise _fault(path, what) from error
     for name, tensor in tensors.items():
         if tensor.end > size:
-            raise CheckpointFormatError(
-                f"{path}: cut short: {name} ends at byte {tensor.end}, the file has {size};"
-                " copy it again"
-            )
+            what = f"{name} ends at byte {tensor.end}, the file has {size}"
+            raise _fault(path, f"cut short: {what}; copy it again")
         if tensor.readable:
             given = tensor.end - tensor.begin
             expected = math.prod(tensor.shape) * _DTYPES[tensor.code].itemsize
             if given != expected or tensor.begin < 8 + length:
-                raise CheckpointFormatError(
-                    f"{path}: {name} {tensor.code}{list(tensor.shape)} needs {expected} bytes,"
-                    f" the header gives it {given}"
-                )
+                what = f"{name} {tensor.code}{list(tensor.shape)} needs {expected} bytes"
+                raise _fault(path, f"{what}, the header gives it {given}")
     return tensors, metadata
+
+
+def _fault(path: pathlib.Path, what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(f"{path}: {what}")
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
@@ -124,26 +120,24 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(folder.glob(end))]
         remedy = "can run code and are never read, convert them with transformers' save_pretrained"
         hint = f", only {', '.join(pickles[:3])}; pickled weights {remedy}" if pickles else ""
-        raise CheckpointFormatError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
+        raise _fault(folder, f"has neither {SINGLE} nor {INDEX}{hint}")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = sorted(set(weight_map.values()), key=str)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointFormatError(f"{index}: not a valid index: {error!r}") from error
+        raise _fault(index, f"not a valid index: {error!r}") from error
     for name in files:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name or name == "..":
-            raise CheckpointFormatError(
-                f"{index}: {name!r} names a file outside of this folder; it must be a plain name"
-            )
+            rule = "names a file outside of this folder; it must be a plain name"
+            raise _fault(index, f"{name!r} {rule}")
     if missing := [name for name in files if not (folder / name).is_file()]:
-        raise CheckpointFormatError(
-            f"{index}: {len(missing)} of {len(files)} files are missing: {', '.join(missing[:5])}"
-        )
+        count = f"{len(missing)} of {len(files)} files are missing"
+        raise _fault(index, f"{count}: {', '.join(missing[:5])}")
     headers = {name: read_header(folder / name)[0] for name in files}
     tensors = {}
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
-            raise CheckpointFormatError(f"{index}: {tensor} is not in {name} as the index says")
+            raise _fault(index, f"{tensor} is not in {name} as the index says")
         tensors[tensor] = headers[name][tensor]
     return tensors
 
