@@ -109,8 +109,8 @@ def policy_objective(
         policy_loss - entropy_coef * entropy + kl_coef * kl       (kl only with kl_in="loss")
 
     `entropies` are of the distributions the tokens were drawn from, with gradient if `entropy_coef`
-    is not 0; `selection` is what `selection.select` chose over the whole minibatch, these rows of
-    it. docs/custom_algorithm.md lists what a user's loss (`config.policy_loss` as import path) may
+    is not 0; `selection` has the rows of this microbatch of what `selection.select` chose.
+    docs/custom_algorithm.md lists what a user's loss (`config.policy_loss` as import path) may
     name. It returns its loss and a dict of metrics, as shares of the minibatch:
     `aggregation.policy_loss` makes them from a loss per token.
 
@@ -162,7 +162,7 @@ def _policy_loss(
 ) -> LossAndMetrics:
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
     function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
-    if config.policy_loss in POLICY_LOSSES:
+    if config.policy_loss in POLICY_LOSSES:  # a user's function gets the arrays as they are
         names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
         inside = zero_outside(minibatch.loss_mask, *(available[name] for name in names))
         available = available | dict(zip(names, inside, strict=True))
