@@ -45,11 +45,11 @@ def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
                 _probe(config, pool, name, term, prompts)
         return
     for term in terms.values():
-        if term.function not in functions.REWARD_FUNCTIONS:
-            try:
+        try:
+            if term.function not in functions.REWARD_FUNCTIONS:
                 functions.resolve(term.function)
-            except ValueError as error:
-                raise RewardError(str(error)) from error
+        except ValueError as error:
+            raise RewardError(str(error)) from error
 
 
 def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:

@@ -62,7 +62,7 @@ class Outcome:
     failure: str = ""  # why there is no score of the function's own; "": there is
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Calls reward functions in worker processes; a context manager."""
 
     def __init__(self, functions: Sequence[str], config: RewardsConfig):
@@ -84,9 +84,6 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "RewardPool":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
