@@ -94,12 +94,7 @@ def empty_state(
 
 
 def insert(
-    state: DecodeState,
-    prefix: Prefix,
-    admission: Admission,
-    *,
-    filtered: bool,
-    num_top: int,
+    state: DecodeState, prefix: Prefix, admission: Admission, *, filtered: bool, num_top: int
 ) -> tuple[DecodeState, Outputs]:
     """Copies prefixes into slots and samples the first token of each, a column of the outputs."""
     a = admission

@@ -217,20 +217,19 @@ class Reader:
             self._read_with = weakref.ref(weights)
         while entering:
             if entering[0].request not in self._indices:
-                self._fill(params, entering[0].request, scheduler)
+                self._read_batch(params, entering[0].request, scheduler.requests)
             assert self._batch is not None
             inside = [sample for sample in entering if sample.request in self._indices]
             yield self._batch, [self._indices[sample.request] for sample in inside], inside
             entering = entering[len(inside) :]
 
-    def _fill(self, params: Params, first: int, scheduler: Scheduler) -> None:
-        waiting = [number for number in scheduler.requests if number >= first]
-        waiting = waiting[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
-        prompts = [scheduler.requests[number].tokens for number in waiting]
+    def _read_batch(self, params: Params, first: int, requests: dict[int, Request]) -> None:
+        numbers = [number for number in requests if number >= first]
+        prompts = [requests[n].tokens for n in numbers[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]]
         lengths = [len(prompt) for prompt in prompts]
         count = num_fitting(lengths, self._max_tokens, self.longest)
         batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
-        self._indices = {number: i for i, number in enumerate(waiting[:count])}
+        self._indices = {number: i for i, number in enumerate(numbers[:count])}
         self._batch = self._read(params, batch)
         self.num_tokens += sum(lengths[:count])
         self.num_positions += batch.tokens.size

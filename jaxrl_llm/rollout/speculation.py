@@ -10,11 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 
 def propose(
-    history: Int[Array, "S T"],
-    positions: Int[Array, " S"],
-    *,
-    draft_tokens: int,
-    ngram_tokens: int,
+    history: Int[Array, "S T"], positions: Int[Array, " S"], *, draft_tokens: int, ngram_tokens: int
 ) -> Int[Array, "S k"]:
     """Returns what may follow each sequence; -1 everywhere if its last token is new to it.
 

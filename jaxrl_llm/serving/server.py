@@ -26,9 +26,8 @@ class ServerError(UserError):
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket bound to an address; port 0 is any that is free."""
-    stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        found = socket.getaddrinfo(host, port, type=stream, flags=passive)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -113,10 +113,9 @@ class JetStreamEngine(library.engine_api.Engine):
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
         entering = scheduler.admission([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
-        filtered, insert = params.is_filtered, self._engine.jitted.insert
         with jax.set_mesh(self.mesh):
-            state, outputs = insert(
-                decode_state.state, read, entering, filtered=filtered, num_top=0
+            state, outputs = self._engine.jitted.insert(
+                decode_state.state, read, entering, filtered=params.is_filtered, num_top=0
             )
             due = decode_state.due.at[slot].set(outputs.tokens[0, 0])
             return Slots(state, due, decode_state.num_given.at[slot].set(0))
