@@ -133,8 +133,13 @@ def test_every_point_names_a_function():
         assert when in ("before", "after", "half") and at >= 1, point
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grpo_tiny", marks=pytest.mark.slow),
+        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_point(name, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]
