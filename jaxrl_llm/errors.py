@@ -22,8 +22,10 @@ class UserError(Exception):
 class ConfigError(UserError, ValueError):
     """A run description that cannot work; the message lists every problem."""
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(problems)
+    def __init__(self, problems: str | Sequence[str]):
+        """Keeps one problem or several, a line each in the message."""
+        problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
 

@@ -1,7 +1,7 @@
 """One process at a time writes into the folder of a run.
 
-The operating system holds the lock (`flock`) and releases it when a process is killed. Where a file
-system has no locks there is a warning, and no protection.
+The operating system holds the lock (`flock`) and releases it when a process is killed. On a file
+system without locks there is a warning and no protection.
 """
 
 import errno
@@ -16,7 +16,7 @@ from absl import logging
 from jaxrl_llm.errors import UserError, naming
 
 NAME = "lock"
-_NOT_KNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 class OccupiedError(UserError, RuntimeError):
@@ -27,7 +27,6 @@ class FolderLock:
     """A context manager that releases at its end all locks taken in it."""
 
     def __init__(self):
-        """Holds nothing yet."""
         self._held: list[tuple[pathlib.Path, IO[str]]] = []
 
     def take(self, folder: pathlib.Path) -> None:
@@ -53,12 +52,12 @@ class FolderLock:
             ) from None
         except OSError as error:
             file.close()
-            if error.errno not in _NOT_KNOWN:
+            if error.errno not in _NO_LOCKS:
                 raise
             logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
             return
         self._held.append((path, file))
-        if not _is(file, path):  # its holder released and removed it meanwhile
+        if not _is_at(file, path):  # its holder released and removed it meanwhile
             return self.take(folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -69,14 +68,14 @@ class FolderLock:
 
     def __exit__(self, *exception: Any) -> None:
         for path, file in self._held:
-            if _is(file, path):
+            if _is_at(file, path):
                 path.unlink(missing_ok=True)
             file.close()
         self._held = []
 
 
-def _is(file: IO[str], path: pathlib.Path) -> bool:
-    """Returns whether an open file is still the one of that name."""
+def _is_at(file: IO[str], path: pathlib.Path) -> bool:
+    """Returns whether the open file is the one that `path` names now."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

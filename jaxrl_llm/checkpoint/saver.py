@@ -1,7 +1,6 @@
-"""Saving and restoring: one atomic step for everything a resumed run needs.
+"""Saves and restores all that a resumed run needs, one atomic and sealed folder a step.
 
-A step is a folder with the arrays of the learner state and a JSON part (data position, counters),
-sealed with checksums (see `seal`) and committed together. All processes of a run make the same
+A step has arrays and a JSON part (data position, counters). All processes of a run make the same
 calls, on a folder that all of them see.
 """
 
@@ -88,15 +87,12 @@ class Saver:
         `numbers` are of this step: the first and every better `config.best_metric` is wanted.
         """
         every = self._config.every
-        better = self._is_best(numbers.get(self._config.best_metric, math.nan))
-        if better:
-            self._best = {"step": step, "value": float(numbers[self._config.best_metric])}
-        return better or step == last or (every > 0 and step % every == 0)
-
-    def _is_best(self, value: float) -> bool:
+        value = float(numbers.get(self._config.best_metric, math.nan))
         sign = 1.0 if self._config.best_mode == "max" else -1.0
         better = not self._best or sign * value > sign * self._best["value"]
-        return math.isfinite(value) and better
+        if better := better and math.isfinite(value):
+            self._best = {"step": step, "value": value}
+        return better or step == last or (every > 0 and step % every == 0)
 
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
@@ -200,29 +196,30 @@ class Saver:
         Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
         names the damage, so that the run can write them again.
 
-        Args:
-          abstract_state: `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have;
-            the mesh may be another than when saved.
-          partial: Whether arrays of the step that `abstract_state` lacks are left unread.
-          step: Newest step to look at; 0: of all.
+        `abstract_state` has the shardings that the arrays shall have; the mesh may be another than
+        when saved. With `partial`, arrays of the step that it lacks are not read. A `step` above 0
+        is the newest to look at.
 
         Raises:
           CheckpointError: If there is no step, none is undamaged, or the saved arrays have
             other names, shapes or dtypes than `abstract_state`.
         """
         self.wait()
-        steps = sorted(
-            (s for s in self._manager.all_steps() if not step or s <= step), reverse=True
-        )
+        steps = [s for s in self._manager.all_steps() if not step or s <= step]
         if not steps:
             raise CheckpointError(
                 f"{self._directory}: no checkpoint to restore; look at latest_step() first"
             )
-        for step in steps:
+        for step in sorted(steps, reverse=True):
             folder = self._directory / str(step)
             if not (damage := _agreed(functools.partial(seal.damage, folder))):
-                self._best = self._best_saved = _meta(folder)["best"]
-                return *_restored(folder, abstract_state, partial), step
+                meta = _meta(folder)
+                self._best = self._best_saved = meta["best"]
+                return (
+                    _restored(folder, meta["arrays"], abstract_state, partial),
+                    meta["extra"],
+                    step,
+                )
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if self._read_only:
                 continue
@@ -276,7 +273,8 @@ def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
         raise CheckpointError(f"{folder}: no such folder")
     if damage := _agreed(functools.partial(seal.damage, folder)):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
-    return _restored(folder, abstract_tree)
+    meta = _meta(folder)
+    return _restored(folder, meta["arrays"], abstract_tree), meta["extra"]
 
 
 def _named(tree: Tree) -> dict[str, Any]:
@@ -305,34 +303,26 @@ def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
 
 
 def _meta(folder: epath.Path) -> Json:
-    """Returns the JSON part of a complete step."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        return {"best": {}, **checkpointer.restore(folder, args=args).meta}
+    """Returns the JSON part of a complete step: `arrays`, `extra` and `best`."""
+    return {"best": {}, **ocp.JsonCheckpointHandler().restore(folder / "meta")}
 
 
-def _restored(folder: epath.Path, abstract: Tree, partial: bool = False) -> tuple[Tree, Json]:
+def _restored(
+    folder: epath.Path, saved: Mapping[str, str], abstract: Tree, partial: bool = False
+) -> Tree:
+    """Returns the arrays of a complete step, of which `saved` are described in it."""
     wanted = _named(abstract)
-    meta = _meta(folder)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        saved = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
-        if differing := _differences(saved, _described(wanted)):
-            raise CheckpointError(
-                f"{folder}: holds other arrays than this config makes: {differing};"
-                " resume with the config that wrote it"
-            )
-        named = checkpointer.restore(
-            folder,
-            args=ocp.args.Composite(
-                arrays=ocp.args.PyTreeRestore(
-                    item=wanted,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                    partial_restore=partial,
-                )
-            ),
-        ).arrays
-    treedef = jax.tree.structure(abstract)
-    return jax.tree.unflatten(treedef, [named[name] for name in wanted]), meta["extra"]
+    compared = {k: v for k, v in saved.items() if k in wanted or not partial}
+    if differing := _differences(compared, _described(wanted)):
+        raise CheckpointError(
+            f"{folder}: holds other arrays than this config makes: {differing};"
+            " resume with the config that wrote it"
+        )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args, partial_restore=partial)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        named = checkpointer.restore(folder / "arrays", args=args)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [named[name] for name in wanted])
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:

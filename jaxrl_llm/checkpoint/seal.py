@@ -1,6 +1,6 @@
 """The checksums of a complete folder, which find damage done to it later.
 
-They are written before the folder gets its name: what can be seen is whole and sealed.
+They are written before the folder gets its name: a folder that can be seen is complete and sealed.
 """
 
 import asyncio
@@ -8,21 +8,21 @@ import contextlib
 import hashlib
 import json
 import os
+import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent import futures
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 SEAL = "sha256.json"  # within the folder: {file: digest} of all the others
-_READ_BYTES = 1 << 24
 _EARLY_BYTES = 1 << 20  # arrays; Orbax may write its smaller files twice
 _LOOK_S = 1.0
 _UNNAMED = ocp.path.atomicity.TMP_DIR_SUFFIX
 _POOL = futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1), "seal")
 
-State = tuple[int, int]  # size, time of the last change
+File = tuple[str, pathlib.Path, int, float]  # name in the folder, path, size, last change
 
 
 class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -39,7 +39,7 @@ class SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         return folder
 
     async def finalize(self) -> None:
-        """Seals the folder and gives it its name; a part of such a folder only its name."""
+        """Seals the folder and renames it; a folder inside of it is only renamed."""
         if self._is_part():
             return await super().finalize()
         final = self.get_final()
@@ -64,7 +64,8 @@ class Digests:
     def __init__(self, folder: epath.Path):
         """Hashes nothing yet."""
         self._folder = folder
-        self._found: dict[str, tuple[State, futures.Future[str]]] = {}
+        # By name: the file when its hashing began, and its digest.
+        self._found: dict[str, tuple[File, futures.Future[str]]] = {}
         self._complete = threading.Event()
         self._watch = threading.Thread(target=self._look, daemon=True)
 
@@ -73,11 +74,11 @@ class Digests:
         self._watch.start()
 
     def _look(self) -> None:
-        before: dict[str, tuple[epath.Path, State]] = {}
+        before: set[File] = set()
         while not self._complete.wait(_LOOK_S) and self._folder.exists():
             with contextlib.suppress(OSError):  # a file or the folder was renamed meanwhile
                 now = self._files(_EARLY_BYTES)
-                self._begin(dict(now.items() & before.items()))
+                self._begin(now & before)
                 before = now
 
     def complete(self) -> None:
@@ -93,39 +94,31 @@ class Digests:
         self._folder = folder
         files = self._files(0)
         self._begin(files)
-        return {name: self._found[name][1].result() for name in files}
+        return {name: self._found[name][1].result() for name, *_ in sorted(files)}
 
-    def _files(self, min_bytes: int) -> dict[str, tuple[epath.Path, State]]:
-        found = {}
-        for path in _files(self._folder):
-            # Parts of the folder, too, have other names while they are written.
+    def _files(self, min_bytes: int) -> set[File]:
+        found = set()
+        for path in pathlib.Path(self._folder).rglob("*"):
+            # Folders inside have other names, too, while they are written.
             name = os.path.relpath(path, self._folder).replace(_UNNAMED, "")
-            if name != SEAL and (stat := path.stat()).length >= min_bytes:
-                found[name] = path, (stat.length, stat.mtime)
+            stat = path.stat()
+            if path.is_file() and name != SEAL and stat.st_size >= min_bytes:
+                found.add((name, path, stat.st_size, stat.st_mtime))
         return found
 
-    def _begin(self, files: Mapping[str, tuple[epath.Path, State]]) -> None:
-        """Hashes files, but for those that were hashed and have not changed since."""
-        for name, (path, state) in files.items():
+    def _begin(self, files: Iterable[File]) -> None:
+        """Hashes the files that were not hashed, or have changed since."""
+        for file in files:
+            name, path, *_ = file
             before, digest = self._found.get(name, (None, None))
             failed = digest and digest.done() and digest.exception()  # it was renamed
-            if before != state or failed:
-                self._found[name] = state, _POOL.submit(_digest, path)
+            if before is None or before[2:] != file[2:] or failed:
+                self._found[name] = file, _POOL.submit(_digest, path)
 
 
-def _files(folder: epath.Path) -> list[epath.Path]:
-    found = []
-    for path in sorted(folder.iterdir()):
-        found.extend(_files(path) if path.is_dir() else [path])
-    return found
-
-
-def _digest(path: epath.Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+def _digest(path: os.PathLike[str]) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(folder: epath.Path, digests: Digests) -> None:
