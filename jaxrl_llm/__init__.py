@@ -46,12 +46,15 @@ def train(
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
     """
     from jaxrl_llm import compiler_flags, program
-    from jaxrl_llm.config import JobConfig
+    from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
     from jaxrl_llm.config.bridge import from_config_dict
-    from jaxrl_llm.trainer import jobs
+    from jaxrl_llm.trainer import rl, supervised
 
     compiler_flags.set_defaults()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     program.keep_compilations(workdir)
-    return jobs.train(config, workdir)
+    if isinstance(config, RLConfig):
+        return rl.train(config, workdir)
+    assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
+    return supervised.train(config, workdir)

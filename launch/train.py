@@ -10,6 +10,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
+import jaxrl_llm
 from jaxrl_llm import program
 from jaxrl_llm.config import JobConfig, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
@@ -36,8 +37,8 @@ def main():
     program.keep_compilations(WORKDIR.value)
     _refuse_what_cannot_fit(config)
     with screen.work("loading the libraries"):
-        from jaxrl_llm.trainer import jobs
-    jobs.train(config, WORKDIR.value)
+        from jaxrl_llm.trainer import rl, supervised  # noqa: F401
+    jaxrl_llm.train(config, WORKDIR.value)
 
 
 if __name__ == "__main__":

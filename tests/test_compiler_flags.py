@@ -36,13 +36,13 @@ def test_a_notebook_has_them_before_there_are_devices():
 import os
 import jaxrl_llm
 from jax._src import xla_bridge
-from jaxrl_llm.trainer import jobs
+from jaxrl_llm.trainer import rl
 
 def train(config, workdir):
     assert not xla_bridge.backends_are_initialized()
     print(os.environ["XLA_FLAGS"])
 
-jobs.train = train
+rl.train = train
 config = jaxrl_llm.default_config()
 config.rewards.functions.answer = {"function": "arithmetic"}
 jaxrl_llm.train(config, "nowhere")

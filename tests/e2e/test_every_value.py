@@ -13,11 +13,11 @@ import pytest
 import runs
 from config_fields import listed
 
+import jaxrl_llm
 from jaxrl_llm.config import RLConfig, SupervisedConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.supervisor import descendants
-from jaxrl_llm.trainer import jobs
 
 NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
 TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")
@@ -154,7 +154,7 @@ def refusal(key: str, value: Any, job: str, files: pathlib.Path) -> str:
 def outcome(description: Mapping[str, Any], workdir: pathlib.Path) -> str:
     """Returns the problem of a run, or "" if it takes a step."""
     try:
-        jobs.train(from_config_dict(description), workdir)
+        jaxrl_llm.train(from_config_dict(description), workdir)
     except UserError as error:
         assert not workdir.exists(), error
         return str(error)

@@ -8,7 +8,7 @@ import pytest
 from absl import app, flags, logging
 
 from jaxrl_llm import program  # noqa: F401  # its flags are every command's, defined once
-from jaxrl_llm.trainer import jobs  # noqa: F401  # so are those of the libraries of a run
+from jaxrl_llm.trainer import rl  # noqa: F401  # so are those of the libraries of a run
 
 ROOT = pathlib.Path(__file__).parents[2]
 app.define_help_flags()
