@@ -147,12 +147,12 @@ def update_program(config: RLConfig):
     """The traced update of all learners."""
     models = models_lib.of_job(config)
     state = lowering.abstract_state(config, models)
-    program = update.updater(config, models, {}, state).program
+    updater = update.updater(config, models, {}, state)
     packed = lowering.abstract_packed(config, models, config.minibatch_size)
     batch, key = lowering.abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
-    learners = (state.policy, state.critic, state.cost_critic)
+    learners = updater.learners(state, models.mesh)
     with jax.set_mesh(models.mesh):
-        return str(program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
+        return str(updater.program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
 
 
 def asked(config: RLConfig):
@@ -333,7 +333,7 @@ def updates(config: RLConfig):
     drawn = rollouts(PROMPTS, 2)
     each = batches.minibatches(config, packer, drawn, jax.random.key(0))
     models = types.SimpleNamespace(packer=packer)
-    updater = update.Updater(config, models, (), {}, 0, {})
+    updater = update.Updater(config, models, {}, {}, {})
     trained = []
 
     def record(self, state, batch, packed, key, *, train_policy):

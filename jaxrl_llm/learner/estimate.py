@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,15 @@ from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner.predict import is_on_policy
 from jaxrl_llm.learner.weights import LearnerState
-from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 
 def estimator(config: RLConfig, mesh: Mesh):
-    """Returns `estimate(state, rollouts, rewards, predictions, clock)`, compiled once.
+    """Returns `(state, rollouts, rewards, predictions, clock) -> (estimates, state, metrics)`.
 
-    It returns the estimates, the state with the next KL coefficient and multiplier, and metrics.
+    The state has the KL coefficient and the multiplier of the next step.
     """
     compiled = jax.jit(
         functools.partial(_estimate, config), out_shardings=mesh_lib.replicated(mesh)
@@ -58,20 +57,16 @@ def estimator(config: RLConfig, mesh: Mesh):
     return estimate
 
 
-def signal(config: RLConfig) -> Callable[[Rewards, Rollouts, Estimates], bool]:
-    """Returns what tells whether the updates of a step have anything to learn from.
+def has_signal(config: RLConfig, of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
+    """Returns whether the updates of a step have anything to learn from.
 
-    Not where all groups have equal scores, so that all advantages are zero, and nothing else in the
+    Not if all groups have equal scores, so that all advantages are zero, and nothing else in the
     losses has a gradient: an update would only be momentum and weight decay.
     """
-    always = needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm)
-
-    def has_signal(rewards: Rewards, rollouts: Rollouts, estimates: Estimates) -> bool:
-        if always or statistics.uniform_share(rollouts, rewards) < 1.0:
-            return True
-        return bool(jnp.any(estimates.advantages != 0))
-
-    return has_signal
+    if needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm):
+        return True
+    uniform = of_rewards["training/groups/uniform_share"] == 1.0
+    return not uniform or bool(jnp.any(estimates.advantages != 0))
 
 
 def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Predictions, arrays):

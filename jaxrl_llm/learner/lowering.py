@@ -107,11 +107,11 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
             return make()
 
     def train():
-        program = update.updater(config, models, base, state).program
-        learners = (state.policy, state.critic, state.cost_critic)
+        updater = update.updater(config, models, base, state)
+        learners = updater.learners(state, models.mesh)
         packed = abstract_packed(config, models, config.minibatch_size)
         batch, key = abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
-        return program.lower(learners, base, batch, packed, key, train_policy=True)
+        return updater.program.lower(learners, base, batch, packed, key, train_policy=True)
 
     def score(program, *params: Params, **choices):
         packed = abstract_packed(config, models, everything)

@@ -73,9 +73,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
     """Returns the models of a job. Reads configuration files, allocates no weights.
 
-    Args:
-      config: The job.
-      meshes: Of each role; by default one mesh over all devices.
+    `meshes` are of each role; by default one mesh over all devices.
 
     Raises:
       ConfigError, families.FormatError: If mesh, model folder or tokenizer cannot work.
@@ -111,11 +109,13 @@ def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh
         return one_mesh(config, devices)
     needed = needs.of(config.algorithm)
     has = {
+        "policy": True,
+        "rollout": True,
         "critic": needed.critic,
         "reference": needed.reference,
-        "reward": config.rewards.models or config.rewards.cost_models,
+        "reward": bool(config.rewards.models or config.rewards.cost_models),
     }
-    used = {"policy", "rollout"} | {role for role, wanted in has.items() if wanted}
+    used = {role for role, wanted in has.items() if wanted}
     return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())
 
 
@@ -172,13 +172,11 @@ def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> t
     budget = config.microbatch_tokens * fewest // most
     if len(splits) > 1 and budget * length < config.max_sequence_tokens:
         raise ConfigError(
-            [
-                f"config.placement: microbatches are split over {most} devices, and a pool of"
-                f" {fewest} holds as much of them on each; rows of {config.max_sequence_tokens}"
-                " tokens need trainer.max_tokens_per_microbatch >="
-                f" {-(-config.max_sequence_tokens * most // (fewest * length))}, or pools of more"
-                " equal size"
-            ]
+            f"config.placement: microbatches are split over {most} devices, and a pool of"
+            f" {fewest} holds as much of them on each; rows of {config.max_sequence_tokens}"
+            " tokens need trainer.max_tokens_per_microbatch >="
+            f" {-(-config.max_sequence_tokens * most // (fewest * length))}, or pools of more"
+            " equal size"
         )
     return budget, rows, length
 
@@ -187,36 +185,31 @@ def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
     """Raises ConfigError if the model can never sample one of `rollout.stop_tokens`."""
     if beyond := [token for token in config.rollout.stop_tokens if token >= shape.vocab_size]:
         raise ConfigError(
-            [
-                f"config.rollout.stop_tokens: {beyond} are not in the vocabulary, tokens 0 to"
-                f" {shape.vocab_size - 1}; leave them out"
-            ]
+            f"config.rollout.stop_tokens: {beyond} are not in the vocabulary, tokens 0 to"
+            f" {shape.vocab_size - 1}; leave them out"
         )
 
 
 def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot hold this job's sequences, heads and host arrays."""
+    """Raises ConfigError if the mesh cannot hold the sequences, heads and host arrays of the job."""
     shards = mesh.shape["sequence"]
     budget = config.microbatch_tokens
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
     if widest > budget * shards:
         raise ConfigError(
-            [
-                f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
-                f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
-            ]
+            f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
+            f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
         )
     if config.mesh.on_host and (found := resting.problem(mesh)):
-        raise ConfigError([f"config.mesh.on_host: {found}; leave it empty"])
+        raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
 
 
 def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot share the heads of a model."""
-    form, sizes = config.mesh.sequence_attention, mesh.shape
-    heads = shape.num_heads, sizes["tensor"], sizes["sequence"]
-    if found := sequence_attention.problem(form, *heads):
-        raise ConfigError([f"config.mesh.sequence: {found}"])
+    sizes = shape.num_heads, mesh.shape["tensor"], mesh.shape["sequence"]
+    if found := sequence_attention.problem(config.mesh.sequence_attention, *sizes):
+        raise ConfigError(f"config.mesh.sequence: {found}")
 
 
 def network(

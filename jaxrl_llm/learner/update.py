@@ -37,8 +37,6 @@ Metrics = Mapping[str, Float[Array, ""]]
 # loss(params, microbatch) -> (its part of the minibatch's loss, arrays to be summed by name)
 Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
 
-ABSENT = Trainable({}, (), ())  # type: ignore[arg-type]  # a learner that lives on other devices
-
 
 def take_update(
     role: Trainable,
@@ -52,10 +50,9 @@ def take_update(
 ) -> tuple[Trainable, Metrics]:
     """Returns the role after one update on a batch, and the metrics of the update.
 
-    The update is skipped, and counted in `PREFIX/skipped_updates`, if its loss or gradient, or a
-    parameter or moment after it, is not finite, or its `actor/ppo_kl` is above `max_kl`. The
-    program itself decides that. Gradients have the dtype of their backward pass; sums over
-    microbatches are float32.
+    The program skips the update, and counts it in `PREFIX/skipped_updates`, if its loss or
+    gradient, or a parameter or moment after it, is not finite, or its `actor/ppo_kl` is above
+    `max_kl`. Gradients have the dtype of their backward pass; sums over microbatches are float32.
     """
 
     def of_variables(variables: Params, microbatch: Microbatch):
@@ -93,20 +90,19 @@ class Updater:
     """The updates of a step, for every learner of a run.
 
     A program is `(learners, base, batch, packed, key, *, train_policy) -> (learners, metrics)`,
-    jitted, for one mesh; learners that live elsewhere are `ABSENT` in it.
+    jitted, for the learners of one mesh, by name.
     """
 
     config: RLConfig
     models: Models
-    homes: tuple[Mesh, Mesh, Mesh]  # of policy, critic and cost critic
     base: Params  # what the policy's adapters are added to; empty without adapters
-    num_critics: int
+    homes: Mapping[str, Mesh]  # of "policy", "critic", "cost_critic": those that the run has
     programs: Mapping[Mesh, Any]
 
     @property
     def program(self) -> Any:
         """The program of the policy's mesh."""
-        return self.programs[self.homes[0]]
+        return self.programs[self.homes["policy"]]
 
     def __call__(
         self,
@@ -147,12 +143,16 @@ class Updater:
         Counted from shapes. The policy's are counted too while only the critics learn.
         """
         policy, value = self.models.policy.shape, self.models.value.shape
-        work = self.num_critics * flops.training(value, lengths, num_labels=1)
+        work = (len(self.homes) - 1) * flops.training(value, lengths, num_labels=1)
         work += flops.training(policy, lengths, frozen=bool(self.base))
         return work * self.config.trainer.epochs
 
+    def learners(self, state: LearnerState, mesh: Mesh) -> dict[str, Trainable]:
+        """Returns the learners of a mesh, as its program takes them."""
+        return {name: getattr(state, name) for name, home in self.homes.items() if home == mesh}
+
     def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
-        """Returns all sequences of a step where learners live."""
+        """Returns all sequences of a step on each mesh that has learners."""
         if len(self.programs) == 1:
             return dict.fromkeys(self.programs, batch)
         return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
@@ -170,44 +170,32 @@ class Updater:
 
         `batch` is as `spread` returns it, `packed` the sequences of it that make this minibatch.
         """
-        learners = _learners(state)
         metrics: dict[str, Any] = {}
         on_host = "optimizer" in self.config.mesh.on_host
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
-            mine = _living(learners, self.homes, mesh)
-            base = self.base if mesh == self.homes[0] else {}
+            mine = self.learners(state, mesh)
+            base = self.base if "policy" in mine else {}
             if on_host:
                 mine = _with_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
-                updated, found = program(
+                mine, found = program(
                     mine, base, batch[mesh], packed, key, train_policy=train_policy
                 )
             if on_host:
-                updated = _with_optimizers(resting.resting, updated)
-            learners = tuple(
-                new if home == mesh else old
-                for old, new, home in zip(learners, updated, self.homes, strict=True)
-            )
+                mine = _with_optimizers(resting.resting, mine)
+            state = dataclasses.replace(state, **mine)
             metrics |= found
-        policy, critic, cost_critic = learners
-        state = dataclasses.replace(state, policy=policy, critic=critic, cost_critic=cost_critic)
         return state, {**metrics, "perf/padding_share": padding_share(packed)}
 
 
-def _learners(state: LearnerState) -> tuple[Trainable, ...]:
-    return state.policy, state.critic, state.cost_critic
-
-
-def _living(learners: tuple[Trainable, ...], homes: tuple[Mesh, ...], mesh: Mesh):
-    """Returns the learners of a mesh, others `ABSENT`."""
-    return tuple(
-        learner if home == mesh else ABSENT for learner, home in zip(learners, homes, strict=True)
-    )
-
-
-def _with_optimizers(move: Callable[[Any], Any], learners: tuple[Trainable, ...]):
-    return tuple(dataclasses.replace(role, opt_state=move(role.opt_state)) for role in learners)
+def _with_optimizers(
+    move: Callable[[Any], Any], learners: Mapping[str, Trainable]
+) -> dict[str, Trainable]:
+    return {
+        name: dataclasses.replace(role, opt_state=move(role.opt_state))
+        for name, role in learners.items()
+    }
 
 
 def updater(config: RLConfig, models: Models, base: Params, state: LearnerState) -> Updater:
@@ -232,9 +220,19 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
     scale = algorithm.loss_scale or float(config.rollout.max_response_tokens)
 
     def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
-        width = batch.tokens.shape[1]
-        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None], scale)
-        chosen = _selection(lora.joined(base, role.params), batch, packed, key)
+        num_sequences, width = batch.tokens.shape
+        denominators = minibatch_denominators(batch.loss_mask, scale)
+        # What clip_cov and kl_cov choose from the whole minibatch.
+        chosen = jnp.zeros((num_sequences, width), bool)
+        if algorithm.policy_loss in selection.SELECTIONS:
+
+            def before(microbatch: Microbatch):
+                params = lora.joined(base, role.params)
+                values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
+                return microbatch.unpacked(values, batch.lengths, width)
+
+            values = microbatches.by_sequence(packed, before, num_sequences, width)
+            chosen = selection.select(algorithm, values, batch, key)
 
         def loss(params: Params, microbatch: Microbatch):
             whole = lora.joined(base, params)
@@ -256,52 +254,29 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
             return value, {**metrics, "log_probs": seen}
 
+        optimizing = config.trainer.optimizer
         role, found = take_update(
-            role,
-            config.trainer.optimizer,
-            config.num_updates,
-            packed,
-            loss,
-            compute_dtype,
-            "actor",
-            max_kl,
+            role, optimizing, config.num_updates, packed, loss, compute_dtype, "actor", max_kl
         )
         # An entropy that was not computed is left out, not zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
         metrics = {name: value for name, value in found.items() if name not in unseen}
         if on_policy:
             metrics |= corrections.engine_gap(
-                found["log_probs"],
-                batch.rollout_log_probs,
-                batch.response_mask & packed.chosen[:, None],
+                found["log_probs"], batch.rollout_log_probs, batch.response_mask
             )
         return role, metrics
-
-    def _selection(params, batch: Minibatch, packed: PackedBatch, key):
-        """Returns what clip_cov and kl_cov choose from the whole minibatch."""
-        num_sequences, width = batch.tokens.shape
-        if algorithm.policy_loss not in selection.SELECTIONS:
-            return jnp.zeros((num_sequences, width), bool)
-
-        def log_probs(microbatch: Microbatch):
-            values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
-            return microbatch.unpacked(values, batch.lengths, width)
-
-        values = microbatches.by_sequence(packed, log_probs, num_sequences, width)
-        only = dataclasses.replace(batch, loss_mask=batch.loss_mask & packed.chosen[:, None])
-        return selection.select(algorithm, values, only, key)
 
     def critic_update(
         role: Trainable, batch: Minibatch, packed: PackedBatch, old, returns, prefix: str
     ):
-        width = batch.tokens.shape[1]
-        denominators = minibatch_denominators(batch.loss_mask & packed.chosen[:, None], scale)
+        denominators = minibatch_denominators(batch.loss_mask, scale)
 
         def loss(params: Params, microbatch: Microbatch):
             values = token_values(models.value, params, batch.tokens, microbatch)
             return losses.value_loss(
                 algorithm,
-                microbatch.unpacked(values, batch.lengths, width),
+                microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1]),
                 microbatch.take(old),
                 microbatch.take(returns),
                 microbatch.take(batch.loss_mask),
@@ -314,41 +289,47 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         )
 
     def update(
-        learners, base: Params, batch: Minibatch, packed: PackedBatch, key, *, train_policy: bool
+        learners: dict[str, Trainable],
+        base: Params,
+        batch: Minibatch,
+        packed: PackedBatch,
+        key: jax.Array,
+        *,
+        train_policy: bool,
     ):
-        policy, critic, cost_critic = learners
-        metrics: dict[str, Array] = {}
-        if critic.params:
-            critic, of_critic = critic_update(
-                critic, batch, packed, batch.values, batch.returns, "critic"
-            )
-            metrics |= of_critic
-        if cost_critic.params:
-            cost_critic, of_costs = critic_update(
-                cost_critic, batch, packed, batch.cost_values, batch.cost_returns, "cost_critic"
-            )
-            metrics |= of_costs
-        if train_policy and policy.params:
-            policy, of_policy = policy_update(policy, base, batch, packed, key)
-            metrics |= of_policy
-        return (policy, critic, cost_critic), metrics
+        here = packed.chosen[:, None]
+        batch = dataclasses.replace(
+            batch, loss_mask=batch.loss_mask & here, response_mask=batch.response_mask & here
+        )
+        of_critics = {
+            "critic": (batch.values, batch.returns),
+            "cost_critic": (batch.cost_values, batch.cost_returns),
+        }
+        after, metrics = dict(learners), {}
+        for name, targets in of_critics.items():
+            if name in learners:
+                after[name], found = critic_update(learners[name], batch, packed, *targets, name)
+                metrics |= found
+        if train_policy and "policy" in learners:
+            after["policy"], found = policy_update(learners["policy"], base, batch, packed, key)
+            metrics |= found
+        return after, metrics
 
-    meshes = models.meshes
-    homes = (meshes["policy"], meshes["critic"], meshes["critic"])
+    critics = {"critic": state.critic, "cost_critic": state.cost_critic}
+    homes = {"policy": models.meshes["policy"]}
+    homes |= {name: models.meshes["critic"] for name, role in critics.items() if role.params}
+    made = Updater(config, models, base, homes, {})
 
     def on(mesh: Mesh):
-        learners = _living(_learners(state), homes, mesh)
         return jax.jit(
             update,
             static_argnames="train_policy",
             donate_argnums=0,
             out_shardings=(
-                jax.tree.map(lambda a: resting.in_use(a.sharding), learners),
+                jax.tree.map(lambda a: resting.in_use(a.sharding), made.learners(state, mesh)),
                 mesh_lib.replicated(mesh),
             ),
         )
 
-    busy = [home for home, role in zip(homes, _learners(state), strict=True) if role.params]
-    num_critics = bool(state.critic.params) + bool(state.cost_critic.params)
-    programs = {mesh: on(mesh) for mesh in dict.fromkeys(busy)}
-    return Updater(config, models, homes, base, num_critics, programs)
+    programs = {mesh: on(mesh) for mesh in dict.fromkeys(homes.values())}
+    return dataclasses.replace(made, programs=programs)

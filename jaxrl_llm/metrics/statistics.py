@@ -21,28 +21,26 @@ HostOrDevice = np.ndarray | Array
 GIB = 2**30
 
 
-def of_rewards(rewards: Rewards) -> dict[str, float]:
+def of_rewards(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, float]:
     """Returns what reward functions and models gave, and how many calls of functions failed.
 
-    `critic/score/spread` is the largest minus the smallest score, of two or more sequences.
+    `critic/score/spread` is the largest minus the smallest score, of two or more sequences;
+    `training/groups/uniform_share` the share of the groups of two or more whose scores are all
+    equal, 0 without any.
     """
+    order = np.argsort(group_ids, kind="stable")
+    _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
+    scores = rewards.scores[order]
+    spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
+    uniform = spread[sizes > 1] == 0
     found = _summary("critic/score", rewards.scores)
+    found["training/groups/uniform_share"] = float(uniform.mean()) if uniform.size else 0.0
     found["reward/num_failures"] = float(rewards.num_failures)
     if len(rewards.scores) > 1:
         found["critic/score/spread"] = float(rewards.scores.max() - rewards.scores.min())
     if rewards.num_calls:
         found["reward/failure_share"] = rewards.num_failures / rewards.num_calls
     return found
-
-
-def uniform_share(rollouts: Rollouts, rewards: Rewards) -> float:
-    """Returns the share of the groups of two or more whose scores are all equal; 0 without any."""
-    order = np.argsort(rollouts.group_ids, kind="stable")
-    _, starts, sizes = np.unique(rollouts.group_ids[order], return_index=True, return_counts=True)
-    scores = rewards.scores[order]
-    spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
-    compared = sizes > 1
-    return float((spread[compared] == 0).mean()) if compared.any() else 0.0
 
 
 def of_rollouts(
@@ -68,7 +66,6 @@ def of_rollouts(
         **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", returns),
-        "training/groups/uniform_share": uniform_share(rollouts, rewards),
     }
     sources = np.array([rollouts.prompts[group].data_source for group in rollouts.group_ids])
     for source in sorted(set(sources.tolist())):

@@ -49,7 +49,6 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
         state = run.resume(state, source, models.packer)
         predictions_of = predict.predictor(config, models, prepared.frozen)
         estimates_of = estimate.estimator(config, models.mesh)
-        has_signal = estimate.signal(config)
         learn = update.updater(config, models, prepared.frozen.base, state)
         devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
         peak_flops = hardware.peak_flops(devices)
@@ -77,10 +76,10 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
 
             # Learn, unless an alert forbids it or there is nothing to learn from.
             run.hold()
-            of_rewards = statistics.of_rewards(rewards)
+            of_rewards = statistics.of_rewards(rewards, rollouts.group_ids)
             of_updates: dict[str, float] = {}
             allowed = run.alerts.allow_update({**of_estimates, **of_rewards})
-            if allowed and has_signal(rewards, rollouts, estimates):
+            if allowed and estimate.has_signal(config, of_rewards, estimates):
                 state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
 
             # Hand the new weights to the engine.

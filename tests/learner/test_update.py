@@ -467,11 +467,12 @@ def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params_of(run.models.policy))
     state = initial(run, narrow)
     for budget in (T, 1024):
-        program = updater_of(run, state).program
-        learners = (state.policy, state.critic, state.cost_critic)
+        learn = updater_of(run, state)
+        learners = learn.learners(state, run.models.mesh)
         packed, key = packed_of(ONE, budget), jax.random.key(3)
         with jax.set_mesh(run.models.mesh):
-            program.lower(learners, {}, batch_of(tiny.NETWORK), packed, key, train_policy=True)
+            batch = batch_of(tiny.NETWORK)
+            learn.program.lower(learners, {}, batch, packed, key, train_policy=True)
     assert len(found) == 2
     assert {d for dtypes in found.values() for d in jax.tree.leaves(dtypes)} == {
         jnp.dtype("float32")
@@ -484,12 +485,12 @@ def test_nothing_goes_to_the_host_and_back(monkeypatch):
     step = updater_of(run, state)
     replicated = mesh_lib.replicated(run.models.mesh)
     batch, packed = jax.device_put((batch_of(run.models.policy), packed_of(ONE, T)), replicated)
-    learners = (state.policy, state.critic, state.cost_critic)
+    learners = step.learners(state, run.models.mesh)
     arguments = learners, {}, batch, packed, jax.random.key(3)
     with jax.set_mesh(run.models.mesh), jax.transfer_guard("disallow"):
         lowered = step.program.lower(*arguments, train_policy=True)
         moved, _ = jax.block_until_ready(step.program(*arguments, train_policy=True))
-    assert int(moved[0].num_updates) == 1
+    assert int(moved["policy"].num_updates) == 1
     # A guard sees what goes through Python; a program could also hold a callback or a feed.
     text = lowered.as_text()
     assert not [word for word in ("callback", "infeed", "outfeed", "send", "recv") if word in text]

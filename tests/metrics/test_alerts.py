@@ -70,7 +70,8 @@ def observe(watch, monkeypatch, step=1, rewards=SPREAD, of_estimates=(), on_host
     total, used, free = disk or (1000, 0, 1000)
     usage = type("Usage", (), {"total": total, "used": used, "free": free})
     monkeypatch.setattr(alerts_lib.shutil, "disk_usage", lambda path: usage)
-    numbers = {**statistics.of_rewards(rewards), **SPEED, **dict(of_estimates), **dict(on_host)}
+    of_rewards = statistics.of_rewards(rewards, np.arange(len(rewards.scores)))
+    numbers = {**of_rewards, **SPEED, **dict(of_estimates), **dict(on_host)}
     return watch.check(step, numbers)
 
 
@@ -140,8 +141,9 @@ def test_skip_leaves_the_update_out_and_reads_only_what_it_must(tmp_path):
 
     with Alerts(only("constant_reward", steps=1, action="skip"), tmp_path, print) as watch:
         numbers = {"actor/entropy": Untouchable()}
-        assert not watch.allow_update({**numbers, **statistics.of_rewards(rewards(1, 1))})
-        assert watch.allow_update({**numbers, **statistics.of_rewards(rewards(1, 0))})
+        for scores, allowed in (((1, 1), False), ((1, 0), True)):
+            of_rewards = statistics.of_rewards(rewards(*scores), np.arange(2))
+            assert watch.allow_update({**numbers, **of_rewards}) == allowed
     with Alerts(only("entropy", action="skip"), tmp_path, print) as watch:
         assert not watch.allow_update({"actor/entropy": np.float32(0.0)})
         assert watch.allow_update({"actor/entropy": np.float32(1.0)})

@@ -77,7 +77,7 @@ def config(**algorithm):
 
 def test_numbers_of_a_step_by_hand():
     found = {
-        **statistics.of_rewards(step()[1]),
+        **statistics.of_rewards(step()[1], step()[0].group_ids),
         **statistics.of_rollouts(config(safe=True), *step(), critic=True),
     }
     assert found.pop("critic/score/spread") == 4.0
@@ -189,20 +189,22 @@ def test_engine_speed_by_hand():
 
 
 def test_scores_and_failed_calls_by_hand():
-    rewards = step()[1]
-    assert statistics.of_rewards(rewards) == {
+    rollouts, rewards, *_ = step()
+    groups = rollouts.group_ids
+    assert statistics.of_rewards(rewards, groups) == {
         "critic/score/mean": -1.0,
         "critic/score/max": 1.0,
         "critic/score/min": -3.0,
         "critic/score/spread": 4.0,
         "reward/num_failures": 1.0,
+        "training/groups/uniform_share": 0.0,
     }
     called = dataclasses.replace(rewards, num_calls=4)
-    assert statistics.of_rewards(called)["reward/failure_share"] == 0.25
+    assert statistics.of_rewards(called, groups)["reward/failure_share"] == 0.25
     # One score is not spread; its steps must not count as those whose rewards are all alike.
     one = {name: getattr(rewards, name)[:1] for name in ("scores", "costs", "baselines", "details")}
     alone = dataclasses.replace(rewards, terms={}, weights={}, **one)
-    assert "critic/score/spread" not in statistics.of_rewards(alone)
+    assert "critic/score/spread" not in statistics.of_rewards(alone, groups[:1])
 
 
 def test_speed_by_hand():
