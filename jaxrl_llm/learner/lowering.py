@@ -38,12 +38,10 @@ from jaxrl_llm.types import Minibatch
 
 
 def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> Models:
-    """Returns the models of a run on devices that may be absent; no folder is read.
+    """Returns the models of a run on devices that may be absent (`jax.experimental.topologies`).
 
-    Args:
-      config: The run, its sizes and placement chosen (`planned.chosen`). Its tokenizer is not used.
-      shape: Of policy, reference and critic.
-      devices: Real ones, or those of `jax.experimental.topologies`.
+    No folder is read and the tokenizer is not the run's. Sizes and placement of the config are
+    chosen (`planned.chosen`). `shape` is of policy, reference and critic.
 
     Raises:
       ConfigError: If the mesh does not fit the devices.
@@ -55,29 +53,20 @@ def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> M
 def abstract_state(config: RLConfig, models: Models) -> LearnerState:
     """Returns the learner state of a run as shapes, dtypes and shardings."""
     needed = needs.of(config.algorithm)
-    number = lambda dtype: _array(models, (), dtype)  # noqa: E731
+    number = _array(models, (), jnp.float32)
 
     def trainable(params: Params, of: OptimizerConfig) -> Trainable:
         transformation = optimizer.make(of, config.num_updates)
         opt_state = weights_lib.abstract_optimizer(transformation, params, models.mesh)
-        return Trainable(params, opt_state, number(jnp.int32))
+        return Trainable(params, opt_state, _array(models, (), jnp.int32))
 
-    def critic(wanted: bool) -> Trainable:
-        params: Params = {}
-        if wanted:
-            params = weights_lib.with_shardings(models.value.abstract(), models.value_shardings)
-        return trainable(params, config.critic.optimizer)
-
-    trained, shardings = models.policy.abstract(), models.policy_shardings
-    if config.lora.rank:
-        trained = models.policy.abstract_adapters()
-        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
+    critic = weights_lib.abstract_params(models.value, models.meshes["critic"])
     return LearnerState(
-        policy=trainable(weights_lib.with_shardings(trained, shardings), config.trainer.optimizer),
-        critic=critic(needed.critic),
-        cost_critic=critic(needed.cost_critic),
-        kl_coef=number(jnp.float32),
-        log_multiplier=number(jnp.float32),
+        policy=trainable(weights_lib.abstract_policy(models), config.trainer.optimizer),
+        critic=trainable(critic if needed.critic else {}, config.critic.optimizer),
+        cost_critic=trainable(critic if needed.cost_critic else {}, config.critic.optimizer),
+        kl_coef=number,
+        log_multiplier=number,
     )
 
 
@@ -91,12 +80,11 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     state = abstract_state(config, models)
     base: Params = {}
     if config.lora.rank:
-        base = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+        base = weights_lib.abstract_params(models.policy, models.mesh)
     policy = lora.joined(base, state.policy.params)
     everything = config.sequences_per_step
     of_policy, of_critic = predict.scoring_programs(config, models)
-    tokens = _array(models, (everything, config.max_sequence_tokens), jnp.int32)
-    lengths = _array(models, (everything,), jnp.int32)
+    batch = abstract_batch(config, models)
     sampler = sampler_lib.build(config, models, base)
     engine, resharder = sampler.engine, sampler.resharder
     rollout_params = resharder.abstract()
@@ -110,12 +98,12 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         updater = update.updater(config, models, base, state)
         learners = updater.learners(state, models.mesh)
         packed = abstract_packed(config, models, config.minibatch_size)
-        batch, key = abstract_batch(config, models), jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.eval_shape(lambda: jax.random.key(0))
         return updater.program.lower(learners, base, batch, packed, key, train_policy=True)
 
     def score(program, *params: Params, **choices):
         packed = abstract_packed(config, models, everything)
-        return program.lower(*params, tokens, lengths, packed, **choices)
+        return program.lower(*params, batch.tokens, batch.lengths, packed, **choices)
 
     ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
@@ -155,13 +143,9 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
 
 def abstract_batch(config: RLConfig, models: Models) -> Minibatch:
     """Returns the shapes of all sequences of a step as the update reads them."""
-    table = (config.sequences_per_step, config.max_sequence_tokens)
-    dtypes = {"tokens": jnp.int32, "response_mask": jnp.bool_, "loss_mask": jnp.bool_}
-    fields = {
-        field.name: _array(models, table, dtypes.get(field.name, jnp.float32))
-        for field in dataclasses.fields(Minibatch)
-    }
-    return Minibatch(**{**fields, "lengths": _array(models, table[:1], jnp.int32)})
+    table = config.sequences_per_step, config.max_sequence_tokens
+    shapes = jax.eval_shape(lambda: Minibatch.zeros(*table))
+    return jax.tree.map(lambda a: _array(models, a.shape, a.dtype), shapes)
 
 
 def _array(models: Models, shape: tuple[int, ...], dtype) -> Any:
@@ -203,14 +187,12 @@ def topology_devices(topology: str) -> Sequence[Any]:
         return topologies.get_topology_desc(topology, platform="tpu").devices
     except Exception as error:  # the plugin raises types of its own
         raise ConfigError(
-            [
-                f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"
-                " and install the TPU compiler with pip install 'jaxrl_llm[tpu]'"
-            ]
+            f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"
+            " and install the TPU compiler with pip install 'jaxrl_llm[tpu]'"
         ) from error
 
 
-def compile_report(lower: Any) -> Report:
+def compile_report(lower: Callable[[], jax.stages.Lowered]) -> Report:
     """Returns what one of the programs of `lowered` needs; raises Refused if it cannot fit."""
     start = time.perf_counter()
     program = lower()
@@ -243,11 +225,11 @@ def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float 
     """
     if len(plan.pools) > 1:
         raise ConfigError(
-            ["--compile: programs of several pools are not compiled; use placement.choice=colocate"]
+            "--compile: programs of several pools are not compiled; use placement.choice=colocate"
         )
     if not devices:
         raise ConfigError(
-            [f"--compile: {plan.device.name} devices are not here; give a TPU --topology"]
+            f"--compile: {plan.device.name} devices are not here; give a TPU --topology"
         )
     if isinstance(devices, str):
         devices = topology_devices(devices)

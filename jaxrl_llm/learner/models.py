@@ -49,11 +49,6 @@ class Models:
     def policy_shardings(self) -> Params:
         return train_shardings(self.policy, self.mesh)
 
-    @functools.cached_property
-    def value_shardings(self) -> Params:
-        """Of the critics."""
-        return train_shardings(self.value, self.meshes["critic"])
-
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the job's tokenizer: of its folder, or the built-in one of characters.
@@ -126,21 +121,21 @@ def build(
     shape: Shape,
     eos: tuple[int, ...],
 ) -> Models:
-    """Returns the models of a job on meshes whose devices need not be present; allocates nothing.
+    """Returns the models of a job on meshes whose devices may be absent; allocates nothing.
 
     Raises:
       ConfigError: If a mesh cannot hold this job's sequences and heads.
     """
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
-    platform = meshes["policy"].devices.flat[0].platform
-    policy = dataclasses.replace(network(config, shape, "lm", platform), lora=config.lora)
+    mesh = meshes["policy"]
+    policy = dataclasses.replace(network(config, shape, "lm", mesh), lora=config.lora)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
         eos_tokens=eos,
         policy=policy,
-        value=network(config, shape, "scalar", platform),
+        value=network(config, shape, "scalar", mesh),
         packer=packer(config, meshes, policy),
     )
 
@@ -191,7 +186,7 @@ def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
 
 
 def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot hold the sequences, heads and host arrays of the job."""
+    """Raises ConfigError if the mesh cannot hold the job's sequences, heads and host arrays."""
     shards = mesh.shape["sequence"]
     budget = config.microbatch_tokens
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
@@ -212,11 +207,9 @@ def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
         raise ConfigError(f"config.mesh.sequence: {found}")
 
 
-def network(
-    config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], platform: str
-) -> Network:
-    """Returns the network of one role, on devices of a platform."""
-    model = config.model
+def network(config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], mesh: Mesh) -> Network:
+    """Returns the network of one role, for devices like those of `mesh`."""
+    model, platform = config.model, mesh.devices.flat[0].platform
     return Network(
         shape,
         head=head,

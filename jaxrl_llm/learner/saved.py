@@ -60,7 +60,7 @@ def from_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy
     if config.lora.rank:  # adapters lie on the policy as RL found it
         product = folder / "warm_start" / "product"
         if product.exists():
-            whole = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+            whole = weights_lib.abstract_params(models.policy, models.mesh)
             base = saver_lib.load_tree(product, whole)[0]
         else:
             base = weights_lib.initial_policy(config, models)
@@ -111,11 +111,7 @@ def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
 def _newest(
     config: RLConfig, models: Models, workdir: pathlib.Path, best: bool
 ) -> tuple[Params, int]:
-    shapes, shardings = models.policy.abstract(), models.policy_shardings
-    if config.lora.rank:
-        shapes = models.policy.abstract_adapters()
-        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
-    abstract = weights_lib.with_shardings(shapes, shardings)
+    abstract = weights_lib.abstract_policy(models)
     saver = saver_lib.Saver(workdir / "checkpoints", config.checkpoint, read_only=True)
     wanted = saver.best_step() if best else 0
     if best and not wanted:

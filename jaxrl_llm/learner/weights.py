@@ -84,11 +84,10 @@ def abstract_optimizer(
         params,
         transform_non_params=lambda _: mesh_lib.replicated(mesh),
     )
-    return with_shardings(abstract_state, shardings)
+    return _with_shardings(abstract_state, shardings)
 
 
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Returns the shapes of a tree with these shardings, as `Saver.restore` takes them."""
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
     )
@@ -97,6 +96,20 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 def abstract(tree: Any) -> Any:
     """Returns shapes, dtypes and shardings of a tree of arrays, as `Saver.restore` takes them."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def abstract_params(network: Network, mesh: Mesh) -> Params:
+    """Returns `abstract` of a network's parameters in training."""
+    return _with_shardings(network.abstract(), models_lib.train_shardings(network, mesh))
+
+
+def abstract_policy(models: Models) -> Params:
+    """Returns `abstract` of what RL trains of the policy: all of it, or its adapters."""
+    policy, mesh = models.policy, models.mesh
+    if not policy.lora.rank:
+        return abstract_params(policy, mesh)
+    shardings = models_lib.adapter_shardings(policy, mesh)
+    return _with_shardings(policy.abstract_adapters(), shardings)
 
 
 def initial_policy(config: JobConfig, models: Models) -> Params:
@@ -139,7 +152,8 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
     def critic(wanted: bool) -> Trainable:
         params: Params = {}
         if wanted and config.critic.path:
-            params = huggingface.load(config.critic.path, models.value, models.value_shardings)
+            shardings = models_lib.train_shardings(models.value, models.meshes["critic"])
+            params = huggingface.load(config.critic.path, models.value, shardings)
         elif wanted:
             params = scalar_from_policy(models, policy_params, "critic")
         return begun(params, config.critic.optimizer, models.meshes["critic"])
@@ -165,10 +179,8 @@ def frozen(
 ) -> Frozen:
     """Returns reference, reward and cost models, and the base of adapters.
 
-    Args:
-      config, models: Of the run.
-      policy_params: The policy when RL begins; the reference, unless that has a folder.
-      trained: Parameters of the reward and cost models without a folder, by name.
+    `policy_params` are those that RL begins with; the reference too, unless it has a folder.
+    `trained` are those of the reward and cost models without a folder, by name.
     """
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
@@ -206,7 +218,7 @@ def _reference(config: RLConfig, models: Models, policy_params: Params) -> Param
 
 def scorer_network(config: JobConfig, models: Models, path: str) -> Network:
     """Returns the network of a reward or cost model in a folder; its shape is its own."""
-    return models_lib.network(config, huggingface.read_shape(path), "scalar", models.platform)
+    return models_lib.network(config, huggingface.read_shape(path), "scalar", models.mesh)
 
 
 def check_folders(config: RLConfig, models: Models) -> None:

@@ -247,7 +247,7 @@ def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
     initial = functools.partial(weights_lib.initial_policy, config, models)
     if not config.warm_start.num_steps:
         return initial()
-    abstract = weights_lib.with_shardings(models.policy.abstract(), models.policy_shardings)
+    abstract = weights_lib.abstract_params(models.policy, models.mesh)
     task = functools.partial(_sft, config, models)
     return _stage(config, SFTConfig, models, run, "warm_start", task, abstract, initial)
 
@@ -258,8 +258,7 @@ def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) ->
     Each begins as the policy with a score head of zeros, and learns from its own preference pairs.
     """
     scorers = {**config.rewards.models, **config.rewards.cost_models}
-    shardings = models_lib.train_shardings(models.value, models.meshes["reward"])
-    abstract = weights_lib.with_shardings(models.value.abstract(), shardings)
+    abstract = weights_lib.abstract_params(models.value, models.meshes["reward"])
     initial = functools.partial(weights_lib.scalar_from_policy, models, policy, "reward")
     found = {}
     for name in (name for name, model in scorers.items() if not model.path):
