@@ -1,5 +1,6 @@
 """A step's sequences as the update reads them: whole, or in minibatches of packed rows."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Int
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.data.microbatches import PackedBatch
 from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
@@ -19,6 +20,7 @@ from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 EVERY_TOKEN = np.ones((1, 1), bool)
 
 
+@dataclasses.dataclass(eq=False)
 class Packer:
     """Packs sequences into rows on the host, in few shapes: every new one is a compilation.
 
@@ -32,32 +34,15 @@ class Packer:
     holds more of a group, but attention looks at all of it.
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        num_shards: int,
-        length_shards: int = 1,
-        attention_parity: int = 0,
-        max_scored: int = 0,
-        fewest_tokens: int = 3072,
-    ):
-        """
-        Args:
-          max_tokens: Of a device in one microbatch.
-          num_shards: Devices that rows are split over.
-          length_shards: Devices that share each row; with more than 1 no prefix is shared.
-          attention_parity: Tokens of a row at which attention costs as much as the rest of the
-            network; 0: no prefix is shared.
-          max_scored: Most scored tokens of a sequence; 0: not known.
-          fewest_tokens: On a device, below which a microbatch is slow.
-        """
-        self._max_tokens = max_tokens * length_shards
-        self._num_shards = num_shards
-        self._length_shards = length_shards
-        self._parity = attention_parity if length_shards == 1 else 0
-        self._max_scored = max_scored
-        self._fewest_tokens = fewest_tokens
-        self._most_rows: dict[str, int] = {}
+    max_tokens: int  # of a device in one microbatch
+    num_shards: int  # devices that rows are split over
+    length_shards: int = 1  # devices that share each row; with more than 1 no prefix is shared
+    # Tokens of a row at which attention costs as much as the rest of the network; 0: no prefix is
+    # shared.
+    attention_parity: int = 0
+    max_scored: int = 0  # most scored tokens of a sequence; 0: not known
+    fewest_tokens: int = 3072  # on a device, below which a microbatch is slow
+    _most_rows: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def get_state(self) -> dict[str, int]:
         """Returns the shapes so far, as JSON can hold them."""
@@ -71,24 +56,24 @@ class Packer:
         self, lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
     ) -> int:
         """Returns the width of rows in which prefixes are shared; 0 if that does not pay."""
-        kind = f"shared by {len(lengths)} of {width} over {self._num_shards}"
+        kind = f"shared by {len(lengths)} of {width} over {self.num_shards}"
         found = self._most_rows.get(kind, -1)
-        if not 0 <= found <= self._max_tokens:
+        if not 0 <= found <= self.max_tokens:
             found = filling.best_width(
-                lengths, common, width, self._max_tokens, self._num_shards, self._parity
+                lengths, common, width, self.max_tokens, self.num_shards, self.attention_parity
             )
             self._most_rows[kind] = found
         return found
 
     def _num_rows(self, needed: int, num_sequences: int, width: int, growing: bool) -> int:
         """Returns the rows of a microbatch, a multiple of the shards."""
-        shards = self._num_shards
-        cap = self._max_tokens // width * shards
+        shards = self.num_shards
+        cap = self.max_tokens * self.length_shards // width * shards
         # A run may go on on another mesh, whose rows divide otherwise.
         kind = f"{num_sequences} in rows of {width} over {shards}"
         several = f"microbatches of {kind}"
         if needed > cap or several in self._most_rows:
-            fewest = self._fewest_tokens // width
+            fewest = self.fewest_tokens // width
             even = -(-needed // (-(-needed // cap) * shards)) * shards
             thin = filling.thin(needed, even, shards, fewest)
             rows = self._most_rows.get(several, thin)
@@ -125,7 +110,7 @@ class Packer:
     def _num_scored(self, needed: int, width: int) -> int:
         """Returns the columns of a row that the head looks at, in eighths; it never shrinks."""
         kind = f"scored in rows of {width}"
-        eighths = min(8, -(-max(needed, self._max_scored) * 8 // width))
+        eighths = min(8, -(-max(needed, self.max_scored) * 8 // width))
         self._most_rows[kind] = max(eighths, self._most_rows.get(kind, 0))
         return -(-width * self._most_rows[kind] // 8)
 
@@ -143,10 +128,10 @@ class Packer:
         """Returns the rows of each microbatch, shard after shard, of about the same cost each."""
         num_groups = -(-len(packed) // num_rows)
         rows = packed + [[]] * (num_groups * num_rows - len(packed))
-        if self._num_shards == 1:
+        if self.num_shards == 1:
             return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
         costs = np.array([packing.workload(lengths[row]).sum() for row in rows])
-        num_parts = num_groups * self._num_shards
+        num_parts = num_groups * self.num_shards
         parts = packing.balanced_partition(costs, num_parts, equal_size=True)
         parts.sort(key=lambda part: -costs[part].sum())
         order = [row for part in parts for row in part]
@@ -155,8 +140,8 @@ class Packer:
     def shares(self, packed: PackedBatch) -> list[list[int]]:
         """Returns the sequences that each device works on, of those that rows are split over."""
         microbatches = packed.microbatches
-        shares: list[list[int]] = [[] for _ in range(self._num_shards)]
-        local_rows = microbatches.segment_ids.shape[1] // self._num_shards
+        shares: list[list[int]] = [[] for _ in range(self.num_shards)]
+        local_rows = microbatches.segment_ids.shape[1] // self.num_shards
         for sequences, rows in zip(microbatches.sequences, microbatches.rows, strict=True):
             for sequence, row in zip(sequences.tolist(), rows.tolist(), strict=True):
                 if sequence < len(packed.chosen):
@@ -172,21 +157,24 @@ class Packer:
         scored: Bool[np.ndarray, "#B #T"] = EVERY_TOKEN,
         common: packing.Beginnings = packing.NOTHING_COMMON,
     ) -> PackedBatch:
-        """Returns the sequences `chosen` in rows.
+        """Returns the sequences `chosen` of a step, whose `lengths` are of all, in rows.
 
         Args:
-          lengths: Of all sequences of the step.
-          chosen: Numbers of the sequences to pack.
           width: Tokens of a row; at least those of a sequence, at most a device's budget.
           scored: Tokens whose log-probs are wanted, none the first of its sequence.
           common: Prefixes that sequences have in common. Shared where that pays and `scored` is
             given.
         """
-        if self._length_shards > 1:
-            width = sequence_attention.row_width(width, self._length_shards)
+        if self.length_shards > 1:
+            width = sequence_attention.row_width(width, self.length_shards)
         everywhere = scored.size == 1
         alone = packing.nothing_common(len(chosen))
-        share = bool(self._parity) and not everywhere and bool(common.lengths.any())
+        share = bool(
+            self.attention_parity
+            and self.length_shards == 1
+            and not everywhere
+            and common.lengths.any()
+        )
         alike = common.of(chosen) if share or common.together else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
         growing = bool(lengths[chosen].min() < width)
@@ -204,32 +192,23 @@ class Packer:
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
         most, held = self._num_microbatches(batches, len(chosen), num_rows)
         # Host arrays: they go to the device with the program that uses them.
-        laid: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
-        needed = width if everywhere else self._num_scored(int(laid.asked.sum(-1).max()), width)
-        scored_columns: Any = filling.first_true(laid.asked, needed)
-        seen = self._num_seen(laid.most_seen(), width) if shared_width else 0
-
+        made: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
+        looked_at = width
+        if not everywhere:
+            looked_at = self._num_scored(filling.most_listed(made.scored), width)
+        seen = 0
+        if shared_width:
+            seen = self._num_seen(filling.most_listed(made.key_blocks), width)
+        microbatches = dataclasses.replace(
+            made,
+            prefix_ids=made.prefix_ids[..., :shared_width],
+            key_blocks=made.key_blocks[..., : None if seen else 0, :seen],
+            scored=made.scored[..., :looked_at],
+            before=made.before[..., :looked_at],
+        )
         count: Any = np.array(len(groups), np.int32)
-        mask: Any = np.zeros(len(lengths), bool)
-        mask[chosen] = True
-        blocks: Any = filling.first_true(laid.sees if seen else laid.sees[..., :0, :0], seen)
-        before: Any = np.take_along_axis(
-            laid.before, np.minimum(scored_columns, width - 1), axis=-1
-        )
-        microbatches = Microbatch(
-            segment_ids=laid.segment_ids,
-            prefix_ids=laid.prefix_ids if shared_width else laid.prefix_ids[..., :0],
-            key_blocks=blocks,
-            positions=laid.positions,
-            sequences=laid.sequences,
-            rows=laid.rows,
-            starts=laid.starts,
-            beginnings=laid.beginnings,
-            shared=laid.shared,
-            scored=scored_columns,
-            before=before,
-        )
-        return PackedBatch(microbatches, count, mask)
+        is_chosen: Any = np.isin(np.arange(len(lengths)), chosen)
+        return PackedBatch(microbatches, count, is_chosen)
 
     def pack_rollouts(
         self,
@@ -246,7 +225,7 @@ class Packer:
             np.arange(len(rollouts.lengths)) if chosen is None else chosen,
             width=rollouts.tokens.shape[1],
             # Choosing tokens of a row would gather over a dim that the sequence axis splits.
-            scored=EVERY_TOKEN if self._length_shards > 1 else rollouts.response_mask,
+            scored=EVERY_TOKEN if self.length_shards > 1 else rollouts.response_mask,
             common=common_prompts(rollouts) if common is None else common,
         )
 

@@ -21,11 +21,11 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.data.microbatches import PackedBatch
 from jaxrl_llm.learner import batches, optimizer, predict, update
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
-from jaxrl_llm.learner.microbatches import PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.models import lora
@@ -192,7 +192,7 @@ def topology_devices(topology: str) -> Sequence[Any]:
         ) from error
 
 
-def compile_report(lower: Callable[[], jax.stages.Lowered]) -> Report:
+def compile_report(lower: Any) -> Report:
     """Returns what one of the programs of `lowered` needs; raises Refused if it cannot fit."""
     start = time.perf_counter()
     program = lower()

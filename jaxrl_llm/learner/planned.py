@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -45,10 +45,6 @@ class Target:
     devices: Sequence[Any] | str = ()
     num_hosts: int = 1  # with as many of the devices each
 
-    @property
-    def backend(self) -> str:
-        return self.device.backend
-
 
 def here(present: Sequence[Any]) -> Target:
     """Returns the devices of this process.
@@ -59,10 +55,8 @@ def here(present: Sequence[Any]) -> Target:
     device = devices.present(present)
     if device is None:
         raise ConfigError(
-            [
-                f"device: nothing is known of {present[0].device_kind!r};"
-                f" name one of {', '.join(devices.DEVICES)} with --device"
-            ]
+            f"device: nothing is known of {present[0].device_kind!r};"
+            f" name one of {', '.join(devices.DEVICES)} with --device"
         )
     num_hosts = len({each.process_index for each in present})
     return Target(device, len(present), present, num_hosts)
@@ -87,8 +81,7 @@ def plan(config: RLConfig, target: Target) -> Plan:
       ConfigError: If the model is not known, or the mesh does not fill the devices.
     """
     setting = _setting(config, _policy(config), target)
-    config = _placed(setting, target)
-    return fit.make(config, setting.policy, setting.scorers, target.device, target.num_devices)
+    return _fit(setting, _placed(setting, target), target)
 
 
 def check(config: RLConfig, present: Sequence[Any]) -> float:
@@ -111,7 +104,7 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
             f" {advice.nearest(made)}"
         )
         if made.peak > _ERROR * made.device.memory_bytes:
-            raise ConfigError([message])
+            raise ConfigError(message)
         logging.log_first_n(logging.WARNING, "%s", 1, message)  # a program may ask twice
     return made.peak
 
@@ -158,17 +151,18 @@ def meshes(config: RLConfig) -> dict[str, Mesh]:
 def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
     """Returns the config with pools, microbatches and recomputation for the devices present.
 
-    On devices of an unknown kind all roles share all devices, and recomputation saves the most
-    memory. Where the plan chooses: pools are the first of the ranking (`planning/placement.py`)
-    that hold their roles and whose rows all models can split; then the least recomputation, and
-    with it the most tokens, that fit the devices.
+    Pools are the first of the ranking (`planning/placement.py`) that hold their roles and whose
+    rows all models can split; then the least recomputation, and with it the most tokens, that fit
+    the devices. On devices of an unknown kind all roles share all devices, and recomputation saves
+    the most memory.
     """
     if devices.present(present) is not None:
         target = here(present)
         return _placed(_setting(config, policy, target), target)
     if config.placement.choice == "auto":
         config = dataclasses.replace(config, placement=_TOGETHER)
-    return _with_sizes(config, *next(iter(_sizes(config, "tpu", _REMAT[-1:]))))
+    _, most_tokens = _sizes(config, "tpu")[0]
+    return _with_sizes(config, _REMAT[-1], most_tokens)
 
 
 def _chosen_here(config: RLConfig) -> RLConfig:
@@ -192,7 +186,13 @@ def _policy(config: RLConfig) -> Shape:
 
 
 def _setting(config: RLConfig, policy: Shape, target: Target) -> Setting:
-    return Setting(config, policy, shapes.scorers(config, policy), {}, target.backend)
+    return Setting(config, policy, shapes.scorers(config, policy), {}, target.device.backend)
+
+
+def _fit(setting: Setting, config: RLConfig, target: Target) -> Plan:
+    """Returns the plan of a config, which may differ from the setting's in what was chosen."""
+    device, count = target.device, target.num_devices
+    return fit.make(config, setting.policy, setting.scorers, device, count)
 
 
 def _is_open(config: JobConfig) -> bool:
@@ -213,23 +213,21 @@ def _with_sizes(config: Job, remat: Any, tokens: int) -> Job:
     return dataclasses.replace(config, model=model, trainer=trainer)
 
 
-def _sizes(
-    config: RLConfig, backend: str, remats: Sequence[str] = _REMAT
-) -> Iterator[tuple[str, int]]:
-    """Yields recomputation and tokens of a microbatch, the least work first."""
+def _sizes(config: RLConfig, backend: str) -> list[tuple[str, int]]:
+    """Returns choices of recomputation and tokens of a microbatch, the least work first."""
     row = sequence_attention.row_width(config.max_sequence_tokens, config.mesh.sequence)
     row = -(-row // config.mesh.sequence)
     few = (_FEWEST_ON_CPU,) if backend == "cpu" else ()
     tokens = dict.fromkeys(max(each, row) for each in (*_TOKENS, *few))
-    return itertools.product(remats, tokens)
+    return list(itertools.product(_REMAT, tokens))
 
 
 def _placed(setting: Setting, target: Target) -> RLConfig:
-    """Returns the config with the pools that suit it best, where it leaves them open; `_sized`."""
+    """Returns the config with the best pools and sizes, where it leaves them open."""
     config = setting.config
     if config.placement.choice == "auto":
         # Placements are compared with the sizes that leave the most room.
-        small = _with_sizes(config, *list(_sizes(config, setting.backend))[-1])
+        small = _with_sizes(config, *_sizes(config, setting.backend)[-1])
         tried = dataclasses.replace(setting, config=small)
         ranking = placement.rank(tried, target.device, target.num_devices, target.num_hosts)
         best = next((each for each in ranking if each.fits and _may_split(each, small)), None)
@@ -261,18 +259,16 @@ def _sized(setting: Setting, target: Target) -> RLConfig:
     """Returns the config with microbatches and recomputation where it leaves them open.
 
     On a CPU small microbatches are as fast and memory is shared: there the limit is little more
-    than the least memory that the run can do with.
+    than the least memory that the run needs.
     """
     config, backend = setting.config, setting.backend
     if not _is_open(config):
         return config
 
     def peak(remat: str, tokens: int) -> float:
-        tried = _with_sizes(config, remat, tokens)
-        shapes_of = setting.policy, setting.scorers
-        return fit.make(tried, *shapes_of, target.device, target.num_devices).peak
+        return _fit(setting, _with_sizes(config, remat, tokens), target).peak
 
-    choices = list(_sizes(config, backend))
+    choices = _sizes(config, backend)
     limit = _USABLE * target.device.memory_bytes
     if backend == "cpu":
         limit = min(limit, 1.05 * peak(*choices[-1]) + GIB / 4)

@@ -11,16 +11,30 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import microbatches
-from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.data import microbatches
+from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.learner.weights import Frozen, LearnerState
+from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, resting
 from jaxrl_llm.types import Predictions, Rollouts
+
+
+def _read(network: Network, params: Params, tokens: Array, microbatch: Microbatch):
+    """Returns packed tokens [R, W], hidden states [R, W, D] and the weight of the head."""
+    packed = microbatch.packed(tokens)
+    hidden = network.hidden(
+        params,
+        packed,
+        microbatch.positions,
+        microbatch.segment_ids,
+        prefix_ids=microbatch.prefix_ids,
+        key_blocks=microbatch.key_blocks,
+    )
+    return packed, hidden, network.head_weight(params)
 
 
 def token_statistics(
@@ -34,9 +48,7 @@ def token_statistics(
     entropy: heads.Entropy,
 ) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
     """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens."""
-    packed = microbatch.packed(tokens)
-    hidden = _hidden(network, params, packed, microbatch)
-    weight = network.head_weight(params)
+    packed, hidden, weight = _read(network, params, tokens, microbatch)
     settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
     if microbatch.scores_everything:
         return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
@@ -44,25 +56,11 @@ def token_statistics(
     return heads.chosen_statistics(hidden, weight, packed, scored, before, **settings)
 
 
-def _hidden(
-    network: Network, params: Params, packed: Array, microbatch: Microbatch
-) -> Float[Array, "R W D"]:
-    return network.hidden(
-        params,
-        packed,
-        microbatch.positions,
-        microbatch.segment_ids,
-        prefix_ids=microbatch.prefix_ids,
-        key_blocks=microbatch.key_blocks,
-    )
-
-
 def token_values(
     network: Network, params: Params, tokens: Array, microbatch: Microbatch
 ) -> Float[Array, "R W"]:
     """Returns the value just before each token of packed rows; zero at unscored tokens."""
-    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
-    weight = network.head_weight(params)
+    _, hidden, weight = _read(network, params, tokens, microbatch)
     if microbatch.scores_everything:
         return heads.token_values(hidden, weight, microbatch.segment_ids)
     return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
@@ -72,18 +70,18 @@ def sequence_scores(
     network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
 ) -> Float[Array, " b"]:
     """Returns the score at the last token of each sequence of the microbatch."""
-    hidden = _hidden(network, params, microbatch.packed(tokens), microbatch)
+    _, hidden, weight = _read(network, params, tokens, microbatch)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
-    return heads.sequence_scores(at_end, network.head_weight(params), jnp.zeros_like(last))
+    return heads.sequence_scores(at_end, weight, jnp.zeros_like(last))
 
 
 def is_on_policy(config: RLConfig) -> bool:
     """Returns whether a step is one update that needs no log-probs of the policy before it.
 
     The ratio to the old policy is then 1: the update takes its own log-probs, without a gradient,
-    for the old ones, which saves a pass. Not where anything before the update reads what the policy
-    predicts (`needs.Needs.old_log_probs`), as alerts that may skip the update do.
+    for the old ones, which saves a pass. False if anything before the update reads what the policy
+    predicts: an algorithm (`needs.Needs.old_log_probs`), or an alert that may skip the update.
     """
     algorithm, trainer = config.algorithm, config.trainer
     one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
@@ -102,7 +100,6 @@ def scoring_programs(config: RLConfig, models: Models):
 
     @functools.partial(jax.jit, static_argnames="entropy")
     def of_policy(base, params, tokens, lengths, packed: PackedBatch, *, entropy: heads.Entropy):
-        num_sequences, width = tokens.shape
         whole = lora.joined(base, params)
 
         def ask(microbatch: Microbatch):
@@ -115,19 +112,17 @@ def scoring_programs(config: RLConfig, models: Models):
                 chunk=config.model.vocab_chunk,
                 entropy=entropy,
             )
-            return tuple(microbatch.unpacked(each, lengths, width) for each in found)
+            return tuple(microbatch.unpacked(each, lengths, tokens.shape[1]) for each in found)
 
-        return microbatches.by_sequence(packed, ask, num_sequences, width)
+        return microbatches.by_sequence(packed, ask, *tokens.shape)
 
     @jax.jit
     def of_critic(params, tokens, lengths, packed: PackedBatch):
-        num_sequences, width = tokens.shape
-
         def ask(microbatch: Microbatch):
             values = token_values(models.value, params, tokens, microbatch)
-            return microbatch.unpacked(values, lengths, width)
+            return microbatch.unpacked(values, lengths, tokens.shape[1])
 
-        return microbatches.by_sequence(packed, ask, num_sequences, width)
+        return microbatches.by_sequence(packed, ask, *tokens.shape)
 
     return of_policy, of_critic
 
@@ -135,44 +130,39 @@ def scoring_programs(config: RLConfig, models: Models):
 def predictor(
     config: RLConfig, models: Models, frozen: Frozen
 ) -> Callable[[LearnerState, Rollouts, Clock], Predictions]:
-    """Returns `predict(state, rollouts, clock) -> Predictions`, each model asked in one pass.
+    """Returns what asks every model in one pass; times `old_log_prob`, `ref` and `values`.
 
     With `is_on_policy` the policy is not asked; the engine's log-probs stand in its place and
     nothing reads them. Models on different devices run at the same time: all are asked before any
-    answer is moved to the policy's devices. Times `old_log_prob`, `ref` and `values`.
+    answer is moved to the policy's devices.
     """
-    recompute = config.algorithm.old_log_probs == "recompute"
-    on_policy = is_on_policy(config)
     of_policy, of_critic = scoring_programs(config, models)
-    mesh, meshes, replicated = models.mesh, models.meshes, mesh_lib.replicated(models.mesh)
+    mesh, meshes = models.mesh, models.meshes
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
-    on_host = "reference" in config.mesh.on_host
 
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
         packed = models.packer.pack_rollouts(rollouts)
-        tokens, lengths = rollouts.tokens, rollouts.lengths
-        mask = rollouts.response_mask
-        zeros = jnp.zeros(tokens.shape, jnp.float32)
+        about = rollouts.tokens, rollouts.lengths, packed
+        zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
-        if not on_policy:
+        if not is_on_policy(config):
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
-                policy = frozen.base, state.policy.params
                 found, entropies, squares = watch(
-                    of_policy(*policy, tokens, lengths, packed, entropy="value")
+                    of_policy(frozen.base, state.policy.params, *about, entropy="value")
                 )
-            old = found if recompute else old
+            old = found if config.algorithm.old_log_probs == "recompute" else old
         reference = old
         if frozen.reference:
             with jax.set_mesh(meshes["reference"]), clock("ref") as watch:
-                params = resting.working(frozen.reference) if on_host else frozen.reference
-                reference, _, _ = watch(
-                    of_policy({}, params, tokens, lengths, packed, entropy="none")
-                )
+                params = frozen.reference
+                if "reference" in config.mesh.on_host:
+                    params = resting.working(params)
+                reference, _, _ = watch(of_policy({}, params, *about, entropy="none"))
         values = [zeros, zeros]
         for i, critic in enumerate((state.critic, state.cost_critic)):
             if critic.params:
                 with jax.set_mesh(meshes["critic"]), clock("values") as watch:
-                    values[i] = watch(of_critic(critic.params, tokens, lengths, packed))
+                    values[i] = watch(of_critic(critic.params, *about))
         answers = Predictions(
             old_log_probs=old,
             ref_log_probs=reference,
@@ -182,28 +172,25 @@ def predictor(
             cost_values=values[1],
         )
         if not one_mesh:
-            answers = pools.move(answers, replicated)
+            answers = pools.move(answers, mesh_lib.replicated(mesh))
         with jax.set_mesh(mesh):
-            return jax.tree.map(lambda values: jnp.where(mask, values, 0.0), answers)
+            return jax.tree.map(lambda a: jnp.where(rollouts.response_mask, a, 0.0), answers)
 
     return predict
 
 
 def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollouts], np.ndarray]]:
     """Returns by name the functions that score whole sequences, [B], with reward or cost models."""
+    mesh = models.meshes["reward"]
 
-    def scorer(name: str):
-        network, params = frozen.scorers[name].network, frozen.scorers[name].params
-        mesh = models.meshes["reward"]
-
+    def scorer(of: Scalar):
         @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
         def of_sequences(tokens, lengths, packed: PackedBatch):
-            num_sequences, _ = tokens.shape
-
             def ask(microbatch: Microbatch):
-                return sequence_scores(network, params, tokens, lengths, microbatch)[:, None]
+                scores = sequence_scores(of.network, of.params, tokens, lengths, microbatch)
+                return scores[:, None]
 
-            return microbatches.by_sequence(packed, ask, num_sequences, 1)[:, 0]
+            return microbatches.by_sequence(packed, ask, len(tokens), 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:
             packed = models.packer.pack_rollouts(rollouts)
@@ -212,4 +199,4 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
 
         return score
 
-    return {name: scorer(name) for name in frozen.scorers}
+    return {name: scorer(model) for name, model in frozen.scorers.items()}

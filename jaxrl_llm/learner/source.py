@@ -39,9 +39,9 @@ class Source(Protocol):
     """Gives the samples of each step; its position is part of the checkpoint."""
 
     def take(self, weights: Weights, key: jax.Array, clock: Clock) -> Samples:
-        """Returns the samples of the next step; times `gen` and `reward`.
+        """Returns the samples of the next step, drawn by these weights or older ones.
 
-        `weights` are the newest; samples may have been drawn by older ones.
+        Times `gen` and `reward`.
         """
         ...
 
@@ -52,10 +52,9 @@ class Source(Protocol):
 class SampledNow:
     """Samples a step when it is asked for, with the weights that it is given.
 
-    As the algorithm asks: one greedy sample a prompt in the same wave, whose score is the
-    baseline (ReMax, arXiv:2310.10505); groups whose rewards are all equal are dropped and others
-    sampled in their place, wave after wave (DAPO, arXiv:2503.14476, Sec. 3.2); a soft penalty on
-    length (same, Eq. 13).
+    As the algorithm asks: one greedy sample of each prompt in the same wave, whose score is the
+    baseline (ReMax, arXiv:2310.10505); more waves instead of groups whose rewards are all equal
+    (DAPO, arXiv:2503.14476, Sec. 3.2); a soft penalty on length (same, Eq. 13).
     """
 
     def __init__(self, config: RLConfig, sampler: Sampler, prompts: PromptIterator, score: Score):
@@ -66,10 +65,8 @@ class SampledNow:
         algorithm = config.algorithm
         self._has_baseline = needs.of(algorithm).greedy_baseline
         sampled = episodes.sampling_params(config.rollout, sampler.models.eos_tokens)
-        self._samples = [sampled] * algorithm.samples_per_prompt
-        if self._has_baseline:
-            greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-            self._samples.append(greedy)
+        greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self._samples = [sampled] * algorithm.samples_per_prompt + [greedy] * self._has_baseline
 
     def get_state(self) -> Mapping[str, Any]:
         """Returns the position in the prompts."""
@@ -104,33 +101,27 @@ class SampledNow:
                 " number of waves or samples_per_prompt, or set dynamic_sampling=False"
             )
         samples = joined(waves)
-        return dataclasses.replace(
-            samples, rewards=_with_overlong_penalty(self._config, samples.rollouts, samples.rewards)
-        )
+        rewards = _with_overlong_penalty(self._config, samples.rollouts, samples.rewards)
+        return dataclasses.replace(samples, rewards=rewards)
 
     def _wave(
         self, weights: Weights, prompts: PromptBatch, key: jax.Array, clock: Clock
     ) -> Samples:
         """Returns what one call of the engine gives, without groups that are to be dropped."""
-        engine, tokenizer = self._sampler.engine, self._sampler.models.tokenizer
+        sampler = self._sampler
         if jax.process_count() > 1:
             data = jax.device_get(jax.random.key_data(key))
             agreement.check("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
             rollouts, done = episodes.rollout(
-                engine, weights, tokenizer, prompts, self._samples, key
+                sampler.engine, weights, sampler.models.tokenizer, prompts, self._samples, key
             )
         with clock("reward"):
             rewards = self._score(rollouts)
         if jax.process_count() > 1:
-            sampled = {
-                "the tokens": rollouts.tokens,
-                "the response mask": rollouts.response_mask,
-                "the rollout log-probs": rollouts.rollout_log_probs,
-                "the responses": rollouts.responses,
-                "the rewards": rewards,
-            }
-            agreement.check("sampled", sampled)
+            names = ("tokens", "response_mask", "rollout_log_probs", "responses")
+            sampled = {f"the {name}": getattr(rollouts, name) for name in names}
+            agreement.check("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:
             rollouts, rewards = split_baseline(rollouts, rewards, len(self._samples))
         if self._config.algorithm.dynamic_sampling:
@@ -145,23 +136,20 @@ class SampledNow:
 def take_rows(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
     """Returns some rows of both. Prompts left without a row go; groups are numbered anew."""
 
-    def taken(batch: Any) -> Any:
-        def take(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: array[rows] for name, array in value.items()}
-            return value[rows] if isinstance(value, np.ndarray) else value
+    def take(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: take(array) for name, array in value.items()}
+        if isinstance(value, tuple):
+            return tuple(value[i] for i in rows)
+        return value[rows] if isinstance(value, np.ndarray) else value
 
-        return type(batch)(**{name: take(value) for name, value in vars(batch).items()})
+    def taken(batch: Any, **others: Any) -> Any:
+        fields = {name: take(value) for name, value in vars(batch).items() if name not in others}
+        return type(batch)(**fields, **others)
 
     prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
-    picked = dataclasses.replace(
-        taken(rollouts),
-        group_ids=group_ids.astype(np.int32),
-        prompts=tuple(rollouts.prompts[i] for i in prompts),
-        responses=tuple(rollouts.responses[i] for i in rows),
-    )
-    details = tuple(rewards.details[i] for i in rows)
-    return picked, dataclasses.replace(taken(rewards), details=details)
+    kept = tuple(rollouts.prompts[i] for i in prompts)
+    return taken(rollouts, prompts=kept, group_ids=group_ids.astype(np.int32)), taken(rewards)
 
 
 def split_baseline(rollouts: Rollouts, rewards: Rewards, n: int) -> tuple[Rollouts, Rewards]:
@@ -207,17 +195,11 @@ def joined(waves: Sequence[Samples]) -> Samples:
 def _with_overlong_penalty(config: RLConfig, rollouts: Rollouts, rewards: Rewards) -> Rewards:
     if not config.algorithm.overlong_buffer_tokens:
         return rewards
-    penalty = np.asarray(
-        shaping.overlong_penalty(
-            config.algorithm,
-            config.rollout.max_response_tokens,
-            rollouts.response_mask.sum(1),
-        )
-    )
-    ones = np.ones_like(rewards.scores)
+    longest, lengths = config.rollout.max_response_tokens, rollouts.response_mask.sum(1)
+    penalty = np.asarray(shaping.overlong_penalty(config.algorithm, longest, lengths))
     return dataclasses.replace(
         rewards,
         scores=rewards.scores + penalty,
         terms={**rewards.terms, "overlong": penalty},
-        weights={**rewards.weights, "overlong": ones},
+        weights={**rewards.weights, "overlong": np.ones_like(rewards.scores)},
     )

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
-from jaxrl_llm.learner import microbatches, optimizer
+from jaxrl_llm.data import microbatches
+from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.batches import minibatches, padding_share
-from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
 from jaxrl_llm.learner.weights import LearnerState, Trainable
@@ -174,7 +175,7 @@ class Updater:
         on_host = "optimizer" in self.config.mesh.on_host
         # Each call only dispatches: programs of different devices run at the same time.
         for mesh, program in self.programs.items():
-            mine = self.learners(state, mesh)
+            mine: dict[str, Any] = self.learners(state, mesh)
             base = self.base if "policy" in mine else {}
             if on_host:
                 mine = _with_optimizers(resting.working, mine)
@@ -305,7 +306,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             "critic": (batch.values, batch.returns),
             "cost_critic": (batch.cost_values, batch.cost_returns),
         }
-        after, metrics = dict(learners), {}
+        after, metrics = dict(learners), dict[str, Array]()
         for name, targets in of_critics.items():
             if name in learners:
                 after[name], found = critic_update(learners[name], batch, packed, *targets, name)

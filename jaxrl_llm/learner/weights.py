@@ -1,9 +1,8 @@
 """The weights of a job: which learn, which stay frozen, and how each begins."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +46,7 @@ class LearnerState:
     log_multiplier: Float[Array, ""]  # of Safe-RLHF's cost
 
 
-@dataclasses.dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     """A reward or cost model: frozen, one number a sequence."""
 
     network: Network
@@ -115,7 +113,7 @@ def abstract_policy(models: Models) -> Params:
 def initial_policy(config: JobConfig, models: Models) -> Params:
     """Returns the policy's first weights, sharded: of the folder, or random by the seed."""
     if config.model.path:
-        return huggingface.load(config.model.path, models.policy, models.policy_shardings)
+        return _read(config.model.path, models.policy, models.mesh)
     make = jax.jit(models.policy.init, out_shardings=models.policy_shardings)
     return make(jax.random.key(config.seed))
 
@@ -128,10 +126,8 @@ def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Para
         score = jnp.zeros((1, models.policy.shape.hidden_size), models.value.param_dtype)
         return {**jax.tree.map(jnp.copy, body), "score": score}
 
-    here, there = (
-        models_lib.train_shardings(models.value, mesh)
-        for mesh in (models.mesh, models.meshes[role])
-    )
+    here = models_lib.train_shardings(models.value, models.mesh)
+    there = models_lib.train_shardings(models.value, models.meshes[role])
     return pools.move(jax.jit(make, out_shardings=here)(body), there)
 
 
@@ -152,8 +148,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
     def critic(wanted: bool) -> Trainable:
         params: Params = {}
         if wanted and config.critic.path:
-            shardings = models_lib.train_shardings(models.value, models.meshes["critic"])
-            params = huggingface.load(config.critic.path, models.value, shardings)
+            params = _read(config.critic.path, models.value, models.meshes["critic"])
         elif wanted:
             params = scalar_from_policy(models, policy_params, "critic")
         return begun(params, config.critic.optimizer, models.meshes["critic"])
@@ -167,9 +162,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
         policy=begun(trained, config.trainer.optimizer, models.mesh),
         critic=critic(needed.critic),
         cost_critic=critic(needed.cost_critic),
-        kl_coef=jax.device_put(
-            np.float32(algorithm.kl_coef if needed.reference else 0.0), replicated
-        ),
+        kl_coef=jax.device_put(np.float32(needed.reference and algorithm.kl_coef), replicated),
         log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
     )
 
@@ -186,15 +179,15 @@ def frozen(
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
             net = scorer_network(config, models, model.path)
-            shardings = models_lib.train_shardings(net, models.meshes["reward"])
-            scorers[name] = Scalar(net, huggingface.load(model.path, net, shardings))
+            scorers[name] = Scalar(net, _read(model.path, net, models.meshes["reward"]))
         else:
             scorers[name] = Scalar(models.value, trained[name])
-    return Frozen(
-        reference=_reference(config, models, policy_params),
-        base=policy_params if config.lora.rank else {},
-        scorers=scorers,
-    )
+    reference = _reference(config, models, policy_params)
+    return Frozen(reference, policy_params if config.lora.rank else {}, scorers)
+
+
+def _read(path: str, network: Network, mesh: Mesh) -> Params:
+    return huggingface.load(path, network, models_lib.train_shardings(network, mesh))
 
 
 def _reference(config: RLConfig, models: Models, policy_params: Params) -> Params:
@@ -203,14 +196,14 @@ def _reference(config: RLConfig, models: Models, policy_params: Params) -> Param
     mesh = models.meshes["reference"]
     there = models_lib.train_shardings(models.policy, mesh)
     if config.reference.path:
-        params = huggingface.load(config.reference.path, models.policy, there)
+        params = _read(config.reference.path, models.policy, mesh)
     elif mesh != models.mesh:
         params = pools.move(policy_params, there)
     elif config.lora.rank:
         return policy_params  # only adapters change
     else:
-        copy = functools.partial(jax.tree.map, jnp.copy)
-        params = jax.jit(copy, out_shardings=there)(policy_params)
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=there)
+        params = copy(policy_params)
     if "reference" in config.mesh.on_host and not config.lora.rank:
         params = resting.resting(params)
     return params
@@ -228,11 +221,11 @@ def check_folders(config: RLConfig, models: Models) -> None:
       CheckpointFormatError: If one is missing, cut short, or does not fit its role.
     """
     needed = needs.of(config.algorithm)
-    folders = [(config.model.path, models.policy)]
-    if needed.reference:
-        folders.append((config.reference.path, models.policy))
-    if needed.critic:
-        folders.append((config.critic.path, models.value))
+    folders = [
+        (config.model.path, models.policy),
+        (config.reference.path if needed.reference else "", models.policy),
+        (config.critic.path if needed.critic else "", models.value),
+    ]
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             folders.append((model.path, scorer_network(config, models, model.path)))

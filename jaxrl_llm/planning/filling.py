@@ -6,36 +6,16 @@ Host code over lengths: for the steps of a run (`learner/batches.py`), and for a
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxrl_llm.data import packing
+from jaxrl_llm.data.microbatches import Microbatch
 from jaxrl_llm.models.attention import KEY_BLOCK, MOST_KEYS
 
 Rows = Sequence[Sequence[packing.Piece]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Filled:
-    """Filled rows; fields that `Microbatch` has too mean the same there."""
-
-    segment_ids: Int[np.ndarray, "M R W"]
-    prefix_ids: Int[np.ndarray, "M R W"]
-    positions: Int[np.ndarray, "M R W"]
-    sequences: Int[np.ndarray, "M b"]
-    rows: Int[np.ndarray, "M b"]
-    starts: Int[np.ndarray, "M b"]
-    beginnings: Int[np.ndarray, "M b"]
-    shared: Int[np.ndarray, "M b"]
-    asked: Bool[np.ndarray, "M R W"]  # tokens whose log-probs are wanted
-    before: Int[np.ndarray, "M R W"]  # column of the token before each
-    # For each block of queries, the blocks of keys that hold what it sees.
-    sees: Bool[np.ndarray, "M R blocks blocks"]
-
-    def most_seen(self) -> int:
-        """Returns the most blocks of keys that a block of queries sees; 0 of uneven rows."""
-        return int(self.sees.sum(-1).max(initial=0))
 
 
 def filled(
@@ -45,10 +25,10 @@ def filled(
     lengths: Int[np.ndarray, " B"],
     chosen: Int[np.ndarray, " b"],
     asked: Bool[np.ndarray, "B T"],
-) -> Filled:
+) -> Microbatch:
     """Returns the rows of every microbatch, in arrays of `shape` (M, R, W).
 
-    A microbatch has room for `most` sequences. `lengths` and `asked` are of all sequences of the
+    `scored` and `key_blocks` have all columns that a row can have. A microbatch has room for `most` sequences. `lengths` and `asked` are of all sequences of the
     step; the members of pieces count through `chosen`.
     """
     segment_ids = np.zeros(shape, np.int32)
@@ -86,11 +66,13 @@ def filled(
                     starts[g, held], beginnings[g, held] = start - skip, begin
                     shared[g, held] = skip
                     held += 1
-    sees &= np.tri(blocks, dtype=bool)
-    return Filled(
-        segment_ids, prefix_ids, positions, sequences, rows, starts, beginnings, shared, wanted,
-        before, sees,
+    key_blocks, scored = _columns(sees & np.tri(blocks, dtype=bool)), _columns(wanted)
+    before = np.take_along_axis(before, np.minimum(scored, shape[2] - 1), axis=-1)
+    on_host: tuple[Any, ...] = (
+        segment_ids, prefix_ids, key_blocks, positions, sequences, rows, starts, beginnings,
+        shared, scored, before,
     )  # fmt: skip
+    return Microbatch(*on_host)
 
 
 def _blocks(start: int, end: int) -> slice:
@@ -135,7 +117,7 @@ def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, wid
     asked = np.zeros((len(lengths), width), bool)
     shape = 1, len(packed), width
     found = filled(one, shape, len(lengths), lengths, np.arange(len(lengths)), asked)
-    return keys_compared(width, found.most_seen())
+    return keys_compared(width, most_listed(np.asarray(found.key_blocks)))
 
 
 def best_width(
@@ -249,8 +231,12 @@ def longest(
     )
 
 
-def first_true(wanted: Bool[np.ndarray, "... W"], count: int) -> Int[np.ndarray, "... _"]:
-    """Returns the first `count` true columns of each row; W fills the rest."""
+def _columns(wanted: Bool[np.ndarray, "... W"]) -> Int[np.ndarray, "... W"]:
+    """Returns the wanted columns of each row in order; W fills the rest."""
     width = wanted.shape[-1]
-    found = np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width))
-    return np.sort(found, axis=-1)[..., :count]
+    return np.sort(np.where(wanted, np.arange(width, dtype=np.int32), np.int32(width)), axis=-1)
+
+
+def most_listed(columns: Int[np.ndarray, "... W"]) -> int:
+    """Returns the most columns that `filled` lists for a row."""
+    return int((columns < columns.shape[-1]).sum(-1).max(initial=0))

@@ -33,11 +33,11 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data import packing, supervised
 from jaxrl_llm.data.datasets import Stream
+from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import planned, predict, update
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer
-from jaxrl_llm.learner.microbatches import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.models.transformer import Params

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.config import RLConfig, RLTrainerConfig
-from jaxrl_llm.data import packing
-from jaxrl_llm.learner import batches, microbatches
+from jaxrl_llm.data import microbatches, packing
+from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Rollouts

@@ -1,6 +1,6 @@
 """The map between sequences [B, T], which losses read, and packed rows [R, W], which models read.
 
-A `PackedBatch` holds no array of the step itself. `batches.Packer` makes it on the host.
+A `PackedBatch` holds no array of the step itself. It is made on the host.
 """
 
 import dataclasses
