@@ -28,12 +28,13 @@ def filled(
 ) -> Microbatch:
     """Returns the rows of every microbatch, in arrays of `shape` (M, R, W).
 
-    `scored` and `key_blocks` have all columns that a row can have. A microbatch has room for `most` sequences. `lengths` and `asked` are of all sequences of the
-    step; the members of pieces count through `chosen`.
+    `scored` and `key_blocks` have all columns that a row can have. A microbatch has room for `most`
+    sequences. `lengths` and `asked` are of all sequences of the step; the members of pieces count
+    through `chosen`. With `asked` [B, 0] no scored tokens are listed.
     """
     segment_ids = np.zeros(shape, np.int32)
     prefix_ids, positions, before = (np.zeros_like(segment_ids) for _ in range(3))
-    wanted = np.zeros(shape, bool)
+    wanted = np.zeros(shape if asked.size else (*shape[:2], 0), bool)
     blocks = 0 if shape[2] % KEY_BLOCK else shape[2] // KEY_BLOCK
     sees = np.zeros((*shape[:2], blocks, blocks), bool)
     sequences = np.full((shape[0], most), len(lengths), np.int32)
@@ -114,7 +115,7 @@ def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, wid
     """Returns `keys_compared` of these sequences in rows of a width."""
     pieces, packed = rows(lengths, common, width)
     one = [[[pieces[p] for p in row] for row in packed]]
-    asked = np.zeros((len(lengths), width), bool)
+    asked = np.zeros((len(lengths), 0), bool)
     shape = 1, len(packed), width
     found = filled(one, shape, len(lengths), lengths, np.arange(len(lengths)), asked)
     return keys_compared(width, most_listed(np.asarray(found.key_blocks)))
