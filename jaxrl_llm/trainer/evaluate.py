@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping
 
 import jax
@@ -73,15 +74,10 @@ class Evaluator:
             lengths.append(rollouts.response_mask.sum(1))
             for i, prompt in enumerate(prompts.prompts):
                 rows = slice(i * n, (i + 1) * n)
+                pairs = zip(rewards.details[rows], rollouts.responses[rows], strict=True)
+                given = tuple(str(detail.get("pred", response)) for detail, response in pairs)
                 scores[prompt.data_source].append(rewards.scores[rows])
-                answers[prompt.data_source].append(
-                    tuple(
-                        str(detail.get("pred", response))
-                        for detail, response in zip(
-                            rewards.details[rows], rollouts.responses[rows], strict=True
-                        )
-                    )
-                )
+                answers[prompt.data_source].append(given)
         found = {"val-aux/response_length/mean": float(np.concatenate(lengths).mean())}
         for source in sorted(scores):
             for name, value in summary(np.stack(scores[source]), answers[source]).items():
@@ -100,24 +96,13 @@ def summary(
     """
     k = scores.shape[1]
     found = {f"mean@{k}": float(scores.mean())}
-    passed = (scores >= 1.0).sum(1)
-    j = 1
-    while j <= k:
-        found[f"pass@{j}"] = float(np.mean([_pass_at(k, int(c), j) for c in passed]))
-        j *= 2
-    if k > 1:
-        found[f"pass@{k}"] = float((passed > 0).mean())
-        found[f"maj@{k}"] = float(
-            np.mean(
-                [
-                    row[given.index(collections.Counter(given).most_common(1)[0][0])]
-                    for row, given in zip(scores, answers, strict=True)
-                ]
-            )
+    passed = (scores >= 1.0).sum(1).tolist()
+    for j in [2**i for i in range(k.bit_length())]:
+        found[f"pass@{j}"] = float(
+            np.mean([1.0 - math.comb(k - c, j) / math.comb(k, j) for c in passed])
         )
+    if k > 1:
+        found[f"pass@{k}"] = float(np.mean([c > 0 for c in passed]))
+        majority = [given.index(statistics.mode(given)) for given in answers]
+        found[f"maj@{k}"] = float(scores[np.arange(len(scores)), majority].mean())
     return found
-
-
-def _pass_at(n: int, correct: int, k: int) -> float:
-    """Returns the chance that k of n samples, drawn without replacement, hold a correct one."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -2,10 +2,8 @@
 
 SIGTERM, SIGINT and SIGUSR1 ask it to end within the grace time. Before the weights of a step begin
 to change, the step is given up and the state before it saved; afterwards the step is completed
-first. Either way the next start takes the same steps as a run never interrupted.
-
-With several processes a signal may reach only some of them, and all must take part in each
-collective operation: they agree between two steps.
+first. Either way the next start takes the same steps as a run never interrupted. Several processes
+agree between two steps: a signal may reach only some, and all take part in collective operations.
 """
 
 import math
@@ -72,13 +70,10 @@ class Interruption:
             self._reason, self._exit_code = reason, exit_code
 
     def resume_point(self, step: int, save: Callable[[], None]) -> None:
-        """Marks where a later start can go on, after `step` steps.
+        """Marks where a later start can go on, after `step` steps; may raise `Interrupted`.
 
         `save` saves that state unless it is saved, and returns when it is on disk. It must work
         until `hold`.
-
-        Raises:
-          Interrupted: Any process was asked to end.
         """
         self._step, self._save = step, save
         if jax.process_count() > 1:
@@ -93,11 +88,7 @@ class Interruption:
                 self._raise()
 
     def hold(self) -> None:
-        """From here the step must be completed before the run may end.
-
-        Raises:
-          Interrupted: The end was asked for while that could not be noticed.
-        """
+        """From here the step must be completed before the run may end; may raise `Interrupted`."""
         if self._exit_code and self._may_raise:
             self._raise()
         if jax.process_count() == 1:
@@ -108,9 +99,9 @@ class Interruption:
     def outlasts_grace(self, saving: bool) -> bool:
         """Returns whether the state after this step should be saved; the same on every process.
 
-        So if an earlier step (not the first of a start, which compiles) took longer than the grace
-        time: a request in the next one could not wait for its end. Not while another save is being
-        written (`saving`).
+        True once a step took longer than the grace time: a request in the next one could not wait
+        for its end. The first step of a start compiles and does not count. False while another save
+        is being written (`saving`).
         """
         over = time.monotonic() - self._deaf_since > self._grace_s
         if jax.process_count() > 1:

@@ -1,6 +1,6 @@
 """What an RL run begins with: all checks first, then models are read or trained."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 from absl import logging
@@ -21,8 +21,7 @@ from jaxrl_llm.trainer.evaluate import Evaluator
 from jaxrl_llm.trainer.run import Run
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The fixed side of a run."""
 
     models: Models
@@ -67,16 +66,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
         judge = run.open(rewards_lib.Scorer(config.evaluation_rewards, {}))
     samples = sampler.build(config, models, frozen.base)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
-    return Prepared(
-        models=models,
-        frozen=frozen,
-        sampler=samples,
-        source=SampledNow(config, samples, prompts, scorer.score),
-        evaluate=Evaluator(
-            config,
-            samples,
-            held_out,
-            judge.score,
-            jax.random.fold_in(jax.random.key(config.seed), 2**31),
-        ),
-    ), state
+    source = SampledNow(config, samples, prompts, scorer.score)
+    key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
+    evaluate = Evaluator(config, samples, held_out, judge.score, key)
+    return Prepared(models, frozen, samples, source, evaluate), state

@@ -6,31 +6,27 @@ import time
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import console
 from jaxrl_llm.planning import devices
+from jaxrl_llm.planning.devices import GIB
 from jaxrl_llm.sharding import hosts
-
-_GIB = 2**30
 
 
 def opened(
     config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
 ) -> Callable[[], None]:
-    """Prints what the run is; returns what prints, after the last step, what came of it.
+    """Prints what the run is; returns what prints its result after the last step.
 
     `planned_bytes` is the peak of a device.
     """
     if not (config.metrics.console and hosts.is_first()):
         return lambda: None
     begin = time.monotonic()
-    facts = _facts(config, models, planned_bytes, workdir)
-    width = max(len(name) for name, _ in facts)
-    for name, text in facts:
-        print(f"{name:<{width}}  {text}", flush=True)
+    for name, text in _facts(config, models, planned_bytes, workdir).items():
+        print(f"{name:<7}  {text}", flush=True)
 
     def close() -> None:
         dumps = sorted((workdir / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
@@ -44,9 +40,11 @@ def opened(
 
 def _facts(
     config: JobConfig, models: Models, planned_bytes: float, workdir: pathlib.Path
-) -> list[tuple[str, str]]:
-    """Returns (name, text) of what to know before a run."""
-    num_parameters = sum(math.prod(a.shape) for a in jax.tree.leaves(models.policy.abstract()))
+) -> dict[str, str]:
+    """Returns what to know before a run."""
+    count = sum(math.prod(a.shape) for a in jax.tree.leaves(models.policy.abstract()))
+    power = min(3, int(math.log10(count)) // 3)  # three digits, thousands as a letter
+    number = f"{count / 1000**power:.3g} {' kMB'[power]}".strip()
     model = config.model.path or f"{config.model.family} with new weights"
     trained = f", adapters of rank {config.lora.rank}" if config.lora.rank else ""
     kind = models.mesh.devices.flat[0].device_kind
@@ -56,27 +54,17 @@ def _facts(
     memory = "not planned, the devices are not known"
     if planned_bytes:
         device = devices.present(jax.devices())
-        of = f" of {device.memory_bytes / _GIB:.3g}" if device else ""
-        memory = f"{planned_bytes / _GIB:.3g}{of} GiB planned on each device"
+        of = f" of {device.memory_bytes / GIB:.3g}" if device else ""
+        memory = f"{planned_bytes / GIB:.3g}{of} GiB planned on each device"
     if isinstance(config, RLConfig):
         samples, algorithm = config.algorithm.samples_per_prompt, config.algorithm.advantage
         each = f"{config.trainer.prompts_per_step} prompts x {samples} samples, {algorithm}"
     elif isinstance(config, SupervisedConfig):
         each = f"{config.trainer.batch_size} rows"
-    return [
-        ("policy", f"{model}, {_short(num_parameters)} parameters{trained}"),
-        ("devices", f"{len(jax.devices())} {kind}" + (f", {split}" if split else "")),
-        ("memory", memory),
-        ("steps", f"{config.trainer.num_steps}, each {each}"),
-        ("files", str(workdir.absolute())),
-    ]
-
-
-def _short(number: int) -> str:
-    """Returns a number with three digits and its thousands as a letter.
-
-    >>> _short(135_000_000), _short(104_000)
-    ('135 M', '104 k')
-    """
-    power = max(0, min(3, int(np.log10(max(number, 1))) // 3))
-    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'B'][power]}".strip()
+    return {
+        "policy": f"{model}, {number} parameters{trained}",
+        "devices": f"{len(jax.devices())} {kind}" + (f", {split}" if split else ""),
+        "memory": memory,
+        "steps": f"{config.trainer.num_steps}, each {each}",
+        "files": str(workdir.absolute()),
+    }

@@ -45,17 +45,17 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
     config = planned.settled(config, workdir)
     with Run(config, workdir) as run:
         prepared, state = prepare.rl(config, run)
-        models, sampler, source = prepared.models, prepared.sampler, prepared.source
+        models, frozen, sampler, source, evaluate = prepared
         state = run.resume(state, source, models.packer)
-        predictions_of = predict.predictor(config, models, prepared.frozen)
+        predictions_of = predict.predictor(config, models, frozen)
         estimates_of = estimate.estimator(config, models.mesh)
-        learn = update.updater(config, models, prepared.frozen.base, state)
+        learn = update.updater(config, models, frozen.base, state)
         devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
         peak_flops = hardware.peak_flops(devices)
         root = jax.random.key(config.seed)
         weights = Weights(sampler.weights(state.policy.params), run.first)
         if run.evaluates(0):
-            run.writer.write(0, prepared.evaluate(weights))
+            run.writer.write(0, evaluate(weights))
 
         for step in run.steps():
             clock = run.begin(step, state)
@@ -85,7 +85,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             # Hand the new weights to the engine.
             weights = sampler.reshard(state.policy.params, weights, step, clock)
 
-            of_evaluation = prepared.evaluate(weights, clock) if run.evaluates(step) else {}
+            of_evaluation = evaluate(weights, clock) if run.evaluates(step) else {}
             run.writer.write_rollouts(step, rollouts, rewards)
             seconds = clock.seconds()
             numbers = {

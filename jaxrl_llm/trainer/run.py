@@ -62,9 +62,8 @@ class Run:
         self.first = 0  # completed steps when this process began
         self.total = config.trainer.num_steps
         self._outer = outer
-        self.interruption: Interruption = (
-            outer.interruption if outer else Interruption(config.checkpoint.grace_s)
-        )
+        grace_s = config.checkpoint.grace_s
+        self.interruption: Interruption = outer.interruption if outer else Interruption(grace_s)
         self._lock = FolderLock()
         self._stack = contextlib.ExitStack()
 
@@ -119,33 +118,25 @@ class Run:
         if self._saver.latest_step():
             with screen.work("reading the last checkpoint"):
                 state, saved, self.first = self._saver.restore(weights_lib.abstract(state))
-            finite.check(
-                state,
-                f"{self.workdir}/checkpoints/{self.first}",
-                "remove this step to go on from the one before it, or start in another --workdir",
+            remedy = (
+                "remove this step to go on from the one before it, or start in another --workdir"
             )
+            finite.check(state, f"{self.workdir}/checkpoints/{self.first}", remedy)
             logging.info("resumed after step %d", self.first)
             if self.first >= self.total and not self._outer:
-                logging.warning(
-                    "%s: all %d steps of this run are done; for more, raise trainer.num_steps",
-                    self.workdir,
-                    self.total,
-                )
+                done = "%s: all %d steps of this run are done; for more, raise trainer.num_steps"
+                logging.warning(done, self.workdir, self.total)
         config, workdir = self.config, self.workdir
         self.alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
-        self._tracked: dict[str, Tracked] = {
-            "source": source,
-            "packer": packer,
-            "alerts": self.alerts,
-        }
+        self._tracked: dict[str, Tracked]
+        self._tracked = {"source": source, "packer": packer, "alerts": self.alerts}
         for name, thing in self._tracked.items():
             if name in saved:
                 thing.set_state(saved[name])
         # A run that begins writes its evaluation before the first step as step 0.
         first = self.first + 1 if self.first else 0
-        self.writer = self.open(
-            Writer(workdir, config.metrics, first, self.total, saved.get("metrics", {}))
-        )
+        of_writer = saved.get("metrics", {})
+        self.writer = self.open(Writer(workdir, config.metrics, first, self.total, of_writer))
         self._profiler = self.open(Profiler(config.profiler, workdir / "profile"))
         return state
 
@@ -157,11 +148,7 @@ class Run:
         self._tell_end()
 
     def begin(self, step: int, state: Any) -> Clock:
-        """Begins a step: until `hold`, a request to end gives it up and saves `state`.
-
-        Raises:
-          Interrupted: The end was asked for.
-        """
+        """Begins a step: until `hold`, a request to end raises `Interrupted` and saves `state`."""
         clock = Clock()
         save = functools.partial(self._saver.ensure, step - 1, state, self._position())
         self.interruption.resume_point(step - 1, save)
@@ -171,8 +158,7 @@ class Run:
     def hold(self) -> None:
         """The weights are about to change: from here the step is completed before the job ends.
 
-        Raises:
-          Interrupted: The end was asked for while that could not be noticed.
+        Raises `Interrupted` if the end was asked for while that could not be noticed.
         """
         self._saver.release()
         self.interruption.hold()
