@@ -100,34 +100,27 @@ def learn(task: Task, params: Params, run: Run) -> Trainable:
         with clock("update") as watch, jax.set_mesh(task.mesh):
             state, of_update = step_program(state, batch)
             watch(of_update)
-        seconds = clock.seconds()
+        numbers = {**of_update, **clock.seconds()}
         num_tokens = float(batch.lengths.sum())
-        of_speed = {
-            "perf/total_num_tokens": num_tokens,
-            "perf/throughput": num_tokens / (seconds["timing_s/step"] * task.mesh.size),
-        }
-        run.end(step, state, {**of_update, **of_speed, **seconds}, {})
+        numbers["perf/total_num_tokens"] = num_tokens
+        numbers["perf/throughput"] = num_tokens / (numbers["timing_s/step"] * task.mesh.size)
+        run.end(step, state, numbers, {})
         if step % 50 == 1 or step == run.total:
             loss = float(of_update[f"{task.name}/loss"])
             logging.info("%s: update %d of %d, loss %.4f", task.name, step, run.total, loss)
     if skipped := run.total - int(state.num_updates):
         logging.warning(
-            "%s: %d of %d updates were skipped, their results were not finite;"
-            " lower the learning rate, or raise the optimizer's eps",
-            task.name,
-            skipped,
-            run.total,
+            f"{task.name}: {skipped} of {run.total} updates were skipped, their results were not"
+            " finite; lower the learning rate, or raise the optimizer's eps"
         )
     return state
 
 
 def _update_program(config: SupervisedConfig, task: Task, state: Trainable):
     """Returns `(state, batch) -> (state, metrics)`, jitted; the old state is consumed."""
-    shardings = jax.tree.map(lambda a: a.sharding, state)
+    shardings = jax.tree.map(lambda a: a.sharding, state), mesh_lib.replicated(task.mesh)
 
-    @functools.partial(
-        jax.jit, donate_argnums=0, out_shardings=(shardings, mesh_lib.replicated(task.mesh))
-    )
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     def step(state: Trainable, batch: Batch):
         return update.take_update(
             state,
@@ -176,10 +169,8 @@ def _sft(config: JobConfig, models: Models) -> Task:
             entropy="none",
         )
         log_probs = microbatch.unpacked(log_probs, batch.lengths, batch.tokens.shape[1])
-        denominators = minibatch_denominators(batch.mask)
-        return supervised_losses.token_cross_entropy(
-            log_probs, microbatch.take(batch.mask), denominators
-        )
+        mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
+        return supervised_losses.token_cross_entropy(log_probs, mask, denominators)
 
     return Task("sft", models.mesh, [[example] for example in examples], loss)
 
@@ -224,19 +215,16 @@ def _longest(task: Task) -> int:
 def _check_longest(config: SupervisedConfig, task: Task) -> None:
     longest, most = _longest(task), config.max_sequence_tokens
     budget, needed = config.microbatch_tokens, packing.bucket(longest, smallest=32)
-    problems = []
     if longest > most:
-        problems.append(
+        raise ConfigError(
             f"config.trainer.max_sequence_tokens: the longest row has {longest} tokens, more than"
             f" {most}; raise it, or leave such rows out"
         )
-    elif needed > budget:
-        problems.append(
+    if needed > budget:
+        raise ConfigError(
             f"config.trainer.max_tokens_per_microbatch: {budget} cannot hold the longest row of"
             f" {longest} tokens; use at least {needed}"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 # Stages before RL.
@@ -249,7 +237,8 @@ def warm_start(config: RLConfig, models: Models, run: Run) -> Params:
         return initial()
     abstract = weights_lib.abstract_params(models.policy, models.mesh)
     task = functools.partial(_sft, config, models)
-    return _stage(config, SFTConfig, models, run, "warm_start", task, abstract, initial)
+    job = functools.partial(config.stage, config.warm_start, SFTConfig)
+    return _stage(run, "warm_start", models, job, task, abstract, initial)
 
 
 def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) -> dict[str, Params]:
@@ -260,24 +249,20 @@ def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) ->
     scorers = {**config.rewards.models, **config.rewards.cost_models}
     abstract = weights_lib.abstract_params(models.value, models.meshes["reward"])
     initial = functools.partial(weights_lib.scalar_from_policy, models, policy, "reward")
+    job = functools.partial(config.stage, config.preference, RewardModelingConfig)
     found = {}
     for name in (name for name, model in scorers.items() if not model.path):
-        task = functools.partial(
-            _reward_model, config, models, name, costs=name in config.rewards.cost_models
-        )
-        folder = f"reward_models/{name}"
-        found[name] = _stage(
-            config, RewardModelingConfig, models, run, folder, task, abstract, initial
-        )
+        costs = name in config.rewards.cost_models
+        task = functools.partial(_reward_model, config, models, name, costs)
+        found[name] = _stage(run, f"reward_models/{name}", models, job, task, abstract, initial)
     return found
 
 
 def _stage(
-    config: RLConfig,
-    job: type[SupervisedConfig],
-    models: Models,
     run: Run,
     folder: str,
+    models: Models,
+    make_job: Callable[[int], SupervisedConfig],  # from the tokens of its longest row
     make_task: Callable[[], Task],
     abstract: Params,
     initial: Callable[[], Params],
@@ -287,8 +272,7 @@ def _stage(
     if product.exists():
         return saver.load_tree(product, abstract)[0]
     task = make_task()
-    settings = config.warm_start if job is SFTConfig else config.preference
-    stage = config.stage(settings, job, _longest(task))
+    stage = make_job(_longest(task))
     _check_longest(stage, task)
     with Run(stage, product.parent, run) as inner:
         inner.claim(models)
