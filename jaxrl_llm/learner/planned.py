@@ -26,7 +26,6 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 
 Job = TypeVar("Job", bound=JobConfig)
 
-_TOGETHER = PlacementConfig()
 _ERROR = 1.1  # estimates are at most a tenth from compilers' reports
 # What the backward pass computes again, from the least work to the least memory.
 _REMAT = ("none", "dots", "projections", "attention", "full")
@@ -47,11 +46,7 @@ class Target:
 
 
 def here(present: Sequence[Any]) -> Target:
-    """Returns the devices of this process.
-
-    Raises:
-      ConfigError: If nothing is known of their kind.
-    """
+    """Returns these devices of the run; raises ConfigError if nothing is known of their kind."""
     device = devices.present(present)
     if device is None:
         raise ConfigError(
@@ -63,11 +58,7 @@ def here(present: Sequence[Any]) -> Target:
 
 
 def elsewhere(topology: str, device: str, num_devices: int) -> Target:
-    """Returns the devices of a TPU topology, or so many of a kind if that is empty.
-
-    Raises:
-      ConfigError: If topology or kind is not known.
-    """
+    """Returns the devices of a TPU topology, or so many of a kind if that is empty; as `here`."""
     if not topology:
         return Target(devices.named(device), num_devices)
     kind, count = devices.of_topology(topology)
@@ -113,12 +104,12 @@ def filled(config: RLConfig, target: Target) -> RLConfig:
     """Returns the config on a mesh that fills these devices; warns where that is not its own."""
     try:
         mesh_lib.mesh_sizes(config.mesh, target.num_devices)
-        return config
     except ConfigError as error:
         tensor = math.gcd(max(1, config.mesh.tensor), target.num_devices)
         logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
         mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
-        return dataclasses.replace(config, mesh=mesh)
+        config = dataclasses.replace(config, mesh=mesh)
+    return config
 
 
 def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
@@ -140,8 +131,7 @@ def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
 def meshes(config: RLConfig) -> dict[str, Mesh]:
     """Returns the mesh of each role on the devices of this run; the plan may place the roles.
 
-    Raises:
-      ConfigError: If the devices cannot be shared out so.
+    Raises ConfigError if the devices cannot be shared out so.
     """
     if config.placement.choice == "auto":
         config = _chosen_here(config)
@@ -160,7 +150,7 @@ def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
         target = here(present)
         return _placed(_setting(config, policy, target), target)
     if config.placement.choice == "auto":
-        config = dataclasses.replace(config, placement=_TOGETHER)
+        config = dataclasses.replace(config, placement=PlacementConfig())
     _, most_tokens = _sizes(config, "tpu")[0]
     return _with_sizes(config, _REMAT[-1], most_tokens)
 
@@ -180,8 +170,7 @@ def of_supervised(config: SupervisedConfig) -> SupervisedConfig:
 
 def _policy(config: RLConfig) -> Shape:
     """Returns the policy's shape; only that of a random model needs the tokenizer."""
-    random = not config.model.path
-    vocab_size = len(models_lib.load_tokenizer(config.model)) if random else 0
+    vocab_size = 0 if config.model.path else len(models_lib.load_tokenizer(config.model))
     return shapes.shape_of(config.model, vocab_size)
 
 
@@ -230,12 +219,12 @@ def _placed(setting: Setting, target: Target) -> RLConfig:
         small = _with_sizes(config, *_sizes(config, setting.backend)[-1])
         tried = dataclasses.replace(setting, config=small)
         ranking = placement.rank(tried, target.device, target.num_devices, target.num_hosts)
-        best = next((each for each in ranking if each.fits and _may_split(each, small)), None)
-        if best:
+        pools = PlacementConfig()  # all roles share all devices
+        if best := next((each for each in ranking if each.fits and _may_split(each, small)), None):
+            pools = best.config()
             logging.info("placement: %s; %s", best.name, best.why())
         else:
             logging.warning("placement: none fits; all roles share all devices")
-        pools = best.config() if best else _TOGETHER
         config = dataclasses.replace(config, placement=pools)
     return _sized(dataclasses.replace(setting, config=config), target)
 
@@ -243,12 +232,12 @@ def _placed(setting: Setting, target: Target) -> RLConfig:
 def _may_split(best: placement.Placement, config: RLConfig) -> bool:
     """Returns whether every pool can split the rows of the run."""
     chosen, axes = best.config(), mesh_lib.AXES
-    sizes = {
-        name: AbstractMesh(tuple(getattr(pool, axis) for axis in axes), axes)
-        for name, pool in chosen.pools.items()
+    of_roles = {
+        role: AbstractMesh(tuple(getattr(chosen.pools[pool], axis) for axis in axes), axes)
+        for role, pool in chosen.roles.items()
     }
     try:
-        models_lib.row_split(config, {role: sizes[pool] for role, pool in chosen.roles.items()})
+        models_lib.row_split(config, of_roles)
     except ConfigError as error:
         logging.info("placement: not %s: %s", best.name, error.problems[0])
         return False
@@ -274,9 +263,7 @@ def _sized(setting: Setting, target: Target) -> RLConfig:
         limit = min(limit, 1.05 * peak(*choices[-1]) + GIB / 4)
     found = next((each for each in choices if peak(*each) <= limit), choices[-1])
     config = _with_sizes(config, *found)
-    logging.info(
-        "chosen by the plan: trainer.max_tokens_per_microbatch=%d model.remat=%s",
-        config.trainer.max_tokens_per_microbatch,
-        config.model.remat,
-    )
+    sizes = config.trainer.max_tokens_per_microbatch, config.model.remat
+    said = "chosen by the plan: trainer.max_tokens_per_microbatch=%d model.remat=%s"
+    logging.info(said, *sizes)
     return config
