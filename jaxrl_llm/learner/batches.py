@@ -245,21 +245,9 @@ def padding_share(packed: PackedBatch) -> float:
 
 def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates) -> Minibatch:
     """Returns all sequences of the step, ready for the loss."""
-    return Minibatch(
-        tokens=jnp.asarray(rollouts.tokens),
-        lengths=jnp.asarray(rollouts.lengths),
-        response_mask=jnp.asarray(rollouts.response_mask),
-        loss_mask=estimates.loss_mask,
-        old_log_probs=predictions.old_log_probs,
-        ref_log_probs=predictions.ref_log_probs,
-        rollout_log_probs=jnp.asarray(rollouts.rollout_log_probs),
-        advantages=estimates.advantages,
-        returns=estimates.returns,
-        values=predictions.values,
-        cost_returns=estimates.cost_returns,
-        cost_values=predictions.cost_values,
-        correction_weights=estimates.correction_weights,
-    )
+    known = {**vars(rollouts), **vars(predictions), **vars(estimates)}
+    names = [field.name for field in dataclasses.fields(Minibatch)]
+    return Minibatch(**{name: jnp.asarray(known[name]) for name in names})
 
 
 def minibatches(

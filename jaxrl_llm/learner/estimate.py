@@ -25,9 +25,8 @@ def estimator(config: RLConfig, mesh: Mesh):
 
     The state has the KL coefficient and the multiplier of the next step.
     """
-    compiled = jax.jit(
-        functools.partial(_estimate, config), out_shardings=mesh_lib.replicated(mesh)
-    )
+    replicated = mesh_lib.replicated(mesh)
+    compiled = jax.jit(functools.partial(_estimate, config), out_shardings=replicated)
 
     def estimate(
         state: LearnerState,
@@ -105,19 +104,12 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     before = log_multiplier
     if algorithm.safe:
         costs = safe_rlhf.shaped_costs(algorithm, kl_coef, arrays["costs"], old, reference, mask)
-        metrics["safe/cost"] = arrays["costs"].mean()
-        log_multiplier = safe_rlhf.next_log_multiplier(
-            algorithm, log_multiplier, metrics["safe/cost"]
-        )
+        cost = metrics["safe/cost"] = arrays["costs"].mean()
+        log_multiplier = safe_rlhf.next_log_multiplier(algorithm, log_multiplier, cost)
         metrics["safe/multiplier"] = jnp.exp(log_multiplier)
+        values = predictions.values, predictions.cost_values
         advantage, returns, cost_returns = safe_rlhf.safe_advantages(
-            algorithm,
-            log_multiplier,
-            shaped,
-            costs,
-            predictions.values,
-            predictions.cost_values,
-            mask,
+            algorithm, log_multiplier, shaped, costs, *values, mask
         )
     estimates = Estimates(
         shaped_rewards=shaped,

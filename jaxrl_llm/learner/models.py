@@ -54,8 +54,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the job's tokenizer: of its folder, or the built-in one of characters.
 
     Raises:
-      CheckpointFormatError: If there is no model folder.
-      DataError: If the folder has no tokenizer that can be read.
+      CheckpointFormatError, DataError: If there is no model folder, or no tokenizer in it.
     """
     if config.path:
         families.read_config(config.path)  # a folder that is wrong is reported as such
@@ -87,8 +86,7 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
 def one_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
     """Returns the same mesh for every role, over all devices unless some are given.
 
-    Raises:
-      ConfigError: If the mesh does not fit the devices.
+    Raises ConfigError if it does not fit the devices.
     """
     whole = mesh_lib.make_mesh(config.mesh, *([list(devices)] if devices else []))
     return dict.fromkeys(ROLES, whole)
@@ -97,8 +95,7 @@ def one_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
 def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
     """Returns the mesh of each role, as `config.placement` says; without `devices`, over all.
 
-    Raises:
-      ConfigError: If the devices cannot be shared out so.
+    Raises ConfigError if the devices cannot be shared out so.
     """
     if config.placement.choice == "colocate":
         return one_mesh(config, devices)
@@ -123,8 +120,7 @@ def build(
 ) -> Models:
     """Returns the models of a job on meshes whose devices may be absent; allocates nothing.
 
-    Raises:
-      ConfigError: If a mesh cannot hold this job's sequences and heads.
+    Raises ConfigError if a mesh cannot hold this job's sequences and heads.
     """
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
@@ -155,10 +151,8 @@ def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Pa
 def row_split(config: JobConfig, meshes: Mapping[str, Mesh | AbstractMesh]) -> tuple[int, int, int]:
     """Returns tokens of a device in one microbatch, and over how many rows and lengths are split.
 
-    Every model can then split the same rows over its own mesh.
-
-    Raises:
-      ConfigError: If the mesh with the fewest shards cannot hold its part of the rows.
+    Every model can then split the same rows over its own mesh. Raises ConfigError if the mesh with
+    the fewest shards cannot hold its part of the rows.
     """
     splits = {mesh_lib.row_shards(mesh) for role, mesh in meshes.items() if role != "rollout"}
     rows, length = (math.lcm(*numbers) for numbers in zip(*splits, strict=True))
@@ -187,8 +181,7 @@ def check_stop_tokens(config: RLConfig, shape: Shape) -> None:
 
 def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot hold the job's sequences, heads and host arrays."""
-    shards = mesh.shape["sequence"]
-    budget = config.microbatch_tokens
+    shards, budget = mesh.shape["sequence"], config.microbatch_tokens
     widest = sequence_attention.row_width(config.max_sequence_tokens, shards)
     if widest > budget * shards:
         raise ConfigError(

@@ -85,20 +85,11 @@ def apply_if_finite(
 ) -> tuple[Tree, Tree, Float[Array, ""], Bool[Array, ""]]:
     """Takes one update, or none if it is not allowed or not all of its results are finite.
 
-    Finite gradients are not enough: Adam with `eps=0` makes 0/0 of them.
+    Returns parameters, optimizer state, the global norm of `gradients` before clipping, and whether
+    the update was skipped, which changes nothing, the schedule's count included.
 
-    Args:
-      transformation: The optimizer.
-      gradients: Summed over all microbatches.
-      opt_state: Of the optimizer.
-      params: The parameters before.
-      allowed: Whether the update may be taken.
-      look: Whether to test all results, which costs the memory of a second copy; needed where
-        they `may_overflow`.
-
-    Returns:
-      params and optimizer state, the global gradient norm before clipping, and whether the
-      update was skipped. A skipped update changes nothing, the schedule's count included.
+    Finite gradients are not enough: Adam with `eps=0` makes 0/0 of them. `look` tests all results,
+    at the cost of the memory of a second copy; needed where they `may_overflow`.
     """
     norm = optax.tree.norm(gradients)
     updates, next_state = transformation.update(gradients, opt_state, params)

@@ -82,13 +82,8 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
     policy, tokenizer = models.policy, models.tokenizer
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
-    num_slots = config.rollout.num_slots or capacity.num_slots(
-        network,
-        target,
-        config.max_sequence_tokens,
-        config.sequences_per_step,
-        speculation.draft_tokens,
-    )
+    sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
+    num_slots = config.rollout.num_slots or capacity.num_slots(network, target, *sizes)
     merge = models_lib.merge_adapters(config.lora)
     return Sampler(
         models=models,

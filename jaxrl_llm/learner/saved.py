@@ -44,11 +44,9 @@ class SavedPolicy:
 
 
 def from_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy:
-    """Returns the policy of a run. Critics, optimizers and frozen models are not read.
+    """Returns the policy of a finished or running run, or its `best` by `checkpoint.best_metric`.
 
-    Args:
-      workdir: Folder of a finished or running run.
-      best: Take the policy of the best `checkpoint.best_metric` instead of the newest.
+    Critics, optimizers and frozen models are not read.
 
     Raises:
       ConfigError: If `workdir` is not the folder of a run.
@@ -96,10 +94,8 @@ def from_model(config: RLConfig) -> SavedPolicy:
 def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
     """Returns the config of a model folder that is not trained, otherwise the defaults of a run.
 
-    Args:
-      path: With config.json, safetensors and the tokenizer's files.
-      dtype: Of weights and arithmetic; "" is bfloat16 on accelerators, float32 on CPU.
-      tensor: Devices that share each layer; the others have slots of their own.
+    `dtype` "" is bfloat16 on accelerators, float32 on CPU. `tensor` devices share each layer; the
+    others have slots of their own.
     """
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     return RLConfig(
