@@ -47,10 +47,8 @@ class Saver:
     def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
         """Opens `directory`, made if missing; removes what a killed save left half-written.
 
-        With `read_only` nothing there is changed: the run may be going on.
-
-        Raises:
-          CheckpointError: If the folder cannot be made or read.
+        With `read_only` nothing there is changed: the run may be going on. Raises CheckpointError
+        if the folder cannot be made or read.
         """
         self._directory = epath.Path(os.path.abspath(directory))
         self._config = config
@@ -86,13 +84,13 @@ class Saver:
 
         `numbers` are of this step: the first and every better `config.best_metric` is wanted.
         """
-        every = self._config.every
-        value = float(numbers.get(self._config.best_metric, math.nan))
-        sign = 1.0 if self._config.best_mode == "max" else -1.0
+        config = self._config
+        value = float(numbers.get(config.best_metric, math.nan))
+        sign = 1.0 if config.best_mode == "max" else -1.0
         better = not self._best or sign * value > sign * self._best["value"]
         if better := better and math.isfinite(value):
             self._best = {"step": step, "value": value}
-        return better or step == last or (every > 0 and step % every == 0)
+        return better or step == last or (config.every > 0 and step % config.every == 0)
 
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
@@ -117,7 +115,6 @@ class Saver:
         Raises:
           CheckpointError: If this save cannot begin, or the save before it failed; only
             logged with `config.checkpoint.on_failure = "continue"`.
-          TypeError: If JSON cannot hold `extra`.
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
@@ -162,11 +159,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the save in flight is on disk.
-
-        Raises:
-          CheckpointError: If it failed; as for `save`.
-        """
+        """Returns when the save in flight is on disk; raises as `save` if it failed."""
         saving, self._saving = self._saving, 0
         if not saving:
             return
@@ -245,18 +238,16 @@ class Saver:
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
     """Writes the single product of a stage; `path` exists only when it is complete.
 
-    Raises:
-      CheckpointError: If `path` exists or cannot be written.
+    Raises CheckpointError if `path` exists or cannot be written.
     """
     folder = epath.Path(os.path.abspath(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
     content = _content(tree, dict(extra), {})
+    handler = ocp.CompositeCheckpointHandler()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(), temporary_path_class=seal.SealedPath
-        ) as checkpointer:
+        with ocp.Checkpointer(handler, temporary_path_class=seal.SealedPath) as checkpointer:
             checkpointer.save(folder, args=content)
     except Exception as error:
         raise _write_error(folder, error) from error
@@ -265,8 +256,7 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
 def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
     """Returns what `save_tree` wrote, laid out as `abstract_tree` says, and the JSON part.
 
-    Raises:
-      CheckpointError: If it is missing, damaged, or has other arrays than `abstract_tree`.
+    Raises CheckpointError if it is missing, damaged, or has other arrays than `abstract_tree`.
     """
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
@@ -328,8 +318,7 @@ def _restored(
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     lines = [
         f"{name} is {saved.get(name, 'absent')}, expected {wanted.get(name, 'absent')}"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
+        for name in sorted({name for name, _ in saved.items() ^ wanted.items()})
     ]
     more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
     return "; ".join(lines[:5] + more)
