@@ -78,9 +78,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     `reshard` (the ends, the largest of its programs) and `reshard_layer`.
     """
     state = abstract_state(config, models)
-    base: Params = {}
-    if config.lora.rank:
-        base = weights_lib.abstract_params(models.policy, models.mesh)
+    base = weights_lib.abstract_params(models.policy, models.mesh) if config.lora.rank else {}
     policy = lora.joined(base, state.policy.params)
     everything = config.sequences_per_step
     of_policy, of_critic = predict.scoring_programs(config, models)
@@ -88,7 +86,6 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     sampler = sampler_lib.build(config, models, base)
     engine, resharder = sampler.engine, sampler.resharder
     rollout_params = resharder.abstract()
-    layer_number = _array(models, (), jnp.int32)
 
     def within_mesh(make: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
         with jax.set_mesh(models.mesh):
@@ -116,7 +113,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         "train": train,
         "reshard": lambda: resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
         "reshard_layer": lambda: resharder.jitted["layer"].lower(
-            rollout_params["layers"][0], policy["layers"], layer_number
+            rollout_params["layers"][0], policy["layers"], _array(models, (), jnp.int32)
         ),
     }
     if not state.critic.params:
@@ -177,8 +174,7 @@ class Refused(Exception):
 def topology_devices(topology: str) -> Sequence[Any]:
     """Returns the devices of a TPU topology such as "v5e:4x4"; none needs to be attached.
 
-    Raises:
-      ConfigError: If the TPU compiler is not installed or does not know the topology.
+    Raises ConfigError if the TPU compiler is not installed or does not know the topology.
     """
     # Without a request for the machine's metadata; another process may use the compiler too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -218,10 +214,8 @@ def compile_report(lower: Any) -> Report:
 def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float | str]:
     """Returns the bytes on a device while each program runs, or why the compiler refuses it.
 
-    The program's own are the compiler's, what lies beside it is as in the analytic plan.
-
-    Raises:
-      ConfigError: If the devices are only named, not known to a compiler, or form several pools.
+    The program's own are the compiler's, what lies beside it is as in the analytic plan. Raises
+    ConfigError if the devices are only named, not known to a compiler, or form several pools.
     """
     if len(plan.pools) > 1:
         raise ConfigError(
@@ -239,10 +233,9 @@ def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float 
     found: dict[str, float | str] = {}
     for name, lower in lowered(setting.config, models).items():
         logging.info("compiling %s", name)
+        beside = plan.programs[name].total - own[name].total
         try:
-            report = compile_report(lower)
+            found[name] = compile_report(lower).total + beside
         except Refused as error:
             found[name] = str(error)
-        else:
-            found[name] = report.total + plan.programs[name].total - own[name].total
     return found

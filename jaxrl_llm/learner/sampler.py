@@ -1,7 +1,6 @@
 """The sampling side of a policy: an engine, and how trained weights get to it."""
 
 import dataclasses
-import functools
 
 import jax
 from absl import logging
@@ -29,29 +28,22 @@ class Sampler:
     resharder: Resharder  # from the training layout to the rollout layout
     base: Params  # what the policy's adapters are added to; empty without adapters
 
-    @functools.cached_property
-    def _meshes(self) -> tuple[Mesh, Mesh | None]:
-        """Where resharding computes, and the devices that only sample, if there are any."""
-        source, target = self.models.mesh, self.models.meshes["rollout"]
-        return (source, None) if source == target else (pools.staging(source, target), target)
-
     def weights(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if that is given.
 
         Adapters are merged into the base. To devices that only sample the weights are copied from
         the same layout on the policy's devices, which is freed afterwards.
         """
-        mesh, apart = self._meshes
-        first, old = old is None, self.resharder.empty() if old is None or apart else old
-        if self.base:
-            params = lora.joined(self.base, params)
-        with jax.set_mesh(mesh):
-            moved = self.resharder.reshard(old, params)
-        if first and self.models.mesh.size > 1:
+        source, target = self.models.mesh, self.models.meshes["rollout"]
+        first, apart = old is None, source != target
+        memory = self.resharder.empty() if old is None or apart else old
+        with jax.set_mesh(pools.staging(source, target)):
+            moved = self.resharder.reshard(memory, lora.joined(self.base, params))
+        if first and source.size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
-        if apart is None:
+        if not apart:
             return moved
-        there = jax.tree.map(lambda a: NamedSharding(apart, a.sharding.spec), moved)
+        there = jax.tree.map(lambda a: NamedSharding(target, a.sharding.spec), moved)
         return pools.move(moved, there)
 
     def reshard(self, params: Params, old: Weights, version: int, clock: Clock) -> Weights:

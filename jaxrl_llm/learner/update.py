@@ -139,10 +139,7 @@ class Updater:
         return state, means
 
     def flops(self, lengths: Int[np.ndarray, " B"]) -> float:
-        """Returns the operations of a step's updates, forward and backward passes of all learners.
-
-        Counted from shapes. The policy's are counted too while only the critics learn.
-        """
+        """Returns the operations of a step's updates; the policy's too while only critics learn."""
         policy, value = self.models.policy.shape, self.models.value.shape
         work = (len(self.homes) - 1) * flops.training(value, lengths, num_labels=1)
         work += flops.training(policy, lengths, frozen=bool(self.base))
@@ -178,25 +175,20 @@ class Updater:
             mine: dict[str, Any] = self.learners(state, mesh)
             base = self.base if "policy" in mine else {}
             if on_host:
-                mine = _with_optimizers(resting.working, mine)
+                mine = _moved_optimizers(resting.working, mine)
             with jax.set_mesh(mesh):
-                mine, found = program(
-                    mine, base, batch[mesh], packed, key, train_policy=train_policy
-                )
+                of_step = batch[mesh], packed, key
+                mine, found = program(mine, base, *of_step, train_policy=train_policy)
             if on_host:
-                mine = _with_optimizers(resting.resting, mine)
+                mine = _moved_optimizers(resting.resting, mine)
             state = dataclasses.replace(state, **mine)
             metrics |= found
         return state, {**metrics, "perf/padding_share": padding_share(packed)}
 
 
-def _with_optimizers(
-    move: Callable[[Any], Any], learners: Mapping[str, Trainable]
-) -> dict[str, Trainable]:
-    return {
-        name: dataclasses.replace(role, opt_state=move(role.opt_state))
-        for name, role in learners.items()
-    }
+def _moved_optimizers(move: Callable[[Any], Any], learners: Mapping[str, Trainable]):
+    moved = lambda role: dataclasses.replace(role, opt_state=move(role.opt_state))  # noqa: E731
+    return {name: moved(role) for name, role in learners.items()}
 
 
 def updater(config: RLConfig, models: Models, base: Params, state: LearnerState) -> Updater:
@@ -216,8 +208,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
     entropy: heads.Entropy = "value" if on_policy else "none"
     if algorithm.entropy_coef:
         entropy = "gradient"
-    of_kl = config.alerts.kl
-    max_kl = of_kl.limit if of_kl.action == "skip" else math.inf
+    max_kl = config.alerts.kl.limit if config.alerts.kl.action == "skip" else math.inf
     scale = algorithm.loss_scale or float(config.rollout.max_response_tokens)
 
     def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
@@ -244,13 +235,9 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             now = jax.lax.stop_gradient(log_probs)
             if on_policy:
                 rows = dataclasses.replace(rows, old_log_probs=now)
+            selected = microbatch.take(chosen)
             value, metrics = losses.policy_objective(
-                algorithm,
-                log_probs,
-                unpack(entropies),
-                rows,
-                microbatch.take(chosen),
-                denominators,
+                algorithm, log_probs, unpack(entropies), rows, selected, denominators
             )
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
             return value, {**metrics, "log_probs": seen}
@@ -275,15 +262,9 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
 
         def loss(params: Params, microbatch: Microbatch):
             values = token_values(models.value, params, batch.tokens, microbatch)
-            return losses.value_loss(
-                algorithm,
-                microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1]),
-                microbatch.take(old),
-                microbatch.take(returns),
-                microbatch.take(batch.loss_mask),
-                denominators,
-                prefix,
-            )
+            values = microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1])
+            before, wanted, mask = map(microbatch.take, (old, returns, batch.loss_mask))
+            return losses.value_loss(algorithm, values, before, wanted, mask, denominators, prefix)
 
         return take_update(
             role, config.critic.optimizer, config.num_updates, packed, loss, compute_dtype, prefix
