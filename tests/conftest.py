@@ -23,8 +23,8 @@ if OWN_FOLDER:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Shapes are checked here.
-CHECKED = ("algorithms", "data", "learner", "metrics", "models", "planning", "rewards", "rollout")
-CHECKED += ("serving", "sharding", "trainer", "types")
+CHECKED = ("algorithms", "checkpoint", "data", "learner", "metrics", "models", "planning")
+CHECKED += ("rewards", "rollout", "serving", "sharding", "trainer", "types")
 jaxtyping.install_import_hook([f"jaxrl_llm.{name}" for name in CHECKED], "shape_checks.typechecked")
 
 MAPS = pathlib.Path("/proc/self/maps")

@@ -4,12 +4,14 @@ The operating system holds the lock (`flock`) and releases it when a process is 
 system without locks there is a warning and no protection.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import pathlib
 import socket
-from typing import IO, Any
+from collections.abc import Iterator
+from typing import IO
 
 from absl import logging
 
@@ -23,55 +25,50 @@ class OccupiedError(UserError, RuntimeError):
     """Another process is writing into the folder; the message says which."""
 
 
-class FolderLock:
-    """A context manager that releases at its end all locks taken in it."""
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Holds `folder` for this process while in the context; makes it if missing.
 
-    def __init__(self):
-        self._held: list[tuple[pathlib.Path, IO[str]]] = []
-
-    def take(self, folder: pathlib.Path) -> None:
-        """Locks `folder` for this process; makes it if missing.
-
-        Raises:
-          OccupiedError: If another process, or another run in this one, holds it.
-          OSError: If the folder cannot be written; names it.
-        """
-        path = folder / NAME
-        with naming(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+")
+    Raises:
+      OccupiedError: If another process, or another run in this one, holds it.
+      OSError: If the folder cannot be written; names it.
+    """
+    path = folder / NAME
+    with _taken(path) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise OccupiedError(
-                f"{folder}: {holder} is writing into it (it holds {path}); wait until that has"
-                " ended, end it, or use another --workdir"
-            ) from None
-        except OSError as error:
-            file.close()
-            if error.errno not in _NO_LOCKS:
-                raise
-            logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
-            return
-        self._held.append((path, file))
-        if not _is_at(file, path):  # its holder released and removed it meanwhile
-            return self.take(folder)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for path, file in self._held:
+            yield
+        finally:
             if _is_at(file, path):
                 path.unlink(missing_ok=True)
+
+
+def _taken(path: pathlib.Path) -> IO[str]:
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise OccupiedError(
+            f"{path.parent}: {holder} is writing into it (it holds {path}); wait until that has"
+            " ended, end it, or use another --workdir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             file.close()
-        self._held = []
+            raise
+        logging.warning("%s: no locks here (%s); start one run at a time in it", path, error)
+        return file
+    if not _is_at(file, path):  # its holder released and removed it meanwhile
+        file.close()
+        return _taken(path)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def _is_at(file: IO[str], path: pathlib.Path) -> bool:

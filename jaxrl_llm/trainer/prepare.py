@@ -60,10 +60,10 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
-    scorer = run.open(rewards_lib.Scorer(config.rewards, model_scorers))
+    scorer = run.enter_context(rewards_lib.Scorer(config.rewards, model_scorers))
     judge = scorer
     if config.evaluation.functions:
-        judge = run.open(rewards_lib.Scorer(config.evaluation_rewards, {}))
+        judge = run.enter_context(rewards_lib.Scorer(config.evaluation_rewards, {}))
     samples = sampler.build(config, models, frozen.base)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed)
     source = SampledNow(config, samples, prompts, scorer.score)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 from absl import logging
 
-from jaxrl_llm.checkpoint.lock import FolderLock
+from jaxrl_llm.checkpoint.lock import locked
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
@@ -50,13 +50,14 @@ class Tracked(Protocol):
     def set_state(self, state: Any, /) -> None: ...
 
 
-class Run:
-    """The frame of one job; a context manager that ends what it began."""
+class Run(contextlib.ExitStack):
+    """The frame of one job; a context that ends what it began."""
 
     def __init__(
         self, config: JobConfig, workdir: str | os.PathLike[str], outer: "Run | None" = None
     ):
         """Frames a job; `outer` is the run that it is a stage of, which holds the folder."""
+        super().__init__()
         self.config = config
         self.workdir = pathlib.Path(workdir)
         self.first = 0  # completed steps when this process began
@@ -64,26 +65,16 @@ class Run:
         self._outer = outer
         grace_s = config.checkpoint.grace_s
         self.interruption: Interruption = outer.interruption if outer else Interruption(grace_s)
-        self._lock = FolderLock()
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Run":
         if not self._outer:
-            self._stack.enter_context(self.interruption)
-            self._stack.enter_context(self._lock)
+            self.enter_context(self.interruption)
             for warning in self.config.warnings():
                 logging.warning("%s", warning)
         writer_lib.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)
         return self
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._stack.__exit__(*exception)
-
-    def open(self, context: contextlib.AbstractContextManager[State]) -> State:
-        """Enters a context that ends with the run."""
-        return self._stack.enter_context(context)
 
     def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:
         """Makes the folder this job's and prints what it is. Nothing is written there before.
@@ -101,7 +92,7 @@ class Run:
         }
         agreement.check("start", begins_with)
         if hosts.is_first() and not self._outer:
-            self._lock.take(self.workdir)
+            self.enter_context(locked(self.workdir))
         claim_workdir(self.config, self.workdir, write=hosts.is_first())
         self._saver = Saver(self.workdir / "checkpoints", self.config.checkpoint)
         self.planned_bytes = planned_bytes
@@ -127,7 +118,7 @@ class Run:
                 done = "%s: all %d steps of this run are done; for more, raise trainer.num_steps"
                 logging.warning(done, self.workdir, self.total)
         config, workdir = self.config, self.workdir
-        self.alerts = self.open(Alerts(config.alerts, workdir, self.interruption.request))
+        self.alerts = self.enter_context(Alerts(config.alerts, workdir, self.interruption.request))
         self._tracked: dict[str, Tracked]
         self._tracked = {"source": source, "packer": packer, "alerts": self.alerts}
         for name, thing in self._tracked.items():
@@ -136,8 +127,10 @@ class Run:
         # A run that begins writes its evaluation before the first step as step 0.
         first = self.first + 1 if self.first else 0
         of_writer = saved.get("metrics", {})
-        self.writer = self.open(Writer(workdir, config.metrics, first, self.total, of_writer))
-        self._profiler = self.open(Profiler(config.profiler, workdir / "profile"))
+        self.writer = self.enter_context(
+            Writer(workdir, config.metrics, first, self.total, of_writer)
+        )
+        self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
         return state
 
     def steps(self) -> Iterator[int]:

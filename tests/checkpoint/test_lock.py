@@ -10,13 +10,12 @@ import sys
 
 import pytest
 
-from jaxrl_llm.checkpoint.lock import NAME, FolderLock, OccupiedError
+from jaxrl_llm.checkpoint.lock import NAME, OccupiedError, locked
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.checkpoint.lock import FolderLock
-with FolderLock() as lock:
-    lock.take(pathlib.Path(sys.argv[1]))
+from jaxrl_llm.checkpoint.lock import locked
+with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -24,17 +23,16 @@ with FolderLock() as lock:
 
 def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path):
     folder = tmp_path / "a" / "run"
-    with FolderLock() as first:
-        first.take(folder)
+    with locked(folder):
         me = f"process {os.getpid()} on "
-        with FolderLock() as second, pytest.raises(OccupiedError, match=rf"run: {me}.*--workdir"):
-            second.take(folder)
+        with pytest.raises(OccupiedError, match=rf"run: {me}.*--workdir"), locked(folder):
+            pass
         assert (folder / NAME).read_text().startswith(me)  # the refused one left it alone
-        with FolderLock() as elsewhere:
-            elsewhere.take(tmp_path / "b")
+        with locked(tmp_path / "b"):
+            pass
     assert list(folder.iterdir()) == []
-    with FolderLock() as third:
-        third.take(folder)
+    with locked(folder):
+        pass
 
 
 def test_a_process_that_is_killed_lets_go(tmp_path):
@@ -42,11 +40,10 @@ def test_a_process_that_is_killed_lets_go(tmp_path):
     root = pathlib.Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
         assert process.stdout.readline() == b"held\n"
-        with FolderLock() as lock, pytest.raises(OccupiedError, match=f"process {process.pid} on "):
-            lock.take(tmp_path)
+        with pytest.raises(OccupiedError, match=f"process {process.pid} on "), locked(tmp_path):
+            pass
         process.kill()
-    with FolderLock() as lock:
-        lock.take(tmp_path)
+    with locked(tmp_path):
         assert (tmp_path / NAME).read_text().startswith(f"process {os.getpid()} on ")
     assert list(tmp_path.iterdir()) == []
 
@@ -62,10 +59,8 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with FolderLock() as lock:
-        lock.take(tmp_path)
-        with FolderLock() as other, pytest.raises(OccupiedError):
-            other.take(tmp_path)
+    with locked(tmp_path), pytest.raises(OccupiedError), locked(tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,6 +69,6 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capl
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    with caplog.at_level(logging.WARNING), FolderLock() as lock:
-        lock.take(tmp_path)
+    with caplog.at_level(logging.WARNING), locked(tmp_path):
+        pass
     assert "no locks here" in caplog.text
