@@ -147,11 +147,12 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
 
     def critic(wanted: bool) -> Trainable:
         params: Params = {}
+        mesh = models.meshes["critic"]
         if wanted and config.critic.path:
-            params = _read(config.critic.path, models.value, models.meshes["critic"])
+            params = _read(config.critic.path, models.value, mesh)
         elif wanted:
             params = scalar_from_policy(models, policy_params, "critic")
-        return begun(params, config.critic.optimizer, models.meshes["critic"])
+        return begun(params, config.critic.optimizer, mesh)
 
     trained = policy_params
     if config.lora.rank:
@@ -194,16 +195,15 @@ def _reference(config: RLConfig, models: Models, policy_params: Params) -> Param
     if not needs.of(config.algorithm).reference:
         return {}
     mesh = models.meshes["reference"]
-    there = models_lib.train_shardings(models.policy, mesh)
     if config.reference.path:
         params = _read(config.reference.path, models.policy, mesh)
     elif mesh != models.mesh:
-        params = pools.move(policy_params, there)
+        params = pools.move(policy_params, models_lib.train_shardings(models.policy, mesh))
     elif config.lora.rank:
         return policy_params  # only adapters change
     else:
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=there)
-        params = copy(policy_params)
+        copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+        params = jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
     if "reference" in config.mesh.on_host and not config.lora.rank:
         params = resting.resting(params)
     return params

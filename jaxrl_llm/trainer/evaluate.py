@@ -1,7 +1,6 @@
 """Held-out evaluation: mean@k, pass@k and maj@k of each data source."""
 
 import collections
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -41,7 +40,7 @@ class Evaluator:
 
     def __call__(self, weights: Weights, clock: Clock | None = None) -> dict[str, float]:
         """Returns `val-core/SOURCE/NAME`, NAME as in `summary`, and lengths; times `testing`."""
-        with clock("testing") if clock else contextlib.nullcontext():
+        with (clock or Clock())("testing"):
             return self._evaluate(weights)
 
     def _evaluate(self, weights: Weights) -> dict[str, float]:
@@ -61,14 +60,9 @@ class Evaluator:
         size = max(1, _WAVE // n)
         waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
         for wave, of_wave in enumerate(screen.each("evaluating", waves)):
-            prompts = PromptBatch(of_wave, self._longest)
+            prompts, key = PromptBatch(of_wave, self._longest), jax.random.fold_in(self._key, wave)
             rollouts, _ = episodes.rollout(
-                self._sampler.engine,
-                weights,
-                models.tokenizer,
-                prompts,
-                [sampling] * n,
-                jax.random.fold_in(self._key, wave),
+                self._sampler.engine, weights, models.tokenizer, prompts, [sampling] * n, key
             )
             rewards = self._score(rollouts)
             lengths.append(rollouts.response_mask.sum(1))
@@ -98,9 +92,8 @@ def summary(
     found = {f"mean@{k}": float(scores.mean())}
     passed = (scores >= 1.0).sum(1).tolist()
     for j in [2**i for i in range(k.bit_length())]:
-        found[f"pass@{j}"] = float(
-            np.mean([1.0 - math.comb(k - c, j) / math.comb(k, j) for c in passed])
-        )
+        chances = [1.0 - math.comb(k - c, j) / math.comb(k, j) for c in passed]
+        found[f"pass@{j}"] = float(np.mean(chances))
     if k > 1:
         found[f"pass@{k}"] = float(np.mean([c > 0 for c in passed]))
         majority = [given.index(statistics.mode(given)) for given in answers]
