@@ -139,7 +139,10 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
         return _INVALID
     elif expected is float:
         if type(value) in (int, float):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:  # an integer beyond 1.8e308, which no range holds
+                return math.inf if value > 0 else -math.inf
         if value in ("inf", "-inf"):  # how `to_dict` writes them; JSON has no infinity
             return float(value)
     elif type(value) is expected:

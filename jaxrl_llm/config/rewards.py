@@ -49,5 +49,7 @@ class RewardsConfig(Group):
     def rules(self) -> Iterator[Problem]:
         if not self.functions and not self.models:
             yield "functions", "no reward at all; add rewards.functions or rewards.models"
-        if shared := set(self.functions) & set(self.models):
-            yield "models", f"names used twice: {', '.join(sorted(shared))}"
+        for kind in ("", "cost_"):
+            functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
+            if shared := set(functions) & set(models):
+                yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"

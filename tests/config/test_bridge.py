@@ -265,6 +265,22 @@ def test_numbers_below_one_do_not_hide_the_report():
     assert found == ["config.algorithm.samples_per_prompt: must be in [1, 65536], got 0"]
 
 
+def test_an_integer_that_no_float_holds_is_out_of_range():
+    with pytest.raises(ConfigError, match="learning_rate"):
+        from_config_dict({"trainer": {"optimizer": {"learning_rate": 10**400}}})
+
+
+@pytest.mark.parametrize("kind", ["", "cost_"])
+def test_a_function_and_a_model_of_one_name_are_refused(kind):
+    rewards = {
+        "functions": {"answer": {"function": "gsm8k"}},
+        f"{kind}functions": {"twice": {"function": "length"}},
+        f"{kind}models": {"twice": {"path": "folder"}},
+    }
+    with pytest.raises(ConfigError, match=f"rewards.{kind}models: names used twice: twice"):
+        from_config_dict({"rewards": rewards})
+
+
 def test_an_unknown_recipe_is_named_once():
     found = problems(minimal(algorithm={"recipe": "gpro"}))
     assert len(found) == 1 and found[0].startswith("config.algorithm.recipe: unknown recipe 'gpro'")
