@@ -113,13 +113,13 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
     "grpo_passk": group_advantages.grpo_passk,
     "gdpo": group_advantages.gdpo,
     "rloo": group_advantages.rloo,
-    "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": group_advantages.reinforce_plus_plus_baseline,
     "opo": group_advantages.opo,
     "gpg": group_advantages.gpg,
     "optimal_token_baseline": token_baselines.optimal_token_baseline,
     "tir_optimal_token_baseline": token_baselines.tir_optimal_token_baseline,
+    "remax": remax,
+    "reinforce_plus_plus": reinforce_plus_plus,
 }
 
 

@@ -21,8 +21,8 @@ def waves(monkeypatch):
     found = []
     generate = Engine.generate
 
-    def recorded(self, params, requests, version):
-        completions = generate(self, params, requests, version)
+    def recorded(self, params, requests, *settings):
+        completions = generate(self, params, requests, *settings)
         found.append((requests, completions))
         return completions
 
