@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -42,10 +42,11 @@ class Dataset:
         """Tokens of the longest prompt."""
         return max((len(prompt.tokens) for prompt in self.prompts), default=0)
 
-    def batches(self, num_prompts: int) -> Iterator[PromptBatch]:
-        """Yields the whole split once, in order; the last batch may be smaller."""
-        for start in range(0, len(self), num_prompts):
-            yield PromptBatch(self.prompts[start : start + num_prompts], self.longest)
+    def batches(self, num_prompts: int, limit: int = 0) -> list[PromptBatch]:
+        """Returns the first `limit` prompts (0: all) in order; the last batch may be smaller."""
+        longest, prompts = self.longest, self.prompts[: limit or len(self)]
+        starts = range(0, len(prompts), num_prompts)
+        return [PromptBatch(prompts[i : i + num_prompts], longest) for i in starts]
 
 
 def load_dataset(

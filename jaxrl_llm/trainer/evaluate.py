@@ -17,7 +17,7 @@ from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.learner.source import Score
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.types import PromptBatch, Weights
+from jaxrl_llm.types import Weights
 
 _WAVE = 512  # sequences sampled at one time
 
@@ -34,8 +34,8 @@ class Evaluator:
         self._config = config
         self._sampler = sampler
         self._score = score
-        limit = config.evaluation.num_prompts or len(dataset)
-        self._prompts, self._longest = dataset.prompts[:limit], dataset.longest
+        size = max(1, _WAVE // config.evaluation.samples_per_prompt)
+        self._waves = dataset.batches(size, config.evaluation.num_prompts)
         self._key = key
 
     def __call__(self, weights: Weights, clock: Clock | None = None) -> dict[str, float]:
@@ -57,10 +57,8 @@ class Evaluator:
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
-        size = max(1, _WAVE // n)
-        waves = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
-        for wave, of_wave in enumerate(screen.each("evaluating", waves)):
-            prompts, key = PromptBatch(of_wave, self._longest), jax.random.fold_in(self._key, wave)
+        for wave, prompts in enumerate(screen.each("evaluating", self._waves)):
+            key = jax.random.fold_in(self._key, wave)
             rollouts, _ = episodes.rollout(
                 self._sampler.engine, weights, models.tokenizer, prompts, [sampling] * n, key
             )
