@@ -167,7 +167,10 @@ COMBINATIONS = [
             (4096, "full", {}),
             (16_384, "none", {"trainer.shared_prompts": "off"}),
             (512, "none", {"lora.rank": 16}),
+            (512, "dots", {"lora.rank": 16}),
+            (512, "projections", {"lora.rank": 16}),
             (1536, "none", {"lora.rank": 16}),
+            (1536, "dots", {"lora.rank": 16}),
             (1536, "full", {"lora.rank": 16}),
             (4096, "full", {"lora.rank": 16}),
         )

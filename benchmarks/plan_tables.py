@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.planning import advice, fit, placement
+from jaxrl_llm.planning import fit, placement
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.planning.placement import Placement
@@ -71,7 +71,7 @@ def savings(recipe: str) -> Iterator[str]:
     yield "| settings | " + " | ".join(f"{name} on {count}" for name, count in MODELS) + " |"
     yield "|---" * (len(MODELS) + 1) + "|"
     for saving in ({}, *SAVINGS):
-        config = advice.changed(config, saving)
+        config = fit.changed(config, saving)
         peaks = [plan(config, name, count, recipe == "ppo").peak / 1e9 for name, count in MODELS]
         title = ", ".join(f"`{key}={value}`" for key, value in saving.items())
         title = f"+ {title}" if saving else "float32 weights, nothing recomputed, 16k tokens"
@@ -92,7 +92,7 @@ def placements() -> Iterator[str]:
         "trainer.max_tokens_per_microbatch": 4096,
         "model.param_dtype": "bfloat16",
     }
-    config = advice.changed(run("ppo"), saved)
+    config = fit.changed(run("ppo"), saved)
     yield "| model | GPUs | fastest | seconds | together | policy+reference / critic+reward |" + (
         " each alone | that fit |"
     )

@@ -118,6 +118,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax.numpy as jnp
 
     from jaxrl_llm.rollout import prefill, programs, scheduler
+    from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
     from jaxrl_llm.rollout.sampling import SamplerState
 
     slots, new, network = 32, 128, ours.network
@@ -127,12 +128,12 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
         sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
-        state = programs.empty_state(network, slots, [64], 1, network.compute_dtype)
+        state = programs.empty_state(network, slots, [64])
         admission = programs.Admission(
             jnp.repeat(jnp.arange(8), 4),
             jnp.arange(slots),
             jnp.full(slots, new),
-            jnp.full((slots, 1), -1),
+            jnp.full((slots, NUM_STOP_TOKENS), -1),
             sampler,
         )
         state, first = programs.insert(state, prefix, admission, filtered=False, num_top=0)

@@ -28,7 +28,7 @@ from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving import loading
+from jaxrl_llm.serving import server
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MAX_TOKENS = 512
@@ -66,8 +66,8 @@ class Alone:
 
     def __init__(self, folder: pathlib.Path, num_slots: int, chunk_steps: int):
         source = saved.from_model(saved.model_config(str(folder)))
-        self._served = loading.served(source)
-        self._engine = loading.engine(source, self._served, num_slots, chunk_steps)
+        self._served = server.served(source)
+        self._engine = server.engine(source, self._served, num_slots, chunk_steps)
         self._params = source.weights().params
 
     def run(self, work: list[tuple[str, int]]) -> float:

@@ -45,12 +45,12 @@ def train(
       ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
     """
-    from jaxrl_llm import compiler_flags, program
+    from jaxrl_llm import program
     from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
     from jaxrl_llm.config.bridge import from_config_dict
     from jaxrl_llm.trainer import rl, supervised
 
-    compiler_flags.set_defaults()
+    program.set_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     program.keep_compilations(workdir)

@@ -1,9 +1,7 @@
 """The root of all errors that a user can mend."""
 
-import contextlib
 import importlib
-import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 EXIT_MENDABLE = 1  # of a program that ends with the message of a `UserError`
 EXIT_ALERT = 3  # an alert stopped the run after a save
@@ -13,17 +11,13 @@ Problem = tuple[str, str]  # (field path below a group, what is wrong and what t
 
 
 class UserError(Exception):
-    """Something about the run, its files or its machine is wrong; the message says what to do.
-
-    Programs in `launch/` show the message without a traceback.
-    """
+    """A fault of the run, its files or its machine; programs show its message, no traceback."""
 
 
 class ConfigError(UserError, ValueError):
     """A run description that cannot work; the message lists every problem."""
 
     def __init__(self, problems: str | Sequence[str]):
-        """Keeps one problem or several, a line each in the message."""
         problems = (problems,) if isinstance(problems, str) else tuple(problems)
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -36,24 +30,12 @@ def check_package(package: str, extra: str, where: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         remedy = f"pip install 'jaxrl_llm[{extra}]', or leave it out"
-        raise ConfigError([f"{where} needs the package {package} ({error}); {remedy}"]) from error
+        raise ConfigError(f"{where} needs the package {package} ({error}); {remedy}") from error
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to end before its last step.
-
-    Not an `Exception`: nothing on the way may handle it as a failure of its own.
-    """
+    """The run was asked to end. Not an `Exception`: no code may handle it as its own failure."""
 
     def __init__(self, reason: str, exit_code: int):
         super().__init__(reason)
         self.exit_code = exit_code
-
-
-@contextlib.contextmanager
-def naming(path: pathlib.Path) -> Iterator[None]:
-    """Adds `path` to an OSError raised inside: that of a failed write names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

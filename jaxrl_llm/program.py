@@ -1,20 +1,20 @@
-"""What every command of `launch/` does around its work."""
+"""What every command of `launch/` does around its work: flags of XLA, processes, errors."""
 
 import errno
+import importlib.util
 import logging as std_logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
 
-from jaxrl_llm import compiler_flags
+from jaxrl_llm import console
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import parse_flags
-from jaxrl_llm.console import screen
 from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, Problem, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
@@ -27,14 +27,56 @@ _DISK_ERRORS = (
     | {errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR}
 )
 
+_ASYNC = "xla_tpu_enable_async_collective_fusion"
+
+# Platform -> variable of its compiler -> flag -> value: communication beside arithmetic.
+FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "tpu": {
+        "LIBTPU_INIT_ARGS": {
+            # Collectives run beside matmuls that do not need them yet. The compiler chooses which:
+            # to ask for all-gathers in this form is an error on all TPUs but v5e.
+            _ASYNC: "true",
+            f"{_ASYNC}_multiple_steps": "true",
+            "xla_tpu_overlap_compute_collective_tc": "true",
+            "xla_enable_async_all_gather": "true",
+        }
+    },
+    "gpu": {
+        "XLA_FLAGS": {
+            # Starts communication as early, and waits for it as late, as memory allows.
+            "xla_gpu_enable_latency_hiding_scheduler": "true",
+            # In a scan over layers, during one layer: the next one's weights are gathered, the
+            # last one's gradients scattered.
+            "xla_gpu_enable_pipelined_all_gather": "true",
+            "xla_gpu_enable_pipelined_reduce_scatter": "true",
+            "xla_gpu_enable_pipelined_all_reduce": "true",
+        }
+    },
+}
+
 _START = flags.DEFINE_enum("start", "auto", cluster.STARTS, "How processes find each other.")
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; see --start.")
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", -1, "Processes of the run; -1: as the launcher says."
-)
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", -1, "Number of this process; -1: as the launcher says."
-)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", -1, "Processes; -1: as the launcher says.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "This process; -1: as the launcher says.")
+
+
+def _platform(environment: Mapping[str, str]) -> str:
+    """Returns the platform of this process, as far as it is known before a backend is made."""
+    wanted = environment.get("JAX_PLATFORMS", "").partition(",")[0]
+    if wanted:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(wanted, wanted)
+    if importlib.util.find_spec("libtpu") and any(pathlib.Path("/dev").glob("accel*")):
+        return "tpu"
+    return "gpu" if pathlib.Path("/dev/nvidia0").exists() else "cpu"
+
+
+def set_flags(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Adds flags that the user has not set to the environment; before any device is used."""
+    for variable, wanted in FLAGS.get(_platform(environment), {}).items():
+        given = environment.get(variable, "")
+        names = {word.lstrip("-").partition("=")[0] for word in given.split()}
+        more = [f"--{name}={value}" for name, value in wanted.items() if name not in names]
+        environment[variable] = " ".join([given, *more]).strip()
 
 
 def run(main: Callable[[], None]) -> None:
@@ -44,16 +86,16 @@ def run(main: Callable[[], None]) -> None:
     """
 
     def guarded(_):
-        compiler_flags.set_defaults()
+        set_flags()
         logging.set_verbosity(logging.INFO)
         root = std_logging.getLogger()
         root.removeHandler(logging.get_absl_handler())
         root.addHandler(_HANDLER)  # once
-        screen.show_compilations()
+        console.show_compilations()
         try:
-            address = cluster.Address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-            hosts.join(cluster.find(_START.value, address))
-            screen.SCREEN.silent = not hosts.is_first()
+            told = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+            hosts.join(cluster.find(_START.value, *told))
+            console.SCREEN.silent = not hosts.is_first()
             main()
             hosts.leave()
         except Interrupted as ended:  # all processes end together
@@ -79,19 +121,15 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _end(message: str) -> NoReturn:
-    screen.SCREEN.close()
+    console.SCREEN.close()
     print(f"error: {message}", file=sys.stderr, flush=True)
     hosts.abandon(message)
     sys.exit(EXIT_MENDABLE)
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads; what had to be saved is on disk.
-
-    If a signal stopped a library before it registered how to end a thread, Python would wait for
-    that thread for ever.
-    """
-    screen.SCREEN.close()
+    """Ends the process without waiting for threads of libraries that the signal interrupted."""
+    console.SCREEN.close()
     logging.flush()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,15 +149,12 @@ def _is_ours(record: std_logging.LogRecord) -> bool:
     return record.levelno >= std_logging.WARNING or not chatty
 
 
-_HANDLER = screen.LogHandler()
+_HANDLER = console.LogHandler()
 _HANDLER.addFilter(_is_ours)
 
 
 def keep_compilations(workdir: str | os.PathLike[str]) -> None:
-    """Makes JAX keep compiled programs beside `workdir`, for this run's next start and others.
-
-    `JAX_COMPILATION_CACHE_DIR` names another folder; empty, it turns the cache off.
-    """
+    """Makes JAX keep compiled programs beside `workdir`, if JAX_COMPILATION_CACHE_DIR is unset."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = pathlib.Path(workdir).absolute().parent / ".jax_cache"

@@ -46,10 +46,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """Sampled sequences, prompt-major: the samples of a prompt stand next to each other.
-
-    Host arrays, the same on every process.
-    """
+    """Sampled sequences, those of a prompt side by side. Host arrays, equal on all processes."""
 
     tokens: Int[np.ndarray, "B T"]  # prompt, then response, right-padded with 0
     response_mask: Bool[np.ndarray, "B T"]  # the policy chose this token

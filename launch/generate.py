@@ -14,7 +14,7 @@ from absl import flags
 from jaxrl_llm import program
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import saved
-from jaxrl_llm.rollout import capacity, episodes
+from jaxrl_llm.rollout import cache, episodes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch
@@ -37,7 +37,7 @@ def _engine(own: Engine, max_tokens: int, num_samples: int) -> Engine:
     return Engine(
         network,
         mesh,
-        num_slots=capacity.num_slots(network, mesh, max_tokens, num_samples),
+        num_slots=cache.fitting_slots(network, mesh, max_tokens, num_samples),
         max_tokens=max_tokens,
         layout=own.layout,
     )

@@ -12,10 +12,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_llm import errors, program
-from jaxrl_llm.algorithms import custom
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config.bridge import from_config_dict, rl_config
 from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import advice, fit, placement, report
+from jaxrl_llm.planning import fit, placement, report
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the run.")
 flags.mark_flag_as_required("config")
@@ -41,7 +41,7 @@ def main():
         program.refuse(report.chart_problems(CHART.value))
         errors.check_package("matplotlib", "plot", "--chart:")
     config = rl_config(from_config_dict(CONFIG.value))
-    custom.check(config.algorithm)
+    needs.check(config.algorithm)
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
     if not (TOPOLOGY.value or DEVICE.value):
@@ -50,7 +50,7 @@ def main():
         place = planned.elsewhere(TOPOLOGY.value, DEVICE.value, DEVICES.value)
     plan = planned.plan(planned.filled(config, place), place)
     compiled = _compiled(plan, place.devices) if COMPILE.value else {}
-    nearest = advice.nearest(plan)
+    nearest = fit.nearest(plan)
     if JSON.value:
         found = report.to_json(plan, nearest, PRICE.value)
         print(json.dumps({**found, "compiled": compiled}))
@@ -60,7 +60,7 @@ def main():
         report.save_chart(plan, CHART.value)
 
 
-def _print(plan: fit.Plan, compiled: dict[str, float | str], nearest: advice.Advice) -> None:
+def _print(plan: fit.Plan, compiled: dict[str, float | str], nearest: fit.Advice) -> None:
     print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
     if not plan.fits:
         print(f"\nnearest run that fits, {nearest}")

@@ -13,8 +13,8 @@ from jaxrl_llm.learner import saved
 from jaxrl_llm.serving.driver import Driver
 
 try:
-    from jaxrl_llm.serving import loading, server
-    from jaxrl_llm.serving.app import Limits, make_app
+    from jaxrl_llm.serving import server
+    from jaxrl_llm.serving.app import make_app
     from jaxrl_llm.serving.metrics import Metrics
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; serving needs more than the package: pip install -e '.[serve]'")
@@ -46,13 +46,12 @@ def main():
         source = saved.from_model(saved.model_config(MODEL.value, DTYPE.value, TENSOR.value))
     else:
         source = saved.from_run(WORKDIR.value)
-    served = loading.served(source, NAME.value, MAX_TOKENS.value)
-    engine = loading.engine(source, served, SLOTS.value, CHUNK.value, DRAFT.value)
+    served = server.served(source, NAME.value, MAX_TOKENS.value)
+    engine = server.engine(source, served, SLOTS.value, CHUNK.value, DRAFT.value)
     logging.info("reading the weights of %s", source.name)
     params = source.weights().params
     driver = Driver(engine, params, max_waiting=MAX_WAITING.value)
-    limits = Limits(request_s=REQUEST_S.value, body_bytes=BODY_BYTES.value)
-    app = make_app(served, driver, Metrics(driver), limits)
+    app = make_app(served, driver, Metrics(driver), REQUEST_S.value, BODY_BYTES.value)
     longest = served.max_tokens - 1  # one token must fit
     filters = (False, True) if WARM_UP.value else ()
     programs = engine.jitted.programs(WARM_UP.value, longest, filters)

@@ -12,7 +12,7 @@ from absl import flags, logging
 from jaxrl_llm import program
 from jaxrl_llm.learner import saved
 from jaxrl_llm.rollout.requests import SamplingParams, number_problem
-from jaxrl_llm.serving import loading
+from jaxrl_llm.serving import server
 
 MODEL = flags.DEFINE_string("model", "", "Hugging Face folder.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run.")
@@ -31,28 +31,28 @@ def main():
     if problem := number_problem("temperature", TEMPERATURE.value):
         program.refuse([("temperature", problem)])
     # Imported here so that wrong flags are reported even if JetStream is not installed.
-    from jaxrl_llm.serving.jetstream import adapter
+    from jaxrl_llm.serving import jetstream
 
     program.keep_compilations(MODEL.value or WORKDIR.value)
     if MODEL.value:
         source = saved.from_model(saved.model_config(MODEL.value))
     else:
         source = saved.from_run(WORKDIR.value)
-    served = loading.served(source, max_tokens=MAX_TOKENS.value)
-    engine = adapter.JetStreamEngine(
-        loading.engine(source, served, SLOTS.value, chunk_steps=1),
+    served = server.served(source, max_tokens=MAX_TOKENS.value)
+    engine = jetstream.JetStreamEngine(
+        server.engine(source, served, SLOTS.value, chunk_steps=1),
         served,
         lambda: source.weights().params,
         SamplingParams(1, TEMPERATURE.value, top_p=TOP_P.value, stop_tokens=served.eos_tokens),
         SEED.value,
     )
-    server = adapter.run(engine, HOST.value, PORT.value)
+    running = jetstream.run(engine, HOST.value, PORT.value)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     logging.info("serving %r by JetStream on %s:%d", served.name, HOST.value, PORT.value)
     stop.wait()
-    server.stop()
+    running.stop()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from absl import flags
 from ml_collections import config_flags
 
 import jaxrl_llm
-from jaxrl_llm import program
+from jaxrl_llm import console, program
 from jaxrl_llm.config import JobConfig, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.console import screen
 from jaxrl_llm.learner import planned
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "File that describes the job.")
@@ -36,7 +35,7 @@ def main():
     config = from_config_dict(CONFIG.value)
     program.keep_compilations(WORKDIR.value)
     _refuse_what_cannot_fit(config)
-    with screen.work("loading the libraries"):
+    with console.work("loading the libraries"):
         from jaxrl_llm.trainer import rl, supervised  # noqa: F401
     jaxrl_llm.train(config, WORKDIR.value)
 

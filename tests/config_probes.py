@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import RLConfig, SFTConfig
-from jaxrl_llm.data import datasets, supervised
+from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import batches, estimate, lowering, optimizer, source, update
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
@@ -34,7 +34,7 @@ from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import pool as reward_pool
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.rollout.engine import Statistics
+from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.trainer import evaluate, run
 from jaxrl_llm.trainer import supervised as stages_lib
 from jaxrl_llm.types import Minibatch, Predictions, Prompt, PromptBatch, Rewards, Rollouts, Weights
@@ -104,7 +104,7 @@ def first_state(config: RLConfig):
     moved = mock.Mock(side_effect=lambda state: state)
     with (
         mock.patch.object(weights_lib, "scalar_from_policy", lambda *a: {}),
-        mock.patch.object(weights_lib.resting, "resting", moved),
+        mock.patch.object(weights_lib.pools, "resting", moved),
     ):
         return weights_lib.initial_state(config, models, {}), moved.call_count
 
@@ -254,7 +254,7 @@ def prompts(config):
 
 def examples(config):
     """Rows of a supervised job."""
-    make = supervised.worked_examples if config.job == "sft" else supervised.preference_pairs
+    make = datasets.worked_examples if config.job == "sft" else datasets.preference_pairs
     return make(config.data, models_lib.load_tokenizer(config.model), "train", config.seed)
 
 
@@ -303,7 +303,7 @@ def supervised_loss(config):
 
 def examples_before_rl(config):
     tokenizer = models_lib.load_tokenizer(config.model)
-    return supervised.worked_examples(config.data, tokenizer, "train", config.seed)
+    return datasets.worked_examples(config.data, tokenizer, "train", config.seed)
 
 
 def step(config: RLConfig):

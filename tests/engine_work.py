@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import tiny
 
-from jaxrl_llm.config.rollout import NO_SPECULATION
+from jaxrl_llm.config.samples import NO_SPECULATION
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 

@@ -3,8 +3,7 @@
 import dataclasses
 import threading
 
-from jaxrl_llm.rollout.engine import Statistics
-from jaxrl_llm.rollout.requests import Progress, RequestError
+from jaxrl_llm.rollout.requests import Progress, RequestError, Statistics
 
 
 @dataclasses.dataclass

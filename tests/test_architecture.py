@@ -18,7 +18,7 @@ FLOORS = (
     (("rollout",), ("rewards",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),
-    (("compiler_flags", "program"),),
+    (("program",),),
 )
 DEFAULT_MAX_LINES = 400
 MAX_LINES = {

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, masked_mean, masked_sum
+from jaxrl_llm.algorithms import masked
+from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar
 from jaxrl_llm.config import AlgorithmConfig
 
 # Shares of a minibatch: to be summed, not averaged, over its microbatches.
@@ -27,8 +28,7 @@ class Denominators:
 
     tokens: Scalar  # tokens in the mask, at least 1
     sequences: Scalar  # rows with such a token, at least 1
-    # Constant divisor of seq-mean-token-sum-norm; 0: not set.
-    loss_scale: float = dataclasses.field(default=0.0, metadata={"static": True})
+    loss_scale: float = dataclasses.field(default=0.0, metadata={"static": True})  # 0: not set
 
 
 def minibatch_denominators(mask: Mask, loss_scale: float = 0.0) -> Denominators:
@@ -36,8 +36,8 @@ def minibatch_denominators(mask: Mask, loss_scale: float = 0.0) -> Denominators:
 
     `mask` has the tokens with a loss, of the whole minibatch. `loss_scale` is the constant of
     seq-mean-token-sum-norm: `config.algorithm.loss_scale`, or `config.rollout.max_response_tokens`
-    where that is 0. Padding rows and rows that rejection emptied count neither as sequences nor
-    tokens. Deviation: verl's seq-mean modes count them.
+    where that is 0. Rows without such a token do not count. Deviation: verl's seq-mean modes count
+    them.
 
     >>> counts = minibatch_denominators(jnp.array([[True, True], [True, False], [False, False]]))
     >>> print(counts.tokens, counts.sequences)
@@ -57,7 +57,7 @@ def token_mean(per_token: PerToken, mask: Mask, denominators: Denominators) -> S
     >>> print(token_mean(x, mask, minibatch_denominators(mask)))
     2.0
     """
-    return masked_sum(per_token, mask) / denominators.tokens
+    return masked.sum(per_token, mask) / denominators.tokens
 
 
 def _seq_mean_token_sum_norm(per_token: PerToken, mask: Mask, denominators: Denominators) -> Scalar:
@@ -67,15 +67,15 @@ def _seq_mean_token_sum_norm(per_token: PerToken, mask: Mask, denominators: Deno
             " seq-mean-token-sum-norm divides by it, pass config.algorithm.loss_scale or"
             " config.rollout.max_response_tokens to minibatch_denominators"
         )
-    return masked_sum(per_token, mask) / denominators.sequences / denominators.loss_scale
+    return masked.sum(per_token, mask) / denominators.sequences / denominators.loss_scale
 
 
 AGGREGATIONS: dict[str, Callable[[PerToken, Mask, Denominators], Scalar]] = {
     "token-mean": token_mean,
-    "token-sum": lambda x, mask, _: masked_sum(x, mask),
-    "seq-mean-token-sum": lambda x, mask, counts: masked_sum(x, mask) / counts.sequences,
+    "token-sum": lambda x, mask, _: masked.sum(x, mask),
+    "seq-mean-token-sum": lambda x, mask, counts: masked.sum(x, mask) / counts.sequences,
     "seq-mean-token-mean": lambda x, mask, counts: (
-        jnp.sum(masked_mean(x, mask, -1)) / counts.sequences
+        jnp.sum(masked.mean(x, mask, -1)) / counts.sequences
     ),
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }

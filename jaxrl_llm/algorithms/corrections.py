@@ -12,21 +12,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.masked import (
-    Bools,
-    Mask,
-    PerRow,
-    PerToken,
-    RowMask,
-    Scalar,
-    masked_max,
-    masked_mean,
-    masked_min,
-    masked_sum,
-    masked_variance,
-    zero_outside,
-)
-from jaxrl_llm.algorithms.ratios import MAX_LOG_RATIO, bounded
+from jaxrl_llm.algorithms import masked
+from jaxrl_llm.algorithms.kl import MAX_LOG_RATIO, bounded
+from jaxrl_llm.algorithms.masked import Mask, PerRow, PerToken, RowMask, Scalar
 from jaxrl_llm.config import AlgorithmConfig
 
 Metrics = dict[str, Scalar]
@@ -54,7 +42,7 @@ def correct(
     """
     old_log_probs = jax.lax.stop_gradient(old_log_probs)
     rollout_log_probs = jax.lax.stop_gradient(rollout_log_probs)
-    old, rollout = zero_outside(response_mask, old_log_probs, rollout_log_probs)
+    old, rollout = masked.zero_outside(response_mask, old_log_probs, rollout_log_probs)
     log_ratios = old - rollout
     weights, weight_numbers = _correction_weights(config, log_ratios, response_mask)
     loss_mask, rejection_numbers = _rejection(config, log_ratios, response_mask)
@@ -67,85 +55,130 @@ def _correction_weights(
 ) -> tuple[PerToken, Metrics]:
     """Returns the weights that the config asks for, and their `rollout_corr/` metrics.
 
-    Before truncation the weight of a token is `exp` of its log-ratio, or of their sum over the row.
-    `truncate` lowers weights above `correction_high` to it; `mask` makes weights outside
+    Before truncation the raw weight of a token is `exp` of its log-ratio, or of their sum over the
+    row. `truncate` lowers weights above `correction_high` to it; `mask` makes weights outside
     [correction_low, correction_high] zero, the loss mask untouched. With `correction_normalize`
     the weights are divided by their mean: over tokens at token level, over sequences at sequence
     level; not by a mean of 1e-8 or less.
+
+    Means, `seq_*`, and at token level maximum and minimum, are of the applied weights, before
+    normalization; at sequence level maximum and minimum are of the raw ones. Fractions beyond the
+    bounds are of the raw weights. `std` and the effective sample size (a share, in [0, 1]) are of
+    raw weights lowered to `correction_high`.
     """
-    high = config.correction_high
     if config.correction == "none":
         return jnp.where(mask, jnp.ones_like(log_ratios), 0.0), {}
-    if config.correction == "token":
-        exponents = bounded(log_ratios)
-    else:
-        exponents = bounded(masked_sum(log_ratios, mask, -1))[:, None]
+    rows, high = jnp.any(mask, axis=-1), config.correction_high
+    sums = masked.sum(log_ratios, mask, -1)
+    exponents = bounded(log_ratios if config.correction == "token" else sums[:, None])
     raw = jnp.where(mask, jnp.exp(exponents), 0.0)
+    lowered = jnp.minimum(raw, high)
     if config.correction_mode == "truncate":
-        weights = jnp.minimum(raw, high)
+        weights = lowered
         low = 1.0 / high if high > 0 else math.inf
     else:
         low = config.correction_low
         weights = jnp.where((raw >= low) & (raw <= high), raw, 0.0)
-    metrics = _weight_metrics(config.correction, weights, raw, log_ratios, mask, low, high)
+    mean = masked.mean(lowered, mask)
+    spread = masked.mean(jnp.square(lowered), mask) - jnp.square(mean)
+    relative_square = masked.mean(jnp.square(lowered / (mean + 1e-8)), mask)
+    raw_means, means = masked.mean(raw, mask, -1), masked.mean(weights, mask, -1)
+    if config.correction == "token":
+        largest, smallest = masked.max(weights, mask), masked.min(weights, mask)
+        compared, counted = raw, mask
+    else:
+        largest = jnp.exp(jnp.minimum(masked.max(sums, rows), MAX_LOG_RATIO))
+        smallest = jnp.exp(jnp.minimum(masked.min(sums, rows), MAX_LOG_RATIO))
+        compared, counted = raw_means, rows
+    numbers = {
+        "mean": masked.mean(weights, mask),
+        "max": largest,
+        "min": smallest,
+        "std": jnp.sqrt(jnp.maximum(spread, 0.0)),
+        "eff_sample_size": jnp.where(
+            relative_square > 0.0, 1.0 / jnp.where(relative_square > 0.0, relative_square, 1.0), 0.0
+        ),
+        "ratio_fraction_high": masked.mean(compared > high, counted),
+        "ratio_fraction_low": masked.mean(compared < low, counted),
+        **_sequence_metrics(means, raw_means, 1.0, low, high, rows),
+    }
     if config.correction_mode == "mask":
-        outside = (raw < low) | (raw > high)
-        metrics["rollout_corr/rollout_is_oob_ratio"] = masked_mean(outside * 1.0, mask)
+        numbers["oob_ratio"] = masked.mean((raw < low) | (raw > high), mask)
     if config.correction_normalize:
-        mean = metrics["rollout_corr/rollout_is_mean"]
-        if config.correction == "sequence":
-            mean = metrics["rollout_corr/rollout_is_seq_mean"]
-        factor = jnp.where(mean > 1e-8, mean, 1.0)
+        mean = numbers["mean" if config.correction == "token" else "seq_mean"]
+        factor = numbers["batch_norm_factor"] = jnp.where(mean > 1e-8, mean, 1.0)
         weights = weights / factor
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    return weights, metrics
-
-
-def _rejection_statistic(option: str, log_ratios: PerToken, mask: Mask) -> PerToken:
-    """Returns the number by which `option` rejects, on each token; zero outside the mask.
-
-    With `l` the log-ratio clipped to [-20, 20]: k1 is `-l`, k2 is `l**2 / 2`, k3 is
-    `exp(l) - 1 - l`. `token_*` is the token's own; `seq_sum_*`, `seq_mean_*` and `seq_max_*` are
-    the row's.
-    """
-    level, _, estimator = option.rpartition("_")
-    ratios = bounded(log_ratios)
-    per_token = {
-        "k1": -ratios,
-        "k2": 0.5 * jnp.square(ratios),
-        "k3": jnp.exp(ratios) - 1.0 - ratios,
-    }[estimator]
-    if level == "token":
-        return jnp.where(mask, per_token, 0.0)
-    reduce = {"seq_sum": masked_sum, "seq_mean": masked_mean, "seq_max": masked_max}[level]
-    return jnp.where(mask, reduce(per_token, mask, -1)[:, None], 0.0)
+    return weights, {f"rollout_corr/rollout_is_{key}": value for key, value in numbers.items()}
 
 
 def _rejection(config: AlgorithmConfig, log_ratios: PerToken, mask: Mask) -> tuple[Mask, Metrics]:
     """Returns the tokens that every option of `config.rejections` keeps, and metrics.
 
-    k1 options keep `log(low) <= statistic <= log(high)`: the bounds are ratios (low 0: no bound).
-    The others keep `statistic <= high`. A `seq_` option keeps or rejects the row.
+    With `l` the log-ratio clipped to [-20, 20], k1 is `-l`, k2 is `l**2 / 2`, k3 is
+    `exp(l) - 1 - l`; of the token, or for a `seq_` option of the row, which it keeps or rejects.
+    k1 options keep `log(low) <= k1 <= log(high)`: the bounds are ratios (low 0: no bound). The
+    others keep values up to `high`. `masked_fraction` is the share of tokens rejected,
+    `seq_masked_fraction` the share of sequences that lost at least one.
     """
-    kept = mask
+    kept, rows = mask, jnp.any(mask, axis=-1)
+    ratios = bounded(log_ratios)
+    estimates = {
+        "k1": -ratios,
+        "k2": 0.5 * jnp.square(ratios),
+        "k3": jnp.exp(ratios) - 1.0 - ratios,
+    }
+    reductions = {"seq_sum": masked.sum, "seq_mean": masked.mean, "seq_max": masked.max}
     metrics: Metrics = {}
     options = zip(config.rejections, config.rejection_lows, config.rejection_highs, strict=True)
     for option, low, high in options:
-        if option.endswith("k1"):
+        level, _, estimator = option.rpartition("_")
+        if estimator == "k1":
             low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
         else:
             low = -math.inf
-        statistic = _rejection_statistic(option, log_ratios, mask)
-        passed = mask & (statistic >= low) & (statistic <= high)
-        numbers = _rejection_metrics(statistic, passed, mask, low, high)
+        values = estimates[estimator]
+        if level != "token":
+            values = reductions[level](values, mask, -1)[:, None]
+        values = jnp.where(mask, values, 0.0)
+        passed = mask & (values >= low) & (values <= high)
+        kept, rejected = kept & passed, mask & ~passed
+        means = masked.mean(values, mask, -1)
+        numbers = {
+            "mean": masked.mean(values, mask),
+            "max": masked.max(values, mask),
+            "min": masked.min(values, mask),
+            "std": jnp.sqrt(masked.variance(values, mask)),
+            "fraction_high": masked.mean(values > high, mask),
+            "fraction_low": masked.mean(values < low, mask),
+            "masked_fraction": masked.mean(rejected, mask),
+            "seq_masked_fraction": masked.mean(jnp.any(rejected, axis=-1), rows),
+            **_sequence_metrics(means, means, 0.0, low, high, rows),
+        }
         metrics |= {f"rollout_corr/rollout_rs_{option}_{key}": x for key, x in numbers.items()}
-        kept = kept & passed
-    rejected = (mask & ~kept) * 1.0
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = masked_mean(rejected, mask)
-    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = masked_mean(
-        jnp.max(rejected, axis=-1), jnp.any(mask, axis=-1)
-    )
-    return kept, metrics if config.rejections else {}
+    if config.rejections:
+        rejected = mask & ~kept
+        metrics |= {
+            "rollout_corr/rollout_rs_masked_fraction": masked.mean(rejected, mask),
+            "rollout_corr/rollout_rs_seq_masked_fraction": masked.mean(
+                jnp.any(rejected, axis=-1), rows
+            ),
+        }
+    return kept, metrics
+
+
+def _sequence_metrics(
+    means: PerRow, compared: PerRow, expected: float, low: float, high: float, rows: RowMask
+) -> Metrics:
+    """Returns statistics of each sequence's mean; `compared` is what the bounds are for."""
+    return {
+        "seq_mean": masked.mean(means, rows),
+        "seq_std": jnp.sqrt(masked.variance(means, rows)),
+        "seq_max": masked.max(means, rows),
+        "seq_min": masked.min(means, rows),
+        "seq_max_deviation": masked.max(jnp.abs(means - expected), rows),
+        "seq_fraction_high": masked.mean(compared > high, rows),
+        "seq_fraction_low": masked.mean(compared < low, rows),
+    }
 
 
 def engine_gap(old_log_probs: PerToken, rollout_log_probs: PerToken, mask: Mask) -> Metrics:
@@ -163,127 +196,39 @@ def engine_gap(old_log_probs: PerToken, rollout_log_probs: PerToken, mask: Mask)
     2.0 0.125
     """
     rows = jnp.any(mask, axis=-1)
-    old_log_probs, rollout_log_probs = zero_outside(mask, old_log_probs, rollout_log_probs)
+    old_log_probs, rollout_log_probs = masked.zero_outside(mask, old_log_probs, rollout_log_probs)
     ratios = old_log_probs - rollout_log_probs
-    old_means = masked_mean(old_log_probs, mask, -1)
-    rollout_means = masked_mean(rollout_log_probs, mask, -1)
+    old_means = masked.mean(old_log_probs, mask, -1)
+    rollout_means = masked.mean(rollout_log_probs, mask, -1)
     differences = rollout_means - old_means
-    sequence_ratios = bounded(masked_sum(ratios, mask, -1))
+    sequence_ratios = bounded(masked.sum(ratios, mask, -1))
     numbers = {
-        "training_ppl": masked_mean(jnp.exp(bounded(-old_means)), rows),
-        "training_log_ppl": masked_mean(-old_means, rows),
-        "rollout_ppl": masked_mean(jnp.exp(bounded(-rollout_means)), rows),
-        "rollout_log_ppl": masked_mean(-rollout_means, rows),
-        "kl": masked_mean(-ratios, mask),
-        "k3_kl": masked_mean(jnp.exp(bounded(ratios)) - ratios - 1.0, mask),
-        "log_ppl_diff": masked_mean(differences, rows),
-        "log_ppl_abs_diff": masked_mean(jnp.abs(differences), rows),
-        "log_ppl_diff_max": masked_max(differences, rows),
-        "log_ppl_diff_min": masked_min(differences, rows),
-        "ppl_ratio": masked_mean(jnp.exp(bounded(differences)), rows),
-        "chi2_token": masked_mean(jnp.exp(2.0 * bounded(ratios)), mask) - 1.0,
-        "chi2_seq": masked_mean(jnp.exp(2.0 * sequence_ratios), rows) - 1.0,
+        "training_ppl": masked.mean(jnp.exp(bounded(-old_means)), rows),
+        "training_log_ppl": masked.mean(-old_means, rows),
+        "rollout_ppl": masked.mean(jnp.exp(bounded(-rollout_means)), rows),
+        "rollout_log_ppl": masked.mean(-rollout_means, rows),
+        "kl": masked.mean(-ratios, mask),
+        "k3_kl": masked.mean(jnp.exp(bounded(ratios)) - ratios - 1.0, mask),
+        "log_ppl_diff": masked.mean(differences, rows),
+        "log_ppl_abs_diff": masked.mean(jnp.abs(differences), rows),
+        "log_ppl_diff_max": masked.max(differences, rows),
+        "log_ppl_diff_min": masked.min(differences, rows),
+        "ppl_ratio": masked.mean(jnp.exp(bounded(differences)), rows),
+        "chi2_token": masked.mean(jnp.exp(2.0 * bounded(ratios)), mask) - 1.0,
+        "chi2_seq": masked.mean(jnp.exp(2.0 * sequence_ratios), rows) - 1.0,
     }
     old, rollout = jnp.exp(old_log_probs), jnp.exp(rollout_log_probs)
     difference = jnp.abs(old - rollout)
-    old_centered = old - masked_mean(old, mask)
-    rollout_centered = rollout - masked_mean(rollout, mask)
-    spread = jnp.sqrt(masked_sum(old_centered**2, mask) * masked_sum(rollout_centered**2, mask))
-    covariance = masked_sum(old_centered * rollout_centered, mask)
+    old_centered = old - masked.mean(old, mask)
+    rollout_centered = rollout - masked.mean(rollout, mask)
+    spread = jnp.sqrt(masked.sum(old_centered**2, mask) * masked.sum(rollout_centered**2, mask))
+    covariance = masked.sum(old_centered * rollout_centered, mask)
     return {f"rollout_corr/{name}": value for name, value in numbers.items()} | {
         "training/rollout_probs_diff_valid": jnp.any(mask) * 1.0,
-        "training/rollout_probs_diff_mean": masked_mean(difference, mask),
-        "training/rollout_probs_diff_max": masked_max(difference, mask),
-        "training/rollout_probs_diff_std": jnp.sqrt(masked_variance(difference, mask)),
+        "training/rollout_probs_diff_mean": masked.mean(difference, mask),
+        "training/rollout_probs_diff_max": masked.max(difference, mask),
+        "training/rollout_probs_diff_std": jnp.sqrt(masked.variance(difference, mask)),
         "training/rollout_actor_probs_pearson_corr": jnp.where(
             spread > 0.0, covariance / jnp.where(spread > 0.0, spread, 1.0), 0.0
         ),
-    }
-
-
-def _fraction(flags: Bools, mask: Bools) -> Scalar:
-    return masked_mean(flags.astype(jnp.float32), mask)
-
-
-def _sequence_metrics(
-    means: PerRow, compared: PerRow, expected: float, low: float, high: float, rows: RowMask
-) -> Metrics:
-    """Returns statistics of each sequence's mean; `compared` is what the bounds are for."""
-    return {
-        "seq_mean": masked_mean(means, rows),
-        "seq_std": jnp.sqrt(masked_variance(means, rows)),
-        "seq_max": masked_max(means, rows),
-        "seq_min": masked_min(means, rows),
-        "seq_max_deviation": masked_max(jnp.abs(means - expected), rows),
-        "seq_fraction_high": _fraction(compared > high, rows),
-        "seq_fraction_low": _fraction(compared < low, rows),
-    }
-
-
-def _weight_metrics(
-    level: str,
-    weights: PerToken,
-    raw: PerToken,
-    log_ratios: PerToken,
-    mask: Mask,
-    low: float,
-    high: float,
-) -> Metrics:
-    """Returns statistics of importance weights, `raw` before truncation or masking.
-
-    Means, `seq_*`, and at token level maximum and minimum, are of the applied `weights`, before
-    normalization; at sequence level maximum and minimum are of the raw ones. Fractions beyond
-    `low` and `high` are of the raw weights. `std` and the effective sample size (a share, in
-    [0, 1]) are of raw weights lowered to `high`.
-    """
-    rows = jnp.any(mask, axis=-1)
-    lowered = jnp.minimum(raw, high)
-    mean = masked_mean(lowered, mask)
-    spread = masked_mean(jnp.square(lowered), mask) - jnp.square(mean)
-    relative_square = masked_mean(jnp.square(lowered / (mean + 1e-8)), mask)
-    raw_means, means = masked_mean(raw, mask, -1), masked_mean(weights, mask, -1)
-    if level == "token":
-        largest, smallest = masked_max(weights, mask), masked_min(weights, mask)
-        compared, counted = raw, mask
-    else:
-        sums = masked_sum(log_ratios, mask, -1)
-        largest = jnp.exp(jnp.minimum(masked_max(sums, rows), MAX_LOG_RATIO))
-        smallest = jnp.exp(jnp.minimum(masked_min(sums, rows), MAX_LOG_RATIO))
-        compared, counted = raw_means, rows
-    numbers = {
-        "mean": masked_mean(weights, mask),
-        "max": largest,
-        "min": smallest,
-        "std": jnp.sqrt(jnp.maximum(spread, 0.0)),
-        "eff_sample_size": jnp.where(
-            relative_square > 0.0, 1.0 / jnp.where(relative_square > 0.0, relative_square, 1.0), 0.0
-        ),
-        "ratio_fraction_high": _fraction(compared > high, counted),
-        "ratio_fraction_low": _fraction(compared < low, counted),
-        **_sequence_metrics(means, raw_means, 1.0, low, high, rows),
-    }
-    return {f"rollout_corr/rollout_is_{key}": value for key, value in numbers.items()}
-
-
-def _rejection_metrics(
-    statistic: PerToken, passed: Mask, mask: Mask, low: float, high: float
-) -> Metrics:
-    """Returns statistics of one rejection option.
-
-    `masked_fraction` is the share of tokens rejected, `seq_masked_fraction` the share of sequences
-    that lost at least one.
-    """
-    rows = jnp.any(mask, axis=-1)
-    means = masked_mean(statistic, mask, -1)
-    rejected = mask & ~passed
-    return {
-        "mean": masked_mean(statistic, mask),
-        "max": masked_max(statistic, mask),
-        "min": masked_min(statistic, mask),
-        "std": jnp.sqrt(masked_variance(statistic, mask)),
-        "fraction_high": _fraction(statistic > high, mask),
-        "fraction_low": _fraction(statistic < low, mask),
-        "masked_fraction": _fraction(rejected, mask),
-        "seq_masked_fraction": _fraction(jnp.any(rejected, axis=-1), rows),
-        **_sequence_metrics(means, means, 0.0, low, high, rows),
     }

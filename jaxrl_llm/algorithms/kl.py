@@ -1,10 +1,4 @@
-"""Estimates of KL(policy || reference) from log-probs of sampled tokens, and its control.
-
-http://joschu.net/blog/kl-approx.html names k1, k2 and k3. With d = log_probs - ref_log_probs on
-tokens of the policy, the mean of k1 and of k3 is the KL. Their gradients are not the KL's: on
-average that of k1 is 0 and that of k3 belongs to KL(reference || policy). The gradient of k2 is
-right, so `NAME+` has the value of NAME and the gradient of k2.
-"""
+"""Log-ratios of two policies, estimates of the KL to the reference, and its control."""
 
 from collections.abc import Callable
 
@@ -12,71 +6,62 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.masked import Floats, Scalar
-from jaxrl_llm.algorithms.ratios import bounded
 from jaxrl_llm.config import AlgorithmConfig
 
-Estimator = Callable[[Floats, Floats], Floats]
-
+MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far above every clip, and its square is finite
 MAX_K3 = 10.0  # a token that the reference thinks impossible must not be the whole loss
 MAX_RELATIVE_ERROR = 0.2  # of the adaptive controller
 
 
-def k1(log_probs: Floats, ref_log_probs: Floats) -> Floats:
-    """Returns `d = log_probs - ref_log_probs`: unbiased, negative on single tokens.
+def bounded(log_ratios: Floats) -> Floats:
+    """Returns log-ratios clipped to [-20, 20]; beyond, the gradient is 0.
 
-    >>> print(k1(jnp.array([-1.0]), jnp.array([-1.5])))
-    [0.5]
+    >>> print(bounded(jnp.array([-50.0, 1.0])))
+    [-20.   1.]
     """
-    return log_probs - ref_log_probs
+    return jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def absolute(log_probs: Floats, ref_log_probs: Floats) -> Floats:
-    """Returns `|d|`: a distance, not the KL.
-
-    >>> print(absolute(jnp.array([-1.5]), jnp.array([-1.0])))
-    [0.5]
-    """
-    return jnp.abs(log_probs - ref_log_probs)
+def _k3(difference: Floats) -> Floats:
+    negative = bounded(-difference)
+    return jnp.clip(jnp.exp(negative) - negative - 1.0, -MAX_K3, MAX_K3)
 
 
-def k2(log_probs: Floats, ref_log_probs: Floats) -> Floats:
-    """Returns `d**2 / 2`: slightly biased, low variance, the right gradient.
-
-    >>> print(k2(jnp.array([-1.0]), jnp.array([-1.5])))
-    [0.125]
-    """
-    return 0.5 * jnp.square(log_probs - ref_log_probs)
-
-
-def k3(log_probs: Floats, ref_log_probs: Floats) -> Floats:
-    """Returns `exp(-d) + d - 1`: unbiased, never negative (arXiv:2402.03300, Eq. 4).
-
-    `d` is clipped to [-20, 20] and the result to at most 10.
-
-    >>> print(k3(jnp.array([-1.0]), jnp.array([-1.5])).round(4))
-    [0.1065]
-    """
-    difference = bounded(ref_log_probs - log_probs)
-    return jnp.clip(jnp.exp(difference) - difference - 1.0, -MAX_K3, MAX_K3)
+KL_ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
+    "k1": lambda difference: difference,
+    "abs": jnp.abs,
+    "k2": lambda difference: 0.5 * jnp.square(difference),
+    "k3": _k3,
+}
 
 
-def with_k2_gradient(estimator: Estimator) -> Estimator:
-    """Returns an estimator with the values of `estimator` and the gradient of `k2`.
+def estimated_kl(name: str, log_probs: Floats, ref_log_probs: Floats) -> Floats:
+    """Returns the estimate `name` of KL(policy || reference) from sampled tokens.
 
-    >>> print(jax.grad(with_k2_gradient(k3))(jnp.array(-1.0), jnp.array(-1.5)))
+    With d = log_probs - ref_log_probs on tokens of the policy:
+
+        k1       d                  unbiased, negative on single tokens
+        abs      |d|                a distance, not the KL
+        k2       d**2 / 2           slightly biased, low variance, the right gradient
+        k3       exp(-d) + d - 1    unbiased, never negative (arXiv:2402.03300, Eq. 4)
+        NAME+    the value of NAME with the gradient of k2
+
+    The gradients of k1 and k3 are not the KL's: on average that of k1 is 0 and that of k3 belongs
+    to KL(reference || policy). k3 clips `d` to [-20, 20] and its result to at most 10.
+    Names: http://joschu.net/blog/kl-approx.html.
+
+    >>> ours, theirs = jnp.float32(-1.0), jnp.float32(-1.5)
+    >>> print(*(estimated_kl(name, ours, theirs).round(4) for name in KL_ESTIMATORS))
+    0.5 0.5 0.125 0.1065
+    >>> print(jax.grad(lambda x: estimated_kl("k3+", x, theirs))(ours))
     0.5
     """
-
-    def straight_through(log_probs: Floats, ref_log_probs: Floats) -> Floats:
-        value = jax.lax.stop_gradient(estimator(log_probs, ref_log_probs))
-        carrier = k2(log_probs, ref_log_probs)
-        return value + (carrier - jax.lax.stop_gradient(carrier))
-
-    return straight_through
-
-
-KL_ESTIMATORS: dict[str, Estimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
-KL_ESTIMATORS |= {f"{name}+": with_k2_gradient(plain) for name, plain in KL_ESTIMATORS.items()}
+    difference = log_probs - ref_log_probs
+    value = KL_ESTIMATORS[name.removesuffix("+")](difference)
+    if not name.endswith("+"):
+        return value
+    carrier = KL_ESTIMATORS["k2"](difference)
+    return jax.lax.stop_gradient(value) + (carrier - jax.lax.stop_gradient(carrier))
 
 
 def next_kl_coef(

@@ -5,7 +5,6 @@ Functions, those of the tables in this folder and a user's own, name what they n
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import pathlib
@@ -52,11 +51,9 @@ def resolve(
 ) -> Callable[..., Any]:
     """Returns the function that `name` stands for; errors call it `what`.
 
-    The name is a key of `table`, `package.module:function` or `path/file.py:function`.
-
-    Raises:
-      ValueError, FileNotFoundError, ModuleNotFoundError, AttributeError, TypeError: `name` is
-        neither a key nor an import path; no such file, module or function; not a function.
+    The name is a key of `table`, `package.module:function` or `path/file.py:function`. Raises
+    ValueError for another form, FileNotFoundError, ModuleNotFoundError, AttributeError, or
+    TypeError for what is no function.
 
     >>> resolve("double", {"double": lambda x: 2 * x})(4), resolve("operator:add", {})(1, 2)
     (8, 3)
@@ -64,7 +61,7 @@ def resolve(
     if name in table:
         return table[name]
     location, separator, attribute = name.rpartition(":")
-    if not separator or not location or not attribute:
+    if not (separator and location and attribute):
         raise ValueError(
             f"unknown {what} {name!r}; known: {', '.join(table)};"
             " or your own function as 'package.module:function' or 'path/file.py:function'"
@@ -83,7 +80,7 @@ def resolve(
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What a function reads: it declares that by the names of its parameters."""
+    """What a function reads, by the names of its parameters."""
 
     names: frozenset[str]
     required: tuple[str, ...]  # those without a default
@@ -92,10 +89,7 @@ class Declared:
 
 @functools.lru_cache(maxsize=256)
 def declared(function: Callable[..., Any]) -> Declared:
-    """Returns what a function reads.
-
-    Raises:
-      FunctionError: A parameter is positional-only.
+    """Returns what a function reads; a positional-only parameter is a FunctionError.
 
     >>> declared(lambda rewards, values=None: rewards).required
     ('rewards',)
@@ -119,11 +113,8 @@ def declared(function: Callable[..., Any]) -> Declared:
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any], where: str) -> Any:
     """Returns `function` called with those of the `available` values that it names.
 
-    A parameter that is not available keeps its default; `**rest` takes everything. `where` says
-    which setting names the function; errors begin with it.
-
-    Raises:
-      FunctionError: A parameter without default that is not available, or positional-only.
+    A parameter that is not available keeps its default, or is a FunctionError if it has none;
+    `**rest` takes everything. `where`, with which errors begin, is the setting of the function.
 
     >>> call_by_name(lambda b, a: a - b, {"a": 5, "b": 2, "unused": 0}, "example")
     3

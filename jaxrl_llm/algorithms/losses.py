@@ -1,44 +1,32 @@
-"""The objectives of the policy and of the critic, and the table of policy losses.
+"""What the networks minimize: policy, critic, imitation, reward models, direct preferences.
 
 A row of [B, T] is one whole sequence, also when the network saw several packed together.
-`denominators` are of the whole minibatch.
+`denominators` and `num_pairs` (at least 1) are of the whole minibatch. A tie of two scores counts
+half in `accuracy`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms import ratio_losses, score_losses
+from jaxrl_llm.algorithms import masked
 from jaxrl_llm.algorithms.aggregation import (
     Denominators,
     LossAndMetrics,
-    TokenLoss,
     aggregate,
     policy_loss,
     token_mean,
 )
-from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
+from jaxrl_llm.algorithms.kl import bounded, estimated_kl
 from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
-from jaxrl_llm.algorithms.masked import Mask, PerToken, zero_outside
+from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.types import Minibatch
 
-POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics | TokenLoss]] = {
-    "vanilla": ratio_losses.vanilla,
-    "gspo": ratio_losses.gspo,
-    "sapo": ratio_losses.sapo,
-    "gpg": score_losses.gpg,
-    "clip_cov": ratio_losses.clip_cov,
-    "kl_cov": ratio_losses.kl_cov,
-    "geo_mean": ratio_losses.geo_mean,
-    "dppo_tv": score_losses.dppo_tv,
-    "dppo_kl": score_losses.dppo_kl,
-    "dro": score_losses.dro,
-    "cispo": score_losses.cispo,
-    "reinforce": score_losses.reinforce,
-}
+PerPair = Float[Array, " pairs"]
 
 # Losses of the table with a gradient where all advantages are zero.
 _PULL_BACK = frozenset({"kl_cov", "dro"})
@@ -110,13 +98,8 @@ def policy_objective(
 
     `entropies` are of the distributions the tokens were drawn from, with gradient if `entropy_coef`
     is not 0; `selection` has the rows of this microbatch of what `selection.select` chose.
-    docs/custom_algorithm.md lists what a user's loss (`config.policy_loss` as import path) may
-    name. It returns its loss and a dict of metrics, as shares of the minibatch:
-    `aggregation.policy_loss` makes them from a loss per token.
-
-    Raises:
-      ValueError, ImportError, AttributeError, FunctionError: The loss cannot be found (see
-        `lookup.resolve`), names what is not available, or returns something else.
+    docs/custom_algorithm.md says what a user's loss may name and returns. Raises what
+    `lookup.resolve` and `lookup.call_by_name` raise, or FunctionError for another result.
 
     >>> import dataclasses
     >>> zero, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
@@ -130,50 +113,112 @@ def policy_objective(
     0.0 1.0 2.0
     """
     mask = minibatch.loss_mask
-    available = {name: array for name, array in vars(minibatch).items() if name not in _HIDDEN} | {
+    available: dict[str, Any] = {
+        **{name: array for name, array in vars(minibatch).items() if name not in _HIDDEN},
         "log_probs": log_probs,
         "entropies": entropies,
         "selection": selection,
         "config": config,
         "denominators": denominators,
     }
-    loss, metrics = _policy_loss(config, minibatch, available, denominators)
-    (entropies,) = zero_outside(mask, entropies)
-    bonus = aggregate(config, entropies, mask, denominators)
-    more = {
-        "actor/entropy": token_mean(entropies, mask, denominators),
-        "actor/entropy_loss": bonus,
-    }
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * bonus
-    if config.kl_in == "loss":
-        log_probs, ref_log_probs = zero_outside(mask, log_probs, minibatch.ref_log_probs)
-        divergence = KL_ESTIMATORS[config.kl_estimator](log_probs, ref_log_probs)
-        more["actor/kl_loss"] = aggregate(config, divergence, mask, denominators)
-        loss = loss + config.kl_coef * more["actor/kl_loss"]
-    return loss, metrics | jax.lax.stop_gradient(more | {"actor/loss": loss})
-
-
-def _policy_loss(
-    config: AlgorithmConfig,
-    minibatch: Minibatch,
-    available: dict[str, Any],
-    denominators: Denominators,
-) -> LossAndMetrics:
+    known = config.policy_loss in POLICY_LOSSES
+    if known:  # a user's function gets the arrays as they are
+        names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
+        inside = zero_outside(mask, *(available[name] for name in names))
+        available |= zip(names, inside, strict=True)
+        available["log_ratios"] = bounded(available["log_probs"] - available["old_log_probs"])
     where = f"config.algorithm.policy_loss={config.policy_loss!r}"
     function = resolve(config.policy_loss, POLICY_LOSSES, "policy loss")
-    if config.policy_loss in POLICY_LOSSES:  # a user's function gets the arrays as they are
-        names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages")
-        inside = zero_outside(minibatch.loss_mask, *(available[name] for name in names))
-        available = available | dict(zip(names, inside, strict=True))
     result = call_by_name(function, available, where)
-    if config.policy_loss in POLICY_LOSSES and jnp.ndim(result[0]):
-        per_token, token_means = result
-        weights, mask = minibatch.correction_weights, minibatch.loss_mask
-        return policy_loss(config, per_token, weights, mask, denominators, **token_means)
+    if known and jnp.ndim(result[0]):
+        weights = minibatch.correction_weights
+        result = policy_loss(config, result[0], weights, mask, denominators, **result[1])
     if not (isinstance(result, tuple) and len(result) == 2 and jnp.shape(result[0]) == ()):
         raise FunctionError(
             f"{where}: returned {type(result).__name__}; a policy loss returns"
             " (scalar loss, dict of metrics)"
         )
-    return result
+    loss, metrics = result
+    (entropies,) = zero_outside(mask, entropies)
+    bonus = aggregate(config, entropies, mask, denominators)
+    entropy = token_mean(entropies, mask, denominators)
+    more = {"actor/entropy": entropy, "actor/entropy_loss": bonus}
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * bonus
+    if config.kl_in == "loss":
+        log_probs, ref_log_probs = zero_outside(mask, log_probs, minibatch.ref_log_probs)
+        divergence = estimated_kl(config.kl_estimator, log_probs, ref_log_probs)
+        more["actor/kl_loss"] = aggregate(config, divergence, mask, denominators)
+        loss = loss + config.kl_coef * more["actor/kl_loss"]
+    return loss, metrics | jax.lax.stop_gradient(more | {"actor/loss": loss})
+
+
+def token_cross_entropy(
+    log_probs: PerToken, loss_mask: Mask, denominators: Denominators
+) -> LossAndMetrics:
+    """Returns the mean over the minibatch's tokens of `-log_probs`, also as `sft/loss`.
+
+    >>> loss, _ = token_cross_entropy(
+    ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[True, True, False]]),
+    ...     Denominators(tokens=2.0, sequences=1.0))
+    >>> print(loss)
+    2.0
+    """
+    (log_probs,) = zero_outside(loss_mask, log_probs)
+    loss = token_mean(-log_probs, loss_mask, denominators)
+    return loss, {"sft/loss": jax.lax.stop_gradient(loss)}
+
+
+def bradley_terry(
+    chosen_scores: PerPair,
+    rejected_scores: PerPair,
+    pair_mask: Bool[Array, " pairs"],
+    num_pairs: Scalar | float,
+) -> LossAndMetrics:
+    """Returns the loss of a reward model on pairs: `-log sigmoid(chosen - rejected)`.
+
+    Ouyang et al., InstructGPT, arXiv:2203.02155, Eq. 1.
+
+    >>> one = jnp.array([1.0])
+    >>> loss, metrics = bradley_terry(one, one, one > 0, 1.0)
+    >>> print(loss.round(4), metrics["reward_model/accuracy"])
+    0.6931 0.5
+    """
+    chosen_scores, rejected_scores = zero_outside(pair_mask, chosen_scores, rejected_scores)
+    margins = chosen_scores - rejected_scores
+    loss = -masked.sum(jax.nn.log_sigmoid(margins), pair_mask) / num_pairs
+    metrics = {
+        "reward_model/loss": loss,
+        "reward_model/accuracy": masked.sum(0.5 * (jnp.sign(margins) + 1.0), pair_mask) / num_pairs,
+        "reward_model/margin": masked.sum(margins, pair_mask) / num_pairs,
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def dpo(
+    chosen_log_probs: PerPair,
+    rejected_log_probs: PerPair,
+    ref_chosen_log_probs: PerPair,
+    ref_rejected_log_probs: PerPair,
+    pair_mask: Bool[Array, " pairs"],
+    num_pairs: Scalar | float,
+    *,
+    beta: float,
+) -> LossAndMetrics:
+    """Returns the loss of direct preference optimization.
+
+        -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected)))
+
+    Log-probs are sums over a response; `dpo/margin` is that of the implied rewards.
+    Rafailov et al., arXiv:2305.18290, Eq. 7.
+
+    >>> loss, metrics = dpo(
+    ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
+    ...     jnp.array([True]), 1.0, beta=0.5)
+    >>> print(f"{loss:.4f}", metrics["dpo/margin"])
+    0.3133 1.0
+    """
+    chosen = beta * (chosen_log_probs - ref_chosen_log_probs)
+    rejected = beta * (rejected_log_probs - ref_rejected_log_probs)
+    loss, metrics = bradley_terry(chosen, rejected, pair_mask, num_pairs)
+    return loss, {key.replace("reward_model/", "dpo/"): value for key, value in metrics.items()}

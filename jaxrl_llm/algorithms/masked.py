@@ -29,52 +29,52 @@ def zero_outside(mask: Bool[Array, "*dims"], *arrays: Float[Array, "*dims"]) -> 
     return tuple(jnp.where(mask, array, jnp.zeros_like(array)) for array in arrays)
 
 
-def masked_sum(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
+def sum(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the sum of `x` where `mask`, over `axis` or over everything.
 
-    >>> print(masked_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
+    >>> print(sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
     3.0
     """
     return jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=axis)
 
 
-def masked_mean(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
-    """Returns the mean of `x` where `mask`; 0 where the mask is empty.
+def mean(x: Floats | Bools, mask: Bools, axis: int | None = None) -> Floats:
+    """Returns the mean of `x` where `mask`; of flags, the share set; 0 where the mask is empty.
 
-    >>> print(masked_mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
+    >>> print(mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])))
     1.5
     """
-    return masked_sum(x, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
+    return sum(x * 1.0, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
 
 
-def masked_variance(x: Floats, mask: Bools) -> Scalar:
+def variance(x: Floats, mask: Bools) -> Scalar:
     """Returns the unbiased variance of `x` where `mask`; 0 for fewer than two entries.
 
-    >>> print(masked_variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
+    >>> print(variance(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])))
     2.0
     """
     (x,) = zero_outside(mask, x)
-    squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
+    squares = sum(jnp.square(x - mean(x, mask)), mask)
     return squares / jnp.maximum(jnp.sum(mask) - 1, 1)
 
 
-def masked_max(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
+def max(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the largest `x` where `mask`; 0 where the mask is empty.
 
-    >>> print(masked_max(jnp.array([-1.0, 3.0]), jnp.array([True, False])))
+    >>> print(max(jnp.array([-1.0, 3.0]), jnp.array([True, False])))
     -1.0
     """
     largest = jnp.max(jnp.where(mask, x, -jnp.inf), axis=axis, initial=-jnp.inf)
     return jnp.where(jnp.any(mask, axis=axis), largest, 0.0)
 
 
-def masked_min(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
+def min(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     """Returns the smallest `x` where `mask`; 0 where the mask is empty.
 
-    >>> print(masked_min(jnp.array([1.0, -3.0]), jnp.array([True, False])))
+    >>> print(min(jnp.array([1.0, -3.0]), jnp.array([True, False])))
     1.0
     """
-    return -masked_max(-x, mask, axis)
+    return -max(-x, mask, axis)
 
 
 def whiten(x: PerToken, mask: Mask) -> PerToken:
@@ -91,8 +91,19 @@ def whiten(x: PerToken, mask: Mask) -> PerToken:
     (x,) = zero_outside(mask, x)
     # Equal numbers whiten to equal bits, whatever the compiler could fuse into the sums.
     x = jax.lax.optimization_barrier(x)
-    scaled = (x - masked_mean(x, mask)) * jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
+    scaled = (x - mean(x, mask)) * jax.lax.rsqrt(variance(x, mask) + 1e-8)
     return jnp.where(mask, scaled, 0.0)
+
+
+def returns_to_go(rewards: PerToken, mask: Mask) -> PerToken:
+    """Returns, for each response token, the rewards from it to the end; 0 outside the mask.
+
+    >>> print(returns_to_go(jnp.array([[1.0, 9.0, 2.0]]), jnp.array([[True, False, True]])))
+    [[3. 0. 2.]]
+    """
+    (inside,) = zero_outside(mask, rewards)
+    (to_go,) = zero_outside(mask, jax.lax.cumsum(inside, axis=1, reverse=True))
+    return to_go
 
 
 def group_sum(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:

@@ -1,4 +1,4 @@
-"""What a run must have, because its functions read it.
+"""What a run must have because its functions read it, and the check of a user's own functions.
 
 Functions name what they read by their parameters. These names decide which models a run has,
 whether each prompt gets a greedy sample, and whether the policy computes log-probs before the
@@ -7,58 +7,57 @@ update.
 
 import dataclasses
 import functools
+import os
+import traceback
 from collections.abc import Iterator
 
-from jaxrl_llm.algorithms.advantages import ESTIMATORS
-from jaxrl_llm.algorithms.lookup import declared, resolve
-from jaxrl_llm.algorithms.losses import POLICY_LOSSES
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import ESTIMATORS, estimate
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.algorithms.lookup import FunctionError, declared, resolve
+from jaxrl_llm.algorithms.losses import policy_objective
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
-from jaxrl_llm.config import AlgorithmConfig, RLConfig
+from jaxrl_llm.config import AlgorithmConfig, ConfigError, RLConfig
+from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.types import Minibatch
 
 # What the policy computes in a pass over the step before the update.
 _OF_POLICY = frozenset({"old_log_probs", "sum_squared_probs", "entropies"})
 
+_ROWS, _WIDTH, _TERMS = 4, 3, 2  # the shapes of a trace
+_PER_TOKEN = ("rewards", "values", "old_log_probs", "sum_squared_probs", "correction_weights")
+# What the learner hands to an estimator, by name.
+_STEP = {
+    **{name: jax.ShapeDtypeStruct((_ROWS, _WIDTH), jnp.float32) for name in _PER_TOKEN},
+    "response_mask": jax.ShapeDtypeStruct((_ROWS, _WIDTH), bool),
+    "group_ids": jax.ShapeDtypeStruct((_ROWS,), jnp.int32),
+    "baselines": jax.ShapeDtypeStruct((_ROWS,), jnp.float32),
+    "term_rewards": jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32),
+    "term_weights": jax.ShapeDtypeStruct((_TERMS, _ROWS), jnp.float32),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the functions of an algorithm read."""
+    """What a run has because a function of the algorithm reads it."""
 
-    before_update: frozenset[str]  # advantage, KL in the reward, corrections, selection
-    in_update: frozenset[str]  # policy loss and KL in the loss
-
-    @property
-    def critic(self) -> bool:
-        return "values" in self.before_update | self.in_update
-
-    @property
-    def cost_critic(self) -> bool:
-        return "cost_values" in self.before_update | self.in_update
+    critic: bool
+    cost_critic: bool
+    reference: bool
+    greedy_baseline: bool  # a greedy sample of each prompt; its score is the others' baseline
+    old_log_probs: bool  # computed before the update, even if a step is one update
 
     @property
     def num_critics(self) -> int:
         return self.critic + self.cost_critic
 
-    @property
-    def reference(self) -> bool:
-        return "ref_log_probs" in self.before_update | self.in_update
-
-    @property
-    def greedy_baseline(self) -> bool:
-        """Whether each prompt gets a greedy sample, whose score is the baseline of the others."""
-        return "baselines" in self.before_update
-
-    @property
-    def old_log_probs(self) -> bool:
-        """Whether the policy computes them before the update, even if a step is one update."""
-        return bool(_OF_POLICY & self.before_update)
-
 
 @functools.lru_cache(maxsize=64)
 def of(config: AlgorithmConfig) -> Needs:
-    """Returns what the functions that the config names read.
-
-    Raises:
-      ValueError, ImportError, AttributeError, TypeError: As `lookup.resolve` does.
+    """Returns what the functions that the config names read. Raises what `lookup.resolve` raises.
 
     >>> needs = of(AlgorithmConfig(advantage="gae", kl_in="loss"))
     >>> needs.critic, needs.reference, needs.greedy_baseline, needs.old_log_probs
@@ -68,21 +67,24 @@ def of(config: AlgorithmConfig) -> Needs:
     """
     advantage = declared(resolve(config.advantage, ESTIMATORS, "advantage estimator"))
     loss = declared(resolve(config.policy_loss, POLICY_LOSSES, "policy loss"))
-    before, in_update = set(advantage.names), set(loss.names)
+    before = set(advantage.names)
     if advantage.takes_rest:
         # It gets all that the run has: the policy's pass, but no further model.
         before |= _OF_POLICY
     if config.kl_in == "reward":
         before |= {"old_log_probs", "ref_log_probs"}
-    if config.correction != "none" or config.rejections:
-        before |= {"old_log_probs", "rollout_log_probs"}
-    if config.policy_loss in SELECTIONS:
+    if config.correction != "none" or config.rejections or config.policy_loss in SELECTIONS:
         before.add("old_log_probs")
     if config.safe:
         before |= {"values", "cost_values", "old_log_probs"}
-    if config.kl_in == "loss":
-        in_update.add("ref_log_probs")
-    return Needs(frozenset(before), frozenset(in_update))
+    read = before | loss.names
+    return Needs(
+        critic="values" in read,
+        cost_critic="cost_values" in read,
+        reference="ref_log_probs" in read or config.kl_in == "loss",
+        greedy_baseline="baselines" in before,
+        old_log_probs=bool(_OF_POLICY & before),
+    )
 
 
 def warnings(config: RLConfig) -> Iterator[str]:
@@ -98,3 +100,57 @@ def warnings(config: RLConfig) -> Iterator[str]:
         yield f"config.critic.path: no effect, advantage={advantage!r} has no critic"
     if not needs.critic and config.algorithm.critic_warmup_steps:
         yield "config.algorithm.critic_warmup_steps: no effect without a critic"
+
+
+def check(config: AlgorithmConfig) -> None:
+    """Raises ConfigError, with all problems, if a function named by import path cannot work.
+
+    The function is found and traced with arrays of small shapes: it must name what is available
+    and return what is wanted, and the rest of the config must fit what the advantage reads.
+
+    >>> check(AlgorithmConfig(advantage="grpo"))
+    """
+    problems = []
+    for field, table, trace in (
+        ("advantage", ESTIMATORS, _trace_advantage),
+        ("policy_loss", POLICY_LOSSES, _trace_policy_loss),
+    ):
+        name = getattr(config, field)
+        try:
+            function = resolve(name, table, field.replace("_", " "))
+        except Exception as error:  # whatever the user's file raises when it is imported
+            # Errors of the lookup itself begin with the name; of an import, with anything.
+            own = str(error).startswith(repr(name))
+            said = str(error) if own else f"{name!r}: {type(error).__name__}: {error}"
+            problems.append(f"config.algorithm.{field}: {said}")
+            continue
+        try:
+            if is_import_path(name):
+                trace(config)
+            if field == "advantage":
+                for path, said in config.advantage_rules(declared(function).names):
+                    problems.append(f"config.algorithm.{path}: {said}")
+        except FunctionError as error:
+            problems.append(str(error))
+        except Exception as error:  # what the user's function raises when it is traced
+            file = os.path.basename(name.rpartition(":")[0])
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [each.lineno for each in frames if os.path.basename(each.filename) == file]
+            line = f"in line {lines[-1]}: " if lines else ""
+            said = f"{name!r} raises {line}{type(error).__name__}: {error}"
+            problems.append(f"config.algorithm.{field}: {said}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _trace_advantage(config: AlgorithmConfig) -> None:
+    jax.eval_shape(lambda step: estimate(config, **step), _STEP)
+
+
+def _trace_policy_loss(config: AlgorithmConfig) -> None:
+    def objective(minibatch: Minibatch):
+        counts = minibatch_denominators(minibatch.loss_mask, loss_scale=1.0)
+        tokens = minibatch.old_log_probs
+        return policy_objective(config, tokens, tokens, minibatch, minibatch.loss_mask, counts)
+
+    jax.eval_shape(objective, jax.eval_shape(lambda: Minibatch.zeros(_ROWS, _WIDTH)))

@@ -2,23 +2,18 @@
 
 PPO with two critics and a Lagrange multiplier, kept as its logarithm so that it cannot be negative.
 A multiplier of exactly 0 (logarithm -inf) stays 0 and is PPO to the bit.
+
+The costs of tokens are `kl_shaped` with `-kl_coef`: the KL is added where rewards lose it. The
+combined advantage then holds the KL with `kl_coef` whatever the multiplier is:
+((r - kl) - multiplier (c + kl)) / (1 + multiplier). Deviation: the paper gives half of the
+coefficient to each, so its coefficient is twice ours; ours is PPO's at 0.
 """
 
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import generalized_advantage_estimation
-from jaxrl_llm.algorithms.masked import Mask, PerRow, PerToken, Scalar, whiten
-from jaxrl_llm.algorithms.shaping import kl_shaped
+from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, whiten
 from jaxrl_llm.config import AlgorithmConfig
-
-
-def initial_log_multiplier(config: AlgorithmConfig) -> Scalar:
-    """Returns the logarithm of `config.multiplier_init`; -inf for 0, which never moves.
-
-    >>> print(initial_log_multiplier(AlgorithmConfig(multiplier_init=1.0)))
-    0.0
-    """
-    return jnp.log(jnp.asarray(config.multiplier_init, jnp.float32))
 
 
 def next_log_multiplier(
@@ -38,29 +33,6 @@ def next_log_multiplier(
     log_multiplier = jnp.asarray(log_multiplier, jnp.float32)
     step = config.multiplier_lr * jnp.exp(log_multiplier) * (mean_cost - config.cost_limit)
     return jnp.minimum(log_multiplier + step, jnp.log(jnp.float32(config.multiplier_max)))
-
-
-def shaped_costs(
-    config: AlgorithmConfig,
-    kl_coef: Scalar | float,
-    costs: PerRow,
-    old_log_probs: PerToken,
-    ref_log_probs: PerToken,
-    response_mask: Mask,
-) -> PerToken:
-    """Returns token costs: the cost on the last token, and the KL added where rewards lose it.
-
-    The combined advantage then holds the KL with `kl_coef` whatever the multiplier is:
-    ((r - kl) - multiplier (c + kl)) / (1 + multiplier). Deviation: the paper gives half of the
-    coefficient to each, so its coefficient is twice ours; ours is PPO's at 0.
-
-    >>> print(shaped_costs(
-    ...     AlgorithmConfig(kl_in="reward", kl_estimator="k1"), 0.5, jnp.array([1.0]),
-    ...     jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.ones((1, 2), bool)))
-    [[0.5 1. ]]
-    """
-    shaped, _ = kl_shaped(config, -kl_coef, costs, old_log_probs, ref_log_probs, response_mask)
-    return shaped
 
 
 def combined_advantages(

@@ -3,19 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
-from jaxrl_llm.algorithms.masked import (
-    GroupIds,
-    Mask,
-    PerRow,
-    PerToken,
-    RowMask,
-    Scalar,
-    group_max,
-    group_size,
-    masked_mean,
-    zero_outside,
-)
+from jaxrl_llm.algorithms import masked
+from jaxrl_llm.algorithms.kl import estimated_kl
+from jaxrl_llm.algorithms.masked import GroupIds, Mask, PerRow, PerToken, RowMask, Scalar
 from jaxrl_llm.config import AlgorithmConfig
 
 
@@ -54,11 +44,11 @@ def kl_shaped(
     [[-0.5  1. ]] 0.5
     """
     rewards = outcome_rewards(scores, response_mask)
-    old_log_probs, ref_log_probs = zero_outside(response_mask, old_log_probs, ref_log_probs)
-    divergence = KL_ESTIMATORS[config.kl_estimator](old_log_probs, ref_log_probs)
-    (divergence,) = zero_outside(response_mask, divergence)
+    old_log_probs, ref_log_probs = masked.zero_outside(response_mask, old_log_probs, ref_log_probs)
+    divergence = estimated_kl(config.kl_estimator, old_log_probs, ref_log_probs)
+    (divergence,) = masked.zero_outside(response_mask, divergence)
     rows = jnp.any(response_mask, axis=-1)
-    current_kl = masked_mean(masked_mean(divergence, response_mask, -1), rows)
+    current_kl = masked.mean(masked.mean(divergence, response_mask, -1), rows)
     if config.kl_in == "reward":
         rewards = rewards - kl_coef * divergence
     return rewards, current_kl
@@ -97,6 +87,6 @@ def uniform_groups(scores: PerRow, group_ids: GroupIds) -> RowMask:
     """
     scores, group_ids = jnp.asarray(scores), jnp.asarray(group_ids)
     members = jnp.ones(scores.shape, bool)
-    largest = group_max(scores, group_ids, members)
-    smallest = -group_max(-scores, group_ids, members)
-    return (largest == smallest) & (group_size(group_ids, members) > 1.0)
+    largest = masked.group_max(scores, group_ids, members)
+    smallest = -masked.group_max(-scores, group_ids, members)
+    return (largest == smallest) & (masked.group_size(group_ids, members) > 1.0)

@@ -1,1 +1,0 @@
-"""Atomic, sealed steps of a job on disk, and the lock of its folder."""

@@ -1,7 +1,6 @@
-"""One process at a time writes into the folder of a run.
+"""One process at a time writes into the folder of a run, by a lock that ends with the process.
 
-The operating system holds the lock (`flock`) and releases it when a process is killed. On a file
-system without locks there is a warning and no protection.
+On a file system without locks there is a warning and no protection.
 """
 
 import contextlib
@@ -15,7 +14,8 @@ from typing import IO
 
 from absl import logging
 
-from jaxrl_llm.errors import UserError, naming
+from jaxrl_llm.config.folder import naming
+from jaxrl_llm.errors import UserError
 
 NAME = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
@@ -27,11 +27,9 @@ class OccupiedError(UserError, RuntimeError):
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds `folder` for this process while in the context; makes it if missing.
+    """Holds `folder`, made if missing, for this process while in the context.
 
-    Raises:
-      OccupiedError: If another process, or another run in this one, holds it.
-      OSError: If the folder cannot be written; names it.
+    Raises OccupiedError if another process, or another run in this one, holds it.
     """
     path = folder / NAME
     with _taken(path) as file:
@@ -50,8 +48,8 @@ def _taken(path: pathlib.Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
+        with file:
+            holder = file.read().strip() or "another process"
         raise OccupiedError(
             f"{path.parent}: {holder} is writing into it (it holds {path}); wait until that has"
             " ended, end it, or use another --workdir"
@@ -66,8 +64,7 @@ def _taken(path: pathlib.Path) -> IO[str]:
         file.close()
         return _taken(path)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
 
 

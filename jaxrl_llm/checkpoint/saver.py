@@ -1,15 +1,13 @@
-"""Saves and restores all that a resumed run needs, one atomic and sealed folder a step.
+"""Saves and restores all that a resumed run needs: arrays and JSON, one sealed folder a step.
 
-A step has arrays and a JSON part (data position, counters). All processes of a run make the same
-calls, on a folder that all of them see.
+All processes of a run make the same calls, on a folder that all of them see.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,7 +28,6 @@ Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
 Json = dict[str, Any]
 
 _FILE_BYTES = 1 << 28  # of arrays, about: files are hashed side by side
-_PROBE_BYTES = 1 << 16  # more than the metadata of a step
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -45,11 +42,7 @@ class Saver:
     """
 
     def __init__(self, directory: PathLike, config: CheckpointConfig, read_only: bool = False):
-        """Opens `directory`, made if missing; removes what a killed save left half-written.
-
-        With `read_only` nothing there is changed: the run may be going on. Raises CheckpointError
-        if the folder cannot be made or read.
-        """
+        """Makes `directory` and removes what a killed save left there, unless `read_only`."""
         self._directory = epath.Path(os.path.abspath(directory))
         self._config = config
         self._read_only = read_only
@@ -80,10 +73,7 @@ class Saver:
             raise _write_error(self._directory, error) from error
 
     def due(self, step: int, last: int, numbers: Mapping[str, float] = {}) -> bool:
-        """Returns whether a checkpoint is wanted after `step` of `last` completed steps.
-
-        `numbers` are of this step: the first and every better `config.best_metric` is wanted.
-        """
+        """Returns whether to save `step` of `last`: also if `config.best_metric` is best so far."""
         config = self._config
         value = float(numbers.get(config.best_metric, math.nan))
         sign = 1.0 if config.best_mode == "max" else -1.0
@@ -103,25 +93,20 @@ class Saver:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written in the background."""
         return bool(self._saving) and self._manager.is_saving_in_progress()
 
     def save(self, step: int, state: Tree, extra: Json) -> None:
-        """Saves a step; returns when `state` is copied to the host, before it is on disk.
+        """Saves a step; returns when `state` is copied to the host, so that it may be donated.
 
-        The arrays may be donated or deleted at once. Their names and shapes are saved, not the
-        structure of `state`.
-
-        Raises:
-          CheckpointError: If this save cannot begin, or the save before it failed; only
-            logged with `config.checkpoint.on_failure = "continue"`.
+        The structure of `state` is not saved. Raises CheckpointError if this save cannot begin or
+        the one before it failed; with `config.checkpoint.on_failure = "continue"` it logs that.
         """
         if step < 1:
             raise ValueError(f"checkpoint step {step}: counts completed steps, at least 1")
         content = _content(state, extra, self._best)
         self.wait()
         try:
-            if failure := _agreed(self._probe):
+            if failure := hosts.share(self._probe() if hosts.is_first() else "")[0]:
                 raise OSError(failure)
             newest = policies.LatestN(self._config.keep)
             self._kept.policies = [newest, policies.CustomSteps([self._best.get("step", 0)])]
@@ -132,13 +117,11 @@ class Saver:
             self._saving = step
 
     def _probe(self) -> str:
-        """Returns why nothing can be written, "" if it can.
-
-        A save that fails at once leaves threads of Orbax that delay the process's end by minutes.
-        """
+        """Returns why nothing can be written, "" if it can."""
+        # A save that fails at once leaves threads of Orbax that delay the process's end by minutes.
         probe = self._directory / "probe.tmp"
         try:
-            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.write_bytes(bytes(1 << 16))  # more than the metadata of a step
         except OSError as error:
             return str(error)
         finally:
@@ -186,16 +169,11 @@ class Saver:
     ) -> tuple[Tree, Json, int]:
         """Returns (state, extra, step) of the newest undamaged step.
 
-        Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning that
-        names the damage, so that the run can write them again.
-
-        `abstract_state` has the shardings that the arrays shall have; the mesh may be another than
-        when saved. With `partial`, arrays of the step that it lacks are not read. A `step` above 0
-        is the newest to look at.
-
-        Raises:
-          CheckpointError: If there is no step, none is undamaged, or the saved arrays have
-            other names, shapes or dtypes than `abstract_state`.
+        Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning, so that the run
+        can write them again. `abstract_state` has the shardings that the arrays shall have. With
+        `partial`, arrays that it lacks are not read. A `step` above 0 is the newest to look at.
+        Raises CheckpointError if no step is undamaged, or the saved arrays have other names, shapes
+        or dtypes than `abstract_state`.
         """
         self.wait()
         steps = [s for s in self._manager.all_steps() if not step or s <= step]
@@ -205,14 +183,10 @@ class Saver:
             )
         for step in sorted(steps, reverse=True):
             folder = self._directory / str(step)
-            if not (damage := _agreed(functools.partial(seal.damage, folder))):
-                meta = _meta(folder)
+            if not (damage := _damage(folder)):
+                state, meta = _restored(folder, abstract_state, partial)
                 self._best = self._best_saved = meta["best"]
-                return (
-                    _restored(folder, meta["arrays"], abstract_state, partial),
-                    meta["extra"],
-                    step,
-                )
+                return state, meta["extra"], step
             logging.warning("%s: damaged, %s; trying the step before it", folder, damage)
             if self._read_only:
                 continue
@@ -236,10 +210,7 @@ class Saver:
 
 
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
-    """Writes the single product of a stage; `path` exists only when it is complete.
-
-    Raises CheckpointError if `path` exists or cannot be written.
-    """
+    """Writes the product of a stage to `path`, which must not exist, or raises CheckpointError."""
     folder = epath.Path(os.path.abspath(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; remove it or choose another path")
@@ -254,22 +225,19 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
 
 
 def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
-    """Returns what `save_tree` wrote, laid out as `abstract_tree` says, and the JSON part.
-
-    Raises CheckpointError if it is missing, damaged, or has other arrays than `abstract_tree`.
-    """
+    """Returns what `save_tree` wrote, split as `abstract_tree`, or raises CheckpointError."""
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such folder")
-    if damage := _agreed(functools.partial(seal.damage, folder)):
+    if damage := _damage(folder):
         raise CheckpointError(f"{folder}: damaged, {damage}; remove it and run the stage again")
-    meta = _meta(folder)
-    return _restored(folder, meta["arrays"], abstract_tree), meta["extra"]
+    tree, meta = _restored(folder, abstract_tree)
+    return tree, meta["extra"]
 
 
 def _named(tree: Tree) -> dict[str, Any]:
     """Returns the leaves by dotted path; the same for a dict, a dataclass or a named tuple."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
         raise ValueError("two arrays of this tree have the same dotted path; rename one")
@@ -297,31 +265,27 @@ def _meta(folder: epath.Path) -> Json:
     return {"best": {}, **ocp.JsonCheckpointHandler().restore(folder / "meta")}
 
 
-def _restored(
-    folder: epath.Path, saved: Mapping[str, str], abstract: Tree, partial: bool = False
-) -> Tree:
-    """Returns the arrays of a complete step, of which `saved` are described in it."""
-    wanted = _named(abstract)
-    compared = {k: v for k, v in saved.items() if k in wanted or not partial}
-    if differing := _differences(compared, _described(wanted)):
+def _restored(folder: epath.Path, abstract: Tree, partial: bool = False) -> tuple[Tree, Json]:
+    """Returns the arrays and the JSON part of a complete step."""
+    meta, wanted = _meta(folder), _named(abstract)
+    compared = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
+    described = _described(wanted)
+    differing = [
+        f"{name} is {compared.get(name, 'absent')}, expected {described.get(name, 'absent')}"
+        for name in sorted({name for name, _ in compared.items() ^ described.items()})
+    ]
+    if differing:
+        more = [f"and {len(differing) - 5} more"] if len(differing) > 5 else []
         raise CheckpointError(
-            f"{folder}: holds other arrays than this config makes: {differing};"
-            " resume with the config that wrote it"
+            f"{folder}: holds other arrays than this config makes:"
+            f" {'; '.join(differing[:5] + more)}; resume with the config that wrote it"
         )
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args, partial_restore=partial)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         named = checkpointer.restore(folder / "arrays", args=args)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [named[name] for name in wanted])
-
-
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    lines = [
-        f"{name} is {saved.get(name, 'absent')}, expected {wanted.get(name, 'absent')}"
-        for name in sorted({name for name, _ in saved.items() ^ wanted.items()})
-    ]
-    more = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
-    return "; ".join(lines[:5] + more)
+    leaves = [named[name] for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
 
 
 def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:
@@ -331,6 +295,6 @@ def _write_error(path: epath.Path, cause: Exception) -> CheckpointError:
     )
 
 
-def _agreed(text: Callable[[], str]) -> str:
-    """Returns process 0's text on every process; the others do not compute it."""
-    return hosts.share(text() if hosts.is_first() else "")[0]
+def _damage(folder: epath.Path) -> str:
+    """Returns `seal.damage` on every process; only process 0 looks."""
+    return hosts.share(seal.damage(folder) if hosts.is_first() else "")[0]

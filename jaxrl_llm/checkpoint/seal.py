@@ -62,7 +62,6 @@ class Digests:
     """Hashes several files of a folder at one time, the large ones while others are written."""
 
     def __init__(self, folder: epath.Path):
-        """Hashes nothing yet."""
         self._folder = folder
         # By name: the file when its hashing began, and its digest.
         self._found: dict[str, tuple[File, futures.Future[str]]] = {}

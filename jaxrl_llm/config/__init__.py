@@ -1,30 +1,12 @@
-"""Typed settings of a job, one file per group.
+"""Typed settings of a job, one file per subject: frozen dataclasses without optional fields.
 
-Files in `configs/` return a `ConfigDict`. The package reads these frozen dataclasses. `bridge`
-converts between them. No field is optional.
+Files in `configs/` return a `ConfigDict`; `bridge` converts between the two.
 """
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.data import DataConfig
-from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, SFTConfig, SupervisedConfig
-from jaxrl_llm.config.model import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
+from jaxrl_llm.config.job import JobConfig, RLConfig, SFTConfig, SupervisedConfig
+from jaxrl_llm.config.learner import LoraConfig, ModelConfig, OptimizerConfig, RLTrainerConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig, PoolConfig
-from jaxrl_llm.config.records import (
-    AlertConfig,
-    AlertsConfig,
-    CheckpointConfig,
-    MetricsConfig,
-    ProfilerConfig,
-)
-from jaxrl_llm.config.rewards import RewardFunctionConfig, RewardModelConfig, RewardsConfig
-from jaxrl_llm.config.rl import RLConfig
-from jaxrl_llm.config.rollout import RolloutConfig, SpeculationConfig
-from jaxrl_llm.config.trainer import (
-    EvaluationConfig,
-    OptimizerConfig,
-    RLTrainerConfig,
-    StageConfig,
-    SupervisedTrainerConfig,
-    TrainerConfig,
-)
+from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
+from jaxrl_llm.config.samples import DataConfig, RewardsConfig, RolloutConfig, SpeculationConfig
 from jaxrl_llm.errors import ConfigError

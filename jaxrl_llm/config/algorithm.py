@@ -1,24 +1,12 @@
 """The algorithm: advantage, policy loss, KL control, corrections."""
 
-import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from jaxrl_llm.config import recipes
-from jaxrl_llm.config.ranges import (
-    Bound,
-    Coefficient,
-    Count,
-    Every,
-    Group,
-    Name,
-    Range,
-    Real,
-    Share,
-)
-from jaxrl_llm.errors import Problem
+from jaxrl_llm.config.ranges import Bound, Coefficient, Group, Name, Problems, Range, Real, Share
 
-# Inputs of built-in advantages besides rewards; `algorithms/custom.py` checks a user's own.
+# Inputs of built-in advantages besides rewards; `algorithms/needs.py` checks a user's own.
 _MODELS_READ = {"gae": ("values",), "remax": ("baselines",)}
 
 
@@ -27,7 +15,6 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Group):
     """The choices of an algorithm; `recipe` names a published row of them."""
 
@@ -64,13 +51,14 @@ class AlgorithmConfig(Group):
     kl_coef: Annotated[float, Range("[0, 1000]")] = 0.001
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     kl_target: Annotated[float, Range("(0, 1000]")] = 0.1
-    kl_horizon: Count = 10_000  # sequences
+    kl_horizon: Annotated[int, Range("[1, 2147483647]")] = 10_000  # sequences
     # Critic.
     value_clip: Bound = 0.5
-    critic_warmup_steps: Every = 0  # first RL steps, which train only the critic
+    # First RL steps, which train only the critic.
+    critic_warmup_steps: Annotated[int, Range("[0, 2147483647]", "0: never")] = 0
     # Sampling of DAPO (arXiv:2503.14476).
     dynamic_sampling: bool = False  # drop groups with equal scores and sample other prompts
-    max_sampling_waves: Count = 10
+    max_sampling_waves: Annotated[int, Range("[1, 2147483647]")] = 10
     # The length penalty begins this many tokens before the limit.
     overlong_buffer_tokens: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     overlong_penalty: Coefficient = 1.0
@@ -91,7 +79,7 @@ class AlgorithmConfig(Group):
     multiplier_lr: Annotated[float, Range("[0, 1000]")] = 0.1
     multiplier_max: Bound = 100.0
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         for field, names, what, own in (
             ("advantage", recipes.ADVANTAGES, "advantage estimator", True),
             ("policy_loss", recipes.POLICY_LOSSES, "policy loss", True),
@@ -135,7 +123,7 @@ class AlgorithmConfig(Group):
             if low > high:
                 yield "rejection_highs", f"{name} needs low <= high, got {low}, {high}"
 
-    def advantage_rules(self, reads: Collection[str]) -> Iterator[Problem]:
+    def advantage_rules(self, reads: Collection[str]) -> Problems:
         """Yields settings that contradict the inputs of the advantage."""
         if self.safe and "values" not in reads:
             yield "safe", "Safe-RLHF estimates reward and cost with critics; set advantage='gae'"

@@ -11,18 +11,14 @@ from typing import Any, Literal
 from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, SFTConfig
+from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, RLConfig, SFTConfig
 from jaxrl_llm.config.ranges import Group
 from jaxrl_llm.config.recipes import RECIPES
-from jaxrl_llm.config.rl import RLConfig
 from jaxrl_llm.errors import ConfigError
 
 # The jobs, by the value of `config.job`.
-JOBS: Mapping[str, type[JobConfig]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "reward_model": RewardModelingConfig,
-}
+JOBS: Mapping[str, type[JobConfig]]
+JOBS = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelingConfig}
 
 
 def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:
@@ -56,17 +52,14 @@ def _defaults(group: Any) -> ml_config.ConfigDict:
 def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobConfig:
     """Returns the typed, validated config of the job that `values` names; the default is RL.
 
-    A field that is missing or None takes the value of the recipe named by
-    `algorithm.recipe`, then the default of its dataclass; an explicit value wins over both.
-
-    Raises:
-      ConfigError: Listing every problem: unknown fields, wrong types, values outside their
-        range, and fields that contradict each other (checked once all groups could be built).
+    A field that is missing or None takes the value of the recipe `algorithm.recipe`, then the
+    default of its dataclass. ConfigError lists every problem: unknown fields, wrong types, values
+    outside their range, and fields that contradict each other (checked once all groups are built).
     """
     errors: list[str] = []
     job = values.get("job") or "rl"
     if job not in JOBS:
-        raise ConfigError([f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}"])
+        raise ConfigError(f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}")
     config = _build(JOBS[job](), values, "config", errors)
     if errors:
         raise ConfigError(errors)
@@ -78,7 +71,7 @@ def rl_config(config: JobConfig) -> RLConfig:
     if isinstance(config, RLConfig):
         return config
     name = next(name for name, job in JOBS.items() if isinstance(config, job))
-    raise ConfigError([f"config.job: {name!r} is not supported here; use a run of job='rl'"])
+    raise ConfigError(f"config.job: {name!r} is not supported here; use a run of job='rl'")
 
 
 _INVALID: Any = object()
@@ -116,28 +109,21 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
     origin, args = typing.get_origin(expected), typing.get_args(expected)
     if isinstance(expected, type) and issubclass(expected, Group):
         return _build(expected(), value, path, errors)
-    if origin is Mapping:
-        if isinstance(value, (Mapping, ml_config.ConfigDict)):
-            entries = {
-                name: _convert(args[1], entry, f"{path}.{name}", errors)
-                for name, entry in value.items()
-                if entry is not None
-            }
-            valid = all(entry is not _INVALID for entry in entries.values())
-            return types.MappingProxyType(entries) if valid else _INVALID
-    elif origin is tuple:
-        if isinstance(value, (tuple, list)):
-            items = [_convert(args[0], v, f"{path}[{i}]", errors) for i, v in enumerate(value)]
-            return _INVALID if any(item is _INVALID for item in items) else tuple(items)
-    elif origin is Literal:
+    if origin is Mapping and isinstance(value, (Mapping, ml_config.ConfigDict)):
+        given = {name: entry for name, entry in value.items() if entry is not None}
+        found = {n: _convert(args[1], v, f"{path}.{n}", errors) for n, v in given.items()}
+        valid = all(entry is not _INVALID for entry in found.values())
+        return types.MappingProxyType(found) if valid else _INVALID
+    if origin is tuple and isinstance(value, (tuple, list)):
+        items = [_convert(args[0], v, f"{path}[{i}]", errors) for i, v in enumerate(value)]
+        return _INVALID if any(item is _INVALID for item in items) else tuple(items)
+    if origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in args):
             return value
-        errors.append(
-            f"{path}: expected one of {', '.join(map(repr, args))},"
-            f" got {value!r}{_suggestion(value, args)}"
-        )
+        choices = ", ".join(map(repr, args))
+        errors.append(f"{path}: expected one of {choices}, got {value!r}{_suggestion(value, args)}")
         return _INVALID
-    elif expected is float:
+    if expected is float:
         if type(value) in (int, float):
             try:
                 return float(value)
@@ -171,10 +157,7 @@ def described(expected: Any) -> str:
 
 
 def to_dict(value: Any) -> Any:
-    """Returns a config, or a part of it, as plain nested dicts that JSON can hold.
-
-    Tuples become lists, infinities the strings "inf" and "-inf"; `from_config_dict` undoes it.
-    """
+    """Returns a config as nested dicts for JSON: tuples become lists, infinities "inf", "-inf"."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -15,8 +15,8 @@ from absl import app, flags
 from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.bridge import JOBS, described, unknown_field
+from jaxrl_llm.config.job import RLConfig
 from jaxrl_llm.config.ranges import Group
-from jaxrl_llm.config.rl import RLConfig
 from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
 
 
@@ -24,31 +24,26 @@ def load(file: str) -> Any:
     """Returns the result of `get_config` of a config file; text after a colon is its argument.
 
     Entries of named groups get the fields that the file leaves out, so that the command line can
-    set them.
-
-    Raises:
-      ConfigError: If the file is missing, cannot be run, or describes nothing; names the line.
+    set them. ConfigError, which names the line, if the file is missing or describes nothing.
     """
     path, *argument = file.split(":", 1)
     if not os.path.isfile(path):  # names that no file can have raise no error here
-        raise ConfigError([f"--config: {path}: no such file"])
+        raise ConfigError(f"--config: {path}: no such file")
     try:
         found = runpy.run_path(path, run_name="config_file")
         values = found["get_config"](*argument) if "get_config" in found else None
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"--config: {_origin(error, path)}; mend the file"]) from error
+        raise ConfigError(f"--config: {_origin(error, path)}; mend the file") from error
+    where = f"--config: {path}"
     if "get_config" not in found:
-        message = f"--config: {path}: has no function get_config(); see configs/grpo_tiny.py"
-        raise ConfigError([message])
+        raise ConfigError(f"{where}: has no function get_config(); see configs/grpo_tiny.py")
     if not isinstance(values, (dict, ml_config.ConfigDict)):
-        message = f"--config: {path}: get_config() returned {values!r}; return the config"
-        raise ConfigError([message])
+        raise ConfigError(f"{where}: get_config() returned {values!r}; return the config")
     _complete(values, _job(values))
     return values
 
 
 def _job(values: Any) -> Any:
-    """Returns the class of the job that a config names; RL if the name is not known."""
     return JOBS.get(values.get("job"), RLConfig)
 
 
@@ -80,8 +75,6 @@ def _complete(values: Any, cls: Any) -> None:
 
 
 class _ConfigFile(flags.ArgumentParser):
-    """The parser of `--config=FILE` for absl."""
-
     def parse(self, file: str) -> Any:
         values = load(file)
         return values.lock() if isinstance(values, ml_config.ConfigDict) else values
@@ -115,11 +108,9 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
             expected = hints[part]
         elif typing.get_origin(expected) is Mapping:
             if part not in values:
-                yield (
-                    f"{path}.{part}: the config file has no such entry (it has:"
-                    f" {', '.join(values) or 'none'}); set the whole group,"
-                    f" --{path}=\"{{'{part}': {{...}}}}\""
-                )
+                has = f"the config file has no such entry (it has: {', '.join(values) or 'none'})"
+                remedy = f"set the whole group, --{path}=\"{{'{part}': {{...}}}}\""
+                yield f"{path}.{part}: {has}; {remedy}"
                 return
             expected = typing.get_args(expected)[1]
         else:
@@ -133,7 +124,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses flags for `app.run(main, flags_parser=parse_flags)`.
 
     A config file that cannot be read, an unknown `--config.key` and an argument that is no flag
-    end the program with a message each, where absl or ml_collections show a traceback, or nothing.
+    end the program with a message; absl and ml_collections show a traceback, or nothing.
     """
     if errors := unknown_overrides(argv):
         _refuse(errors)

@@ -1,86 +1,60 @@
 """The folder of a run: its `config.json` ensures that only the same run resumes in it."""
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+
+from flax.traverse_util import flatten_dict
 
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import JobConfig
-from jaxrl_llm.errors import ConfigError, naming
+from jaxrl_llm.errors import ConfigError
 
 # Settings that a resumed run may change: its length, reports and saves, and the division of work on
 # the machine. All others change the results.
 RESUMABLE = (
-    "trainer.num_steps",
-    "trainer.max_tokens_per_microbatch",
-    "evaluation",
-    "checkpoint",
-    "metrics",
-    "alerts",
-    "profiler",
-    "mesh",
-    "placement",
-    "model.remat",
-    "model.attention",
-    "rollout.num_slots",
-    "rollout.chunk_steps",
-    "rollout.speculation",
-    "rewards.num_workers",
-    "rewards.timeout_s",
-    "rewards.memory_gib",
-    "rewards.environment",
-)
+    "trainer.num_steps", "evaluation", "checkpoint", "metrics", "alerts", "profiler",
+    "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
+    "rollout.num_slots", "rollout.chunk_steps", "rollout.speculation",
+    "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
+)  # fmt: skip
 
 # Outputs of a run besides its config; it never writes into a folder that already has them.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
 
 
-def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted path, value) of the leaves of nested dicts."""
-    for name, value in values.items():
-        where = f"{path}.{name}" if path else name
-        if isinstance(value, Mapping):
-            yield from _leaves(value, where)
-        else:
-            yield where, value
-
-
-def differences(config: JobConfig, other: JobConfig) -> list[str]:
-    """Returns `path: value in config, value in other` of fields that a resume must not change."""
-    here, there = dict(_leaves(to_dict(config))), dict(_leaves(to_dict(other)))
-    return [
-        f"config.{path}: {here.get(path, 'not set')!r} here, {there.get(path, 'not set')!r} there"
-        for path in sorted(here.keys() | there.keys())
-        if not any(f"{path}.".startswith(f"{name}.") for name in RESUMABLE)
-        and here.get(path) != there.get(path)
-    ]
-
-
 def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
     """Checks that `workdir` can be the folder of this run; writes nothing.
 
-    Raises:
-      ConfigError: If it is or lies below a file, belongs to a run with other settings or more
-        steps done, or holds outputs that no run described; names them.
+    ConfigError if it is or lies below a file, belongs to a run with other settings or more steps
+    done, or holds outputs that no run described; names them.
     """
     path = pathlib.Path(workdir).absolute() / "config.json"
     for folder in path.parents:
         if os.path.exists(folder) and not os.path.isdir(folder):
-            raise ConfigError([f"--workdir: {folder} is a file; name a folder, made if missing"])
+            raise ConfigError(f"--workdir: {folder} is a file; name a folder, made if missing")
     if not path.exists() and (found := [n for n in OUTPUTS if (path.parent / n).exists()]):
         message = f"{workdir} holds {', '.join(found)} but no config.json, so it is no run that can"
-        raise ConfigError([f"{message} go on; use another --workdir"])
-    if path.exists() and (changed := differences(config, load_config(workdir))):
-        message = f"{path} belongs to another run; use another --workdir, or the same settings"
-        raise ConfigError([message, *changed])
+        raise ConfigError(f"{message} go on; use another --workdir")
+    if path.exists():
+        here, there = (flatten_dict(to_dict(c), sep=".") for c in (config, load_config(workdir)))
+        changed = [
+            f"config.{key}: {here.get(key, 'not set')!r} here, {there.get(key, 'not set')!r} there"
+            for key in sorted(here.keys() | there.keys())
+            if not any(f"{key}.".startswith(f"{name}.") for name in RESUMABLE)
+            and here.get(key) != there.get(key)
+        ]
+        if changed:
+            message = f"{path} belongs to another run; use another --workdir, or the same settings"
+            raise ConfigError([message, *changed])
     names = [folder.name for folder in path.parent.glob("checkpoints/*")]
     done = max((int(name) for name in names if name.isdecimal()), default=0)
     if config.trainer.num_steps < done:
         message = f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
         remedy = f"set it above {done} to go on, or use another --workdir"
-        raise ConfigError([f"{message} {done} steps; {remedy}"])
+        raise ConfigError(f"{message} {done} steps; {remedy}")
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
@@ -89,6 +63,15 @@ def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: boo
     if write:
         text = json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
         replace_text(pathlib.Path(workdir) / "config.json", text)
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Adds `path` to an OSError raised inside: that of a failed write names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
@@ -105,17 +88,13 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 
 
 def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
-    """Returns the config of the run in folder `workdir`.
-
-    Raises:
-      ConfigError: If the folder has no readable `config.json`.
-    """
+    """Returns the config of the run in `workdir`; ConfigError if it has no readable one."""
     path = pathlib.Path(workdir) / "config.json"
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); is this a run's folder?"]) from error
+        raise ConfigError(f"{path}: cannot be read ({error}); is this a run's folder?") from error
     if isinstance(values, dict) and "model_type" in values:
         message = f"{workdir}: the folder of a model, not of a run; give it as --model where a"
-        raise ConfigError([f"{message} command has that, or to a run as --config.model.path"])
+        raise ConfigError(f"{message} command has that, or to a run as --config.model.path")
     return from_config_dict(values)

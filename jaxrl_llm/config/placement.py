@@ -4,11 +4,10 @@ Roles on the same pool run one after the other. Roles on different pools run at 
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Group, Name, Range
-from jaxrl_llm.errors import Problem
+from jaxrl_llm.config.ranges import Group, Name, Problems, Range
 
 Axis = Annotated[int, Range("-1 or [1, 1000000]", "-1: the rest")]
 PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as config.mesh")]
@@ -26,7 +25,6 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Group):
     """Sizes of the mesh axes; one axis may be -1: all remaining devices."""
 
@@ -41,7 +39,7 @@ class MeshConfig(Group):
     rollout: Literal["tensor", "train", "all_tensor", "replicas"] = "tensor"
     on_host: tuple[Name, ...] = ()  # in host memory between uses: "optimizer", "reference"
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "fsdp", f"at most one axis may be -1 (the rest), got {sizes}"
@@ -49,7 +47,6 @@ class MeshConfig(Group):
             yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolConfig(Group):
     """A pool: its number of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
 
@@ -60,7 +57,6 @@ class PoolConfig(Group):
     tensor: PoolAxis = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Group):
     """The devices of each role; "auto": the placement that is fastest by the plan."""
 
@@ -69,7 +65,7 @@ class PlacementConfig(Group):
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
     roles: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         if self.choice != "by_hand":
             if self.pools or self.roles:
                 yield "choice", f"{self.choice!r} names no pools; set it to 'by_hand'"

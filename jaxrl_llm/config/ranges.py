@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from jaxrl_llm.errors import Problem
 
+Problems = Iterator[Problem]
+
 _MAX_CHARACTERS = 4096  # the limit of a path on Linux
 
 
@@ -89,18 +91,22 @@ Real = Annotated[float, Range("[-1000000, 1000000]")]
 Bound = Annotated[float, Range("(0, inf]", "inf: off")]
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 class Group:
-    """A group of fields of a run."""
+    """A group of fields of a run; each class of them is a frozen dataclass."""
 
-    def rules(self) -> Iterator[Problem]:
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def rules(self) -> Problems:
         """Yields contradictions between fields; each field alone is valid."""
         return iter(())
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Problems:
         """Yields problems of single fields or, if there are none, contradictions between fields."""
         yield from list(self._undeclared()) or self.rules()
 
-    def _undeclared(self) -> Iterator[Problem]:
+    def _undeclared(self) -> Problems:
         cls: Any = type(self)
         for name, rule, is_tuple in declared(cls):
             value = getattr(self, name)

@@ -5,38 +5,18 @@ from typing import Any
 
 # Advantages that compare the samples of a prompt.
 GROUP_ADVANTAGES = (
-    "grpo",
-    "grpo_passk",
-    "gdpo",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
+    "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
 POLICY_LOSSES = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "cispo",
-    "reinforce",
-)
+    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro",
+    "cispo", "reinforce",
+)  # fmt: skip
 AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-)
+)  # fmt: skip
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
 _LEVELS = ("token", "seq_sum", "seq_mean")
 REJECTIONS = (
@@ -44,24 +24,20 @@ REJECTIONS = (
     *("seq_max_k2", "seq_max_k3"),
 )
 
+_SEQ_MEAN = dict(aggregation="seq-mean-token-mean")
 _KL_IN_REWARD = dict(kl_in="reward", kl_estimator="k1", kl_coef=0.001)
+_PPO = dict(_KL_IN_REWARD, advantage="gae", samples_per_prompt=1)
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Schulman et al., arXiv:1707.06347; KL in the reward as in arXiv:2203.02155.
-    "ppo": dict(_KL_IN_REWARD, advantage="gae", samples_per_prompt=1),
+    "ppo": dict(_PPO),
     # Shao et al., arXiv:2402.03300.
-    "grpo": dict(advantage="grpo", aggregation="seq-mean-token-mean", kl_in="loss", kl_coef=0.04),
+    "grpo": dict(_SEQ_MEAN, advantage="grpo", kl_in="loss", kl_coef=0.04),
     # Liu et al., arXiv:2503.20783.
     "dr_grpo": dict(advantage="grpo", group_std=False, aggregation="seq-mean-token-sum-norm"),
     # Yu et al., arXiv:2503.14476.
     "dapo": dict(advantage="grpo", clip_high=0.28, dual_clip=10.0, dynamic_sampling=True),
     # Zheng et al., arXiv:2507.18071.
-    "gspo": dict(
-        advantage="grpo",
-        policy_loss="gspo",
-        clip_low=3e-4,
-        clip_high=4e-4,
-        aggregation="seq-mean-token-mean",
-    ),
+    "gspo": dict(_SEQ_MEAN, advantage="grpo", policy_loss="gspo", clip_low=3e-4, clip_high=4e-4),
     # Ahmadian et al., arXiv:2402.14740.
     "rloo": dict(_KL_IN_REWARD, advantage="rloo", policy_loss="reinforce", kl_coef=0.03),
     # Li et al., arXiv:2310.10505.
@@ -73,24 +49,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     # MiniMax, arXiv:2506.13585.
     "cispo": dict(advantage="grpo", policy_loss="cispo", clip_low=1.0, clip_high=4.0),
     # Gao et al., arXiv:2511.20347.
-    "sapo": dict(advantage="grpo", policy_loss="sapo", aggregation="seq-mean-token-mean"),
+    "sapo": dict(_SEQ_MEAN, advantage="grpo", policy_loss="sapo"),
     # Zhao et al., arXiv:2507.20673.
-    "gmpo": dict(
-        advantage="grpo",
-        policy_loss="geo_mean",
-        clip_low=0.4,
-        clip_high=0.4,
-        aggregation="seq-mean-token-mean",
-    ),
+    "gmpo": dict(_SEQ_MEAN, advantage="grpo", policy_loss="geo_mean", clip_low=0.4, clip_high=0.4),
     # Chu et al., arXiv:2504.02546.
     "gpg": dict(advantage="gpg", policy_loss="gpg"),
     # Dai et al., arXiv:2310.12773.
-    "safe_rlhf": dict(
-        _KL_IN_REWARD,
-        advantage="gae",
-        samples_per_prompt=1,
-        kl_coef=0.01,
-        gae_lambda=0.95,
-        safe=True,
-    ),
+    "safe_rlhf": dict(_PPO, kl_coef=0.01, gae_lambda=0.95, safe=True),
 }

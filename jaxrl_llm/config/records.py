@@ -1,18 +1,11 @@
-"""Checkpoints, metrics, profiler and alerts.
-
-These settings do not change the results of a healthy run. They may change between two starts of a
-run.
-"""
+"""Checkpoints, metrics, profiler and alerts: they do not change the results of a healthy run."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Address, Count, Every, Function, Group, Name, Range
-from jaxrl_llm.errors import Problem
+from jaxrl_llm.config.ranges import Address, Count, Every, Function, Group, Name, Problems, Range
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Group):
     """When a step is saved. A saved step holds everything that a resumed run needs."""
 
@@ -26,7 +19,6 @@ class CheckpointConfig(Group):
     grace_s: Annotated[float, Range("(0, inf]", "inf: no limit")] = 60.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Group):
     """Outputs of metrics besides `WORKDIR/metrics.jsonl`, which is always written."""
 
@@ -39,7 +31,6 @@ class MetricsConfig(Group):
     on_failure: Literal["stop", "continue"] = "stop"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfilerConfig(Group):
     """Steps that the JAX profiler records for TensorBoard, in `WORKDIR/profile`."""
 
@@ -48,7 +39,6 @@ class ProfilerConfig(Group):
     num_steps: Count = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertConfig(Group):
     """When an alert fires, and what the run does then."""
 
@@ -63,7 +53,6 @@ BEFORE_UPDATE = ("entropy", "log_prob_difference", "constant_reward", "reward_fa
 SKIPPABLE = ("nonfinite", "kl", *BEFORE_UPDATE)  # the first two skip within the update
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertsConfig(Group):
     """Readings that are checked in every step, and who is told."""
 
@@ -84,7 +73,7 @@ class AlertsConfig(Group):
     webhook: Address = ""  # receives a POST with a JSON object; "": none
     function: Function = ""  # your own function, called with the same object; "": none
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         for field in dataclasses.fields(self):
             alert = getattr(self, field.name)
             if not isinstance(alert, AlertConfig) or alert.action != "skip":

@@ -1,23 +1,24 @@
-"""Prompts in tokens, and the endless seeded stream that a run draws them from."""
+"""Prompts in tokens, the endless seeded stream of them, and examples with answers."""
 
 import dataclasses
 import itertools
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grain
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.console import screen
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.tasks import Split, task_rows
-from jaxrl_llm.data.token_bound import token_bound
-from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens
+from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
+from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens, token_bound
 from jaxrl_llm.types import Prompt, PromptBatch
 
 T = TypeVar("T")
+Tokens = tuple[int, ...]
 
 _CALL_CHARACTERS = 1 << 18  # tokenized in one call, between two reports of progress
 
@@ -32,7 +33,6 @@ class Dataset:
     """
 
     prompts: tuple[Prompt, ...]
-    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -55,23 +55,30 @@ def load_dataset(
     """Returns the prompts of a split, tokenized, those of at most `max_prompt_tokens`.
 
     `seed` draws the prompts of the arithmetic task; use the same one for both splits. A text that
-    is too long by its number of characters is not tokenized.
-
-    Raises:
-      DataError: A file, a row or the chat template cannot be used; a prompt is empty, or too long
-        while `filter_long_prompts` is off; no prompt is left.
+    is too long by its number of characters is not tokenized. A prompt that is empty, or too long
+    while `filter_long_prompts` is off, is a DataError, and so is that no prompt is left.
     """
     rows = task_rows(config, split, seed)
+
+    def fits(index: int, num_tokens: int, at_least: str = "") -> bool:
+        if num_tokens <= config.max_prompt_tokens or config.filter_long_prompts:
+            return num_tokens <= config.max_prompt_tokens
+        raise DataError(
+            f"{split} split, row {index}: the prompt has {at_least}{num_tokens} tokens, more than"
+            f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or set"
+            " data.filter_long_prompts=True"
+        )
+
     texts = prompt_texts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
     bound = token_bound(tokenizer)
     fewest = [bound(text) for text in texts]  # tokens of each, at least
-    candidates = [i for i, num in enumerate(fewest) if _fits(config, split, i, num, "at least ")]
+    candidates = [i for i, num in enumerate(fewest) if fits(i, num, "at least ")]
     ends = list(itertools.accumulate(len(texts[index]) for index in candidates))
     calls = itertools.groupby(
         zip(candidates, ends, strict=True), key=lambda pair: pair[1] // _CALL_CHARACTERS
     )
     prompts = []
-    with screen.work(f"tokenizing the {split} split", max(ends, default=0)) as advance:
+    with console.work(f"tokenizing the {split} split", max(ends, default=0)) as advance:
         for _, pairs in calls:
             indices = [index for index, _ in pairs]
             found = prompt_tokens(tokenizer, [texts[i] for i in indices], config.chat_template)
@@ -79,7 +86,7 @@ def load_dataset(
                 row, text, fewest[index] = rows[index], texts[index], len(tokens)
                 if not tokens:
                     raise DataError(f"{split} split, row {index}: the prompt has no tokens")
-                if _fits(config, split, index, len(tokens)):
+                if fits(index, len(tokens)):
                     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
                     prompts.append(Prompt(tokens, text, row["data_source"], truth, info, index))
                 advance(len(text))
@@ -89,26 +96,10 @@ def load_dataset(
             f" longer than {config.max_prompt_tokens} tokens, the shortest has"
             f"{'' if candidates else ' at least'} {min(fewest)}; raise it"
         )
-    num_dropped = len(rows) - len(prompts)
-    if num_dropped:
+    if num_dropped := len(rows) - len(prompts):
         message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
         logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
-    return Dataset(tuple(prompts), num_dropped)
-
-
-def _fits(
-    config: DataConfig, split: Split, index: int, num_tokens: int, at_least: str = ""
-) -> bool:
-    """Returns whether to keep a prompt of so many tokens; raises if long ones are errors."""
-    if num_tokens <= config.max_prompt_tokens:
-        return True
-    if config.filter_long_prompts:
-        return False
-    raise DataError(
-        f"{split} split, row {index}: the prompt has {at_least}{num_tokens} tokens, more than"
-        f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or set"
-        " data.filter_long_prompts=True"
-    )
+    return Dataset(tuple(prompts))
 
 
 class Stream(Generic[T]):
@@ -125,10 +116,8 @@ class Stream(Generic[T]):
         pipeline = grain.MapDataset.source(rows).seed(seed)
         if shuffle:
             pipeline = pipeline.shuffle()
-        read_options = grain.ReadOptions(
-            num_threads=num_workers, prefetch_buffer_size=2 * num_workers
-        )
-        self._rows = iter(pipeline.repeat().to_iter_dataset(read_options))
+        options = grain.ReadOptions(num_threads=num_workers, prefetch_buffer_size=2 * num_workers)
+        self._rows = iter(pipeline.repeat().to_iter_dataset(options))
 
     def take(self, count: int) -> tuple[T, ...]:
         """Returns the next `count` rows and moves past them."""
@@ -160,3 +149,75 @@ class PromptIterator(Stream[Prompt]):
     def batch(self, num_prompts: int) -> PromptBatch:
         """Returns the next prompts; a batch may span two passes."""
         return PromptBatch(self.take(num_prompts), self._longest)
+
+
+def worked_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> list[tuple[Tokens, Tokens]]:
+    """Returns prompt and worked answer of every row, as tokens; answers end with the end token.
+
+    With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
+    time wrong in one step with that probability.
+    """
+    if config.task == "files":
+        raise DataError("config.data.task: 'files' has no worked answers; use another task")
+    prompts = load_dataset(config, tokenizer, split, seed).prompts
+    texts = [prompt.extra_info["answer"] for prompt in prompts]
+    if config.task == "arithmetic" and config.arithmetic_errors:
+        prompts, texts = prompts * 4, texts * 4
+        for i, prompt in enumerate(prompts):
+            attempt = i * 4 // len(prompts)
+            draw = random.Random(f"teacher {seed} {attempt} {prompt.extra_info['question']}")
+            if draw.random() < config.arithmetic_errors:
+                texts[i] = _wrong_answer(prompt, seed, attempt)
+    tokens = [prompt.tokens for prompt in prompts]
+    return list(zip(tokens, _responses(tokenizer, texts), strict=True))
+
+
+def preference_pairs(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int, name: str = ""
+) -> list[tuple[Tokens, Tokens, Tokens]]:
+    """Returns prompt, chosen and rejected answer, as tokens, two pairs of every arithmetic row.
+
+    The chosen answer is the worked one. The rejected answer of a row's first pair is wrong by 1 to
+    9 in one step, never below zero, and later steps continue from there; that of the second pair
+    adds correctly, but misreads a digit. So both end in a wrong result. All first pairs come before
+    all second ones. The model `name` that learns from the pairs, the seed and the row choose the
+    mistakes.
+    """
+    if config.task != "arithmetic":
+        message = f"{config.task!r} has no preference pairs; use 'arithmetic'"
+        raise DataError(f"config.data.task: {message}")
+    prompts = load_dataset(config, tokenizer, split, seed).prompts
+    chosen = _responses(tokenizer, [prompt.extra_info["answer"] for prompt in prompts])
+    salt = f"{name} {seed}".strip()
+    wrong = [_wrong_answer(prompt, salt) for prompt in prompts]
+    wrong += [_misread_answer(prompt, salt) for prompt in prompts]
+    tokens = [prompt.tokens for prompt in prompts]
+    return list(zip(tokens * 2, chosen * 2, _responses(tokenizer, wrong), strict=True))
+
+
+def _wrong_answer(prompt: Prompt, seed: int | str, attempt: int = 0) -> str:
+    draw = random.Random(f"wrong answer {seed} {attempt} {prompt.extra_info['question']}")
+    digits = _digits(prompt)
+    step = draw.randrange(len(digits) - 1)
+    right = sum(digits[: step + 2])
+    errors = [error for error in range(-9, 10) if error and right + error >= 0]
+    return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
+
+
+def _misread_answer(prompt: Prompt, seed: int | str) -> str:
+    draw = random.Random(f"misread answer {seed} {prompt.extra_info['question']}")
+    digits = _digits(prompt)
+    index = draw.randrange(len(digits))
+    digits[index] = draw.choice([digit for digit in range(10) if digit != digits[index]])
+    return worked_sum(digits)
+
+
+def _digits(prompt: Prompt) -> list[int]:
+    return [int(digit) for digit in prompt.extra_info["question"].rstrip("=").split("+")]
+
+
+def _responses(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
+    tokens = prompt_tokens(tokenizer, texts, chat_template=True)  # without special tokens
+    return [(*answer, tokenizer.eos_token_id) for answer in tokens]

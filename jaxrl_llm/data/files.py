@@ -1,46 +1,50 @@
 """Rows in verl's schema from parquet and JSON lines files, checked when they are read."""
 
 import collections
+import json
+import math
 import pathlib
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import pyarrow
 from pyarrow import parquet
 
-from jaxrl_llm.console import screen
-from jaxrl_llm.data import json_line
+from jaxrl_llm import console
 from jaxrl_llm.data.errors import DataError
 
 Row = dict[str, Any]
 
+_MAX_DEPTH = 64  # brackets within brackets; Python's limit differs between releases
+_TOKEN = re.compile(
+    r'(?P<text>"[^"\\]*(?:\\.[^"\\]*)*")(?P<colon>\s*:)?'
+    r"|(?P<opening>[\[{])|(?P<closing>[\]}])|-?(?:NaN|Infinity)|-?\d[\d.eE+-]*"
+)
+
 
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yields the origin and the content of each row, file after file.
+    """Yields the origin `FILE, row N` and the content of each row, file after file.
 
-    The origin is `FILE, row N`; N counts from 1 and is the line number in a JSON lines file, whose
-    blank lines are skipped.
-
-    Raises:
-      DataError: A file is missing, empty, broken or unsupported, or a line is no JSON object.
+    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. A
+    file that is missing, empty, broken or unsupported, or a line that is no object, is a DataError.
     """
     for path in paths:
         suffix = pathlib.Path(path).suffix.lower()
         if suffix not in READERS:
-            raise DataError(
-                f"{path}: unsupported suffix {suffix!r}; known: {', '.join(sorted(READERS))}"
-            )
+            known = ", ".join(sorted(READERS))
+            raise DataError(f"{path}: unsupported suffix {suffix!r}; known: {known}")
         if not pathlib.Path(path).is_file():
             raise DataError(f"{path}: no such file")
-        empty = True
-        with screen.work(f"reading {path}"):
+        number = 0
+        with console.work(f"reading {path}"):
             for number, row in READERS[suffix](path):
-                empty = False
                 if not isinstance(row, Mapping):
                     rule = f"must be a mapping of columns, got {type(row).__name__}"
                     raise DataError(f"{path}, row {number}: {rule}")
                 yield f"{path}, row {number}", dict(row)
-        if empty:
+        if not number:
             raise DataError(f"{path}: no rows in this file")
 
 
@@ -115,12 +119,77 @@ def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
 def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json_line.parse(line)
-            except ValueError as error:
-                raise DataError(f"{path}, row {number}: broken JSON {error}") from error
+            if line.strip():
+                try:
+                    yield number, _json_value(line)
+                except ValueError as error:
+                    raise DataError(f"{path}, row {number}: broken JSON {error}") from error
+
+
+def _json_value(line: bytes) -> Any:
+    """Returns the value of a line; a ValueError has column, reason and remedy.
+
+    Refused are bytes that are not UTF-8 (a byte order mark is skipped), a key twice in one object,
+    numbers that no float holds, and brackets deeper than `_MAX_DEPTH`.
+    """
+    try:
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        column = len(line[: error.start].decode(errors="replace")) + 1
+        raise ValueError(f"in column {column}: {error.reason}; save the file as UTF-8") from error
+    if text.count("{") + text.count("[") > _MAX_DEPTH and "deeper" in (fault := _fault(text)):
+        raise ValueError(fault)
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        rule = "each line must hold one whole JSON object"
+        raise ValueError(f"in column {error.colno}: {error.msg}; {rule}") from error
+    except ValueError as error:
+        raise ValueError(_fault(text)) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _float(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError("too large")
+    return value
+
+
+# Its own functions raise a ValueError without a column; `_fault` finds the column.
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=int)
+
+
+def _fault(text: str) -> str:
+    """Returns column, reason and remedy of the first thing that is JSON but refused here."""
+    open_keys: list[set[str]] = []  # keys of each open bracket
+    for token in _TOKEN.finditer(text):
+        word, at = token[0], f"in column {token.start() + 1}: "
+        if token["opening"]:
+            open_keys.append(set())
+            if len(open_keys) > _MAX_DEPTH:
+                return f"{at}brackets deeper than {_MAX_DEPTH}; write what they hold as a text"
+        elif token["closing"]:
+            open_keys = open_keys[:-1]
+        elif token["colon"] and open_keys:
+            if (key := json.loads(token["text"], strict=False)) in open_keys[-1]:
+                return f"{at}the key {key!r:.60} a second time in one object; keep one of them"
+            open_keys[-1].add(key)
+        elif token["text"]:
+            continue
+        elif word.endswith(("NaN", "Infinity")):
+            return f"{at}{word} is no number of JSON; write null or a text"
+        elif word.removeprefix("-").isdigit():
+            if len(word) > sys.get_int_max_str_digits():
+                return f"{at}an integer of {len(word)} digits; write it as a text"
+        elif math.isinf(float(word)):
+            return f"{at}{word:.40} is more than a float holds; write it as a text"
+    return "no JSON"
 
 
 def _parquet(path: str) -> Iterator[tuple[int, Any]]:
@@ -155,7 +224,5 @@ def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-READERS: Mapping[str, Callable[[str], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": _json_lines,
-    ".parquet": _parquet,
-}
+Reader = Callable[[str], Iterator[tuple[int, Any]]]
+READERS: Mapping[str, Reader] = {".jsonl": _json_lines, ".parquet": _parquet}

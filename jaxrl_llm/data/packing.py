@@ -1,12 +1,20 @@
-"""Which sequences share a packed row, and which rows a device gets; host code on lengths."""
+"""Packed rows [R, W], which models read, of sequences [B, T], which losses read.
+
+Which sequences share a row and which rows a device gets: host code on lengths. The map between
+both: a `PackedBatch`, made on the host, which holds no array of the step itself.
+"""
 
 import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxrl_llm.sharding.mesh import constrain
 
 # At this length attention costs as much as the other matmuls of a token.
 ATTENTION_PARITY_TOKENS = 24_576
@@ -21,48 +29,41 @@ def workload(lengths: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
 
 
 def balanced_partition(
-    costs: Sequence[float] | Float[np.ndarray, " items"], num_parts: int, equal_size: bool = False
+    costs: Sequence[float] | Float[np.ndarray, " items"], num_parts: int
 ) -> list[list[int]]:
-    """Returns the items of each part, so that the parts' sums of costs are close to each other.
+    """Returns the items of parts of one size whose sums of costs are close to each other.
 
-    Karmarkar and Karp's largest differencing method: begin with one division into parts for each
-    item; merge the two divisions with the largest differences, heaviest part with lightest, until
-    one is left. No part is empty if there are enough items; with `equal_size` all have the same
-    number of items. Parts and their items ascend, empty parts come last.
-
-    Raises:
-      ValueError: Costs are negative or infinite, or the items cannot form the parts.
+    Karmarkar and Karp's largest differencing method: begin with a division into parts for each
+    `num_parts` items; merge the two divisions with the largest differences, heaviest part with
+    lightest, until one is left. Parts and their items ascend. Costs that are negative or not
+    finite, and a number of items that `num_parts` does not divide, are a ValueError.
     """
     costs = np.asarray(costs, np.float64)
     if num_parts < 1:
         raise ValueError(f"balanced_partition: num_parts must be at least 1, got {num_parts}")
     if not np.all(np.isfinite(costs) & (costs >= 0)):
         raise ValueError("balanced_partition: costs must be finite and not negative")
-    if equal_size and len(costs) % num_parts:
+    if len(costs) % num_parts:
         raise ValueError(
             f"balanced_partition: {len(costs)} items cannot form {num_parts} parts of equal size;"
-            " add items of no cost or set equal_size=False"
+            " add items of no cost"
         )
-    # Blocks of `num_parts` items, one in each part, keep the sizes equal in every merge.
-    block = num_parts if equal_size else 1
     order = np.argsort(-costs, kind="stable").tolist()
     ties = itertools.count()
     heap: list[tuple[float, int, list[_Part]]] = []
 
     def push(parts: list[_Part]) -> None:
-        # Of two parts without cost the one with items counts as heavier: empty parts get filled.
-        parts.sort(key=lambda part: (-part[0], -len(part[1]), part[1]))
+        parts.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
 
-    for start in range(0, len(order), block):
-        items = order[start : start + block]
-        push([(float(costs[i]), [i]) for i in items] + [(0.0, [])] * (num_parts - block))
+    for start in range(0, len(order), num_parts):
+        push([(float(costs[i]), [i]) for i in order[start : start + num_parts]])
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         push([(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)])
     parts = heap[0][2] if heap else [(0.0, [])] * num_parts
-    return sorted((sorted(items) for _, items in parts), key=lambda items: (not items, items))
+    return sorted(sorted(items) for _, items in parts)
 
 
 def pack(
@@ -74,14 +75,9 @@ def pack(
     """Returns which sequences share each row of at most `row_tokens` tokens.
 
     First fit decreasing: the longest first, each into the first row with room for it. It needs at
-    most 11/9 of the fewest possible rows, plus one.
-
-    Args:
-      scored: Scored tokens of each sequence, of which a row holds at most `most_scored`; empty: no
-        limit. No sequence may have more.
-
-    Raises:
-      ValueError: A sequence is empty or longer than a row.
+    most 11/9 of the fewest possible rows, plus one. A row holds at most `most_scored` of the
+    `scored` tokens of each sequence (empty: no limit); no sequence may have more. A sequence that
+    is empty or longer than a row is a ValueError.
     """
     lengths = np.asarray(lengths, np.int64)
     wrong = np.flatnonzero((lengths < 1) | (lengths > row_tokens))
@@ -188,3 +184,94 @@ def bucket(size: int, *, smallest: int = 1, largest: int = 1 << 62) -> int:
     while width < size:
         width *= 2
     return min(width, largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Packed rows and the sequences in them. With a leading dim M: all microbatches of a batch.
+
+    A prefix that several sequences share may stand once, before the rest of each; its segment id
+    is minus that of the first of them.
+    """
+
+    segment_ids: Int[Array, "*M R W"]  # 1 + number of the sequence in the step; 0: padding
+    # Segment of the shared prefix, or the own one; [R, 0] where nothing is shared.
+    prefix_ids: Int[Array, "*M R W"] | Int[Array, "*M R 0"]
+    key_blocks: Int[Array, "*M R blocks kept"]  # as `full_attention` takes them
+    positions: Int[Array, "*M R W"]  # of each token in its own sequence
+    sequences: Int[Array, "*M b"]  # which sequences of the step; B: none
+    rows: Int[Array, "*M b"]  # row of each sequence
+    starts: Int[Array, "*M b"]  # column of its token 0, were its prefix not shared
+    beginnings: Int[Array, "*M b"]  # column of its shared prefix
+    shared: Int[Array, "*M b"]  # tokens of that prefix
+    scored: Int[Array, "*M R scored"]  # columns of tokens that the policy chose; W: none
+    before: Int[Array, "*M R scored"]  # column of the token before each of them
+
+    @property
+    def scores_everything(self) -> bool:
+        """Whether every token that follows another one in the row is scored."""
+        return self.scored.shape == self.segment_ids.shape and not self.prefix_ids.shape[-1]
+
+    def packed(self, tokens: Shaped[Array, "B T"]) -> Shaped[Array, "R W"]:
+        """Returns the packed rows of a [B, T] array; zero at padding."""
+        values = tokens[jnp.maximum(jnp.abs(self.segment_ids) - 1, 0), self.positions]
+        return constrain(jnp.where(self.segment_ids != 0, values, 0), "batch", "length")
+
+    def unpacked(
+        self, packed: Shaped[Array, "R W"], lengths: Int[Array, " B"], width: int
+    ) -> Shaped[Array, "b T"]:
+        """Returns packed values by sequence, zero past each sequence's end."""
+        positions = jnp.arange(width)
+        inside = positions < self.take(lengths)[:, None]
+        begins = self.starts[:, None]
+        if self.prefix_ids.shape[-1]:
+            begins = jnp.where(positions < self.shared[:, None], self.beginnings[:, None], begins)
+        columns = jnp.where(inside, begins + positions, 0)
+        return jnp.where(inside, packed[self.rows[:, None], columns], 0)
+
+    def take(self, values: Array) -> Array:
+        """Returns the entries of this microbatch's sequences of a [B, ...] array, else zero."""
+        return jnp.take(values, self.sequences, axis=0, mode="fill", fill_value=0)
+
+    def put(self, target: Array, values: Array) -> Array:
+        """Returns the [B, ...] `target` with this microbatch's sequences set to `values`."""
+        return target.at[self.sequences].set(values, mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """Some sequences of a step in packed rows."""
+
+    microbatches: Microbatch  # every field with a leading dim M
+    count: Int[Array, ""]  # microbatches that hold tokens; the rest is padding
+    chosen: Bool[Array, " B"]  # sequences of this batch
+
+
+def accumulate(packed: PackedBatch, function, like):
+    """Returns the sum of `function(microbatch)` over a batch, shaped and typed as `like`."""
+    microbatches = packed.microbatches
+    if microbatches.rows.shape[0] == 1:
+        part = function(jax.tree.map(lambda a: a[0], microbatches))
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
+
+    def body(i, total):
+        part = function(jax.tree.map(lambda a: a[i], microbatches))
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
+
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return jax.lax.fori_loop(0, packed.count, body, zeros)
+
+
+def by_sequence(packed: PackedBatch, function, num_sequences: int, width: int):
+    """Returns the [b, T] arrays of `function(microbatch)` as one [B, T], zero elsewhere."""
+    first = jax.tree.map(lambda a: a[0], packed.microbatches)
+    shapes = jax.eval_shape(function, first)
+    blank = jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), shapes)
+
+    def body(i, total):
+        microbatch = jax.tree.map(lambda a: a[i], packed.microbatches)
+        return jax.tree.map(microbatch.put, total, function(microbatch))
+
+    return jax.lax.fori_loop(0, packed.count, body, blank)

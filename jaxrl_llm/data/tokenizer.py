@@ -3,11 +3,16 @@
 Nothing is downloaded and no code from a folder is run.
 """
 
+import functools
+import json
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrl_llm.data.errors import DataError
@@ -21,12 +26,16 @@ ROLE_TOKENS = ("<system>", "<user>", "<assistant>", "<tool>")
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>", *ROLE_TOKENS)
 CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
 CHARACTER_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+# Parts of a tokenizer that drop nothing but white space.
+_KEEPING = frozenset(
+    ["Prepend", "Lowercase", "NFD", "NFKD", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts"]
+)
+_KEEPING |= {"FixedLength", "WhitespaceSplit", "Whitespace", "BertPreTokenizer"}
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,11 +63,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
 
-    `chat_template` is a file with a Jinja template that replaces the tokenizer's own, unless it is
-    "".
-
-    Raises:
-      DataError: The folder or a file is missing or broken, or there is no end-of-sequence token.
+    `chat_template`, unless "", is a file with a Jinja template that replaces the tokenizer's own.
+    A file that is missing or broken, or no end-of-sequence token, is a DataError.
     """
     tokenizer = _of_folder(path) if path else character_tokenizer()
     if chat_template:
@@ -70,29 +76,22 @@ def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBas
 
 
 def _of_folder(path: str) -> PreTrainedTokenizerBase:
-    folder = pathlib.Path(path)
+    folder, where = pathlib.Path(path), f"tokenizer {path!r}"
     if not folder.is_dir():
-        raise DataError(
-            f"tokenizer {path!r}: no such folder; give a local folder with tokenizer.json"
-            " (nothing is downloaded)"
-        )
+        remedy = "give a local folder with tokenizer.json (nothing is downloaded)"
+        raise DataError(f"{where}: no such folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(
-            f"tokenizer {path!r}: no tokenizer file in this folder; it needs one of"
-            f" {', '.join(TOKENIZER_FILES)}"
-        )
+        known = ", ".join(TOKENIZER_FILES)
+        raise DataError(f"{where}: no tokenizer file in this folder; it needs one of {known}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the library raises many kinds, bare Exception among them
-        message = f"cannot be read: {type(error).__name__}: {error}"
-        raise DataError(f"tokenizer {path!r}: {message}") from error
+        raise DataError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"tokenizer {path!r}: no end-of-sequence token, so no response could end;"
-            " set eos_token in its tokenizer_config.json"
-        )
+        rule = "no end-of-sequence token, so no response could end"
+        raise DataError(f"{where}: {rule}; set eos_token in its tokenizer_config.json")
     return tokenizer
 
 
@@ -104,11 +103,8 @@ def render_prompts(
     """Returns the tokens and the text of each prompt, ready for the model to continue.
 
     With `chat_template` the tokenizer's template formats the messages and begins the assistant's
-    turn; else their contents are joined by newlines, with the special tokens that the tokenizer
-    puts around plain text.
-
-    Raises:
-      DataError: The tokenizer has no template, or its template refuses a prompt.
+    turn; that there is none, or that it refuses a prompt, is a DataError. Else the contents are
+    joined by newlines, with the special tokens that the tokenizer puts around plain text.
     """
     texts = prompt_texts(tokenizer, prompts, chat_template)
     return prompt_tokens(tokenizer, texts, chat_template), texts
@@ -128,15 +124,13 @@ def prompt_texts(
     texts = []
     for prompt in prompts:
         messages = [dict(message) for message in prompt]
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            texts.append(str(render(messages, add_generation_prompt=True)))
         except Exception as error:  # Jinja's, or what the template itself raises
             raise DataError(
                 f"the chat template refuses {str(messages)[:200]}: {type(error).__name__}: {error}"
             ) from error
-        texts.append(str(text))
     return texts
 
 
@@ -149,3 +143,70 @@ def prompt_tokens(
     # A template writes the special tokens itself.
     encoded = tokenizer(list(texts), add_special_tokens=not chat_template)["input_ids"]
     return [tuple(tokens) for tokens in encoded]
+
+
+def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    """Returns a function from a text to a lower bound of its number of tokens, which is fast.
+
+    It is 0 for a tokenizer that may drop characters, or whose tokens may stand for any number of
+    them. Else a token has at most as many characters as the longest in the vocabulary. White space
+    does not count: added tokens may take any amount of it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = json.loads(backend.to_str()) if backend is not None else None
+    if described is None or not _model_keeps(described):
+        return lambda text: 0
+    shrinks = math.prod(map(_shrinks, _steps(described["normalizer"])))
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if not (longest and shrinks and all(map(_keeps, _steps(described["pre_tokenizer"])))):
+        return lambda text: 0
+
+    def bound(text: str) -> int:
+        per_token = longest * (1 if text.isascii() else shrinks)
+        return -(-_num_characters(text) // per_token)
+
+    return bound
+
+
+def _num_characters(text: str) -> int:  # without white space
+    return sum(map(len, text.split()))
+
+
+def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the normalizers or pre-tokenizers of a part, those of sequences one by one."""
+    if part and part["type"] == "Sequence":
+        for each in part.get("pretokenizers", part.get("normalizers", ())):
+            yield from _steps(each)
+    elif part:
+        yield part
+
+
+def _shrinks(normalizer: Mapping[str, Any]) -> int:
+    """Returns the largest factor by which a normalizer may shorten a text; 0: any factor."""
+    kind = normalizer["type"]
+    if kind in ("NFC", "NFKC"):
+        return 4  # characters at most that are composed into one
+    if kind == "Replace":
+        pattern, content = normalizer["pattern"].get("String"), normalizer["content"]
+        return int(bool(pattern) and _num_characters(pattern) <= _num_characters(content))
+    return int(kind in _KEEPING)
+
+
+def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Returns whether the split of a text into words drops nothing but white space."""
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return pre_tokenizer["behavior"] != "Removed"
+    return pre_tokenizer["type"] in _KEEPING
+
+
+def _model_keeps(described: Mapping[str, Any]) -> bool:
+    """Returns whether every character becomes part of a token of the vocabulary."""
+    model = described["model"]
+    if model["type"] != "BPE":  # in others one token may stand for any unknown word
+        return False
+    before = *_steps(described["normalizer"]), *_steps(described["pre_tokenizer"])
+    if any(step["type"] == "ByteLevel" for step in before):
+        return all(character in model["vocab"] for character in ByteLevel.alphabet())
+    if model.get("byte_fallback"):
+        return all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    return model.get("unk_token") is not None and not model.get("fuse_unk")

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
-from jaxrl_llm.data.microbatches import PackedBatch
+from jaxrl_llm.data.packing import PackedBatch
 from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
@@ -132,7 +132,7 @@ class Packer:
             return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
         costs = np.array([packing.workload(lengths[row]).sum() for row in rows])
         num_parts = num_groups * self.num_shards
-        parts = packing.balanced_partition(costs, num_parts, equal_size=True)
+        parts = packing.balanced_partition(costs, num_parts)
         parts.sort(key=lambda part: -costs[part].sum())
         order = [row for part in parts for row in part]
         return [[rows[r] for r in order[i : i + num_rows]] for i in range(0, len(order), num_rows)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms import advantages, corrections, kl, losses, needs, safe_rlhf, shaping
-from jaxrl_llm.algorithms.masked import masked_mean
+from jaxrl_llm.algorithms import (
+    advantages,
+    corrections,
+    kl,
+    losses,
+    masked,
+    needs,
+    safe_rlhf,
+    shaping,
+)
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner.predict import is_on_policy
 from jaxrl_llm.learner.weights import LearnerState
@@ -56,16 +64,20 @@ def estimator(config: RLConfig, mesh: Mesh):
     return estimate
 
 
-def has_signal(config: RLConfig, of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
-    """Returns whether the updates of a step have anything to learn from.
+def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates], bool]:
+    """Returns what tells, from metrics of rewards and estimates, if a step can teach anything.
 
     Not if all groups have equal scores, so that all advantages are zero, and nothing else in the
     losses has a gradient: an update would only be momentum and weight decay.
     """
-    if needs.of(config.algorithm).critic or not losses.follows_advantages(config.algorithm):
-        return True
-    uniform = of_rewards["training/groups/uniform_share"] == 1.0
-    return not uniform or bool(jnp.any(estimates.advantages != 0))
+    algorithm = config.algorithm
+    advantages_alone = losses.follows_advantages(algorithm) and not needs.of(algorithm).critic
+
+    def has_signal(of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
+        uniform = of_rewards["training/groups/uniform_share"] == 1.0
+        return not (advantages_alone and uniform) or bool(jnp.any(estimates.advantages != 0))
+
+    return has_signal
 
 
 def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Predictions, arrays):
@@ -78,7 +90,7 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     shaped, current_kl = shaping.kl_shaped(
         algorithm, kl_coef, arrays["scores"], old, reference, mask
     )
-    metrics["actor/entropy"] = masked_mean(predictions.entropies, mask)
+    metrics["actor/entropy"] = masked.mean(predictions.entropies, mask)
     if is_on_policy(config):
         metrics = {}  # they need the policy's log-probs, which the update computes
     if algorithm.kl_in == "reward":
@@ -95,15 +107,13 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         "baselines": arrays["baselines"],
         "term_rewards": arrays["term_rewards"],
         "term_weights": arrays["term_weights"],
-        "gamma": algorithm.gamma,
-        "gae_lambda": algorithm.gae_lambda,
-        "group_std": algorithm.group_std,
     }
     advantage, returns = advantages.estimate(algorithm, **available)
     cost_returns = jnp.zeros_like(returns)
     before = log_multiplier
     if algorithm.safe:
-        costs = safe_rlhf.shaped_costs(algorithm, kl_coef, arrays["costs"], old, reference, mask)
+        # The KL raises costs where it lowers rewards.
+        costs, _ = shaping.kl_shaped(algorithm, -kl_coef, arrays["costs"], old, reference, mask)
         cost = metrics["safe/cost"] = arrays["costs"].mean()
         log_multiplier = safe_rlhf.next_log_multiplier(algorithm, log_multiplier, cost)
         metrics["safe/multiplier"] = jnp.exp(log_multiplier)

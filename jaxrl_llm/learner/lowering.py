@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.data.microbatches import PackedBatch
+from jaxrl_llm.data.packing import PackedBatch
 from jaxrl_llm.learner import batches, optimizer, predict, update
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib

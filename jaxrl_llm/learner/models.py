@@ -18,7 +18,7 @@ from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools, resting
+from jaxrl_llm.sharding import pools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,7 +188,7 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
             f"config.trainer.max_tokens_per_microbatch: {budget} x {shards} sequence shards"
             f" cannot hold one row of {widest} tokens; use at least {widest // shards}"
         )
-    if config.mesh.on_host and (found := resting.problem(mesh)):
+    if config.mesh.on_host and (found := pools.host_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
 

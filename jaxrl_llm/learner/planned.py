@@ -12,13 +12,13 @@ import jax
 from absl import logging
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl_llm.algorithms import custom
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, JobConfig, PlacementConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.models import families, sequence_attention
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.planning import advice, devices, fit, placement, shapes
+from jaxrl_llm.planning import devices, fit, placement, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.planning.setting import Setting
@@ -92,7 +92,7 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
         message = (
             f"config: needs {made.peak / GIB:.1f} GiB on each {made.device.name} device while"
             f" '{busiest}' runs, {-made.room / GIB:.1f} more than it has; nearest run that fits,"
-            f" {advice.nearest(made)}"
+            f" {fit.nearest(made)}"
         )
         if made.peak > _ERROR * made.device.memory_bytes:
             raise ConfigError(message)
@@ -117,7 +117,7 @@ def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
 
     So a resumed run repeats it bit for bit. Sizes that the config gives win; its placement stays.
     """
-    custom.check(config.algorithm)
+    needs.check(config.algorithm)
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             families.read_config(model.path)  # a plan would only say that it does not fit

@@ -11,15 +11,15 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.data import microbatches
-from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.data import packing
+from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools, resting
+from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Predictions, Rollouts
 
 
@@ -114,7 +114,7 @@ def scoring_programs(config: RLConfig, models: Models):
             )
             return tuple(microbatch.unpacked(each, lengths, tokens.shape[1]) for each in found)
 
-        return microbatches.by_sequence(packed, ask, *tokens.shape)
+        return packing.by_sequence(packed, ask, *tokens.shape)
 
     @jax.jit
     def of_critic(params, tokens, lengths, packed: PackedBatch):
@@ -122,7 +122,7 @@ def scoring_programs(config: RLConfig, models: Models):
             values = token_values(models.value, params, tokens, microbatch)
             return microbatch.unpacked(values, lengths, tokens.shape[1])
 
-        return microbatches.by_sequence(packed, ask, *tokens.shape)
+        return packing.by_sequence(packed, ask, *tokens.shape)
 
     return of_policy, of_critic
 
@@ -137,7 +137,7 @@ def predictor(
     answer is moved to the policy's devices.
     """
     of_policy, of_critic = scoring_programs(config, models)
-    mesh, meshes = models.mesh, models.meshes
+    mesh, meshes, on_policy = models.mesh, models.meshes, is_on_policy(config)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
 
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
@@ -145,7 +145,7 @@ def predictor(
         about = rollouts.tokens, rollouts.lengths, packed
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
-        if not is_on_policy(config):
+        if not on_policy:
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
                 found, entropies, squares = watch(
                     of_policy(frozen.base, state.policy.params, *about, entropy="value")
@@ -156,7 +156,7 @@ def predictor(
             with jax.set_mesh(meshes["reference"]), clock("ref") as watch:
                 params = frozen.reference
                 if "reference" in config.mesh.on_host:
-                    params = resting.working(params)
+                    params = pools.working(params)
                 reference, _, _ = watch(of_policy({}, params, *about, entropy="none"))
         values = [zeros, zeros]
         for i, critic in enumerate((state.critic, state.cost_critic)):
@@ -190,7 +190,7 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
                 scores = sequence_scores(of.network, of.params, tokens, lengths, microbatch)
                 return scores[:, None]
 
-            return microbatches.by_sequence(packed, ask, len(tokens), 1)[:, 0]
+            return packing.by_sequence(packed, ask, len(tokens), 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:
             packed = models.packer.pack_rollouts(rollouts)

@@ -12,7 +12,7 @@ from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import capacity
+from jaxrl_llm.rollout import cache
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.reshard import Resharder
@@ -34,12 +34,13 @@ class Sampler:
         Adapters are merged into the base. To devices that only sample the weights are copied from
         the same layout on the policy's devices, which is freed afterwards.
         """
-        source, target = self.models.mesh, self.models.meshes["rollout"]
-        first, apart = old is None, source != target
+        target = self.models.meshes["rollout"]
+        first, apart = old is None, self.resharder.mesh != target
         memory = self.resharder.empty() if old is None or apart else old
-        with jax.set_mesh(pools.staging(source, target)):
-            moved = self.resharder.reshard(memory, lora.joined(self.base, params))
-        if first and source.size > 1:
+        if self.base:
+            params = lora.joined(self.base, params)
+        moved = self.resharder.reshard(memory, params)
+        if first and self.resharder.mesh.size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
         if not apart:
             return moved
@@ -75,7 +76,7 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
     sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
-    num_slots = config.rollout.num_slots or capacity.num_slots(network, target, *sizes)
+    num_slots = config.rollout.num_slots or cache.fitting_slots(network, target, *sizes)
     merge = models_lib.merge_adapters(config.lora)
     return Sampler(
         models=models,

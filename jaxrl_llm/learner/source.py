@@ -15,8 +15,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.rollout.engine import Statistics
-from jaxrl_llm.sharding import agreement
+from jaxrl_llm.rollout.requests import Statistics
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts, Weights
 
 Score = Callable[[Rollouts], Rewards]
@@ -111,7 +111,7 @@ class SampledNow:
         sampler = self._sampler
         if jax.process_count() > 1:
             data = jax.device_get(jax.random.key_data(key))
-            agreement.check("sampling", {"the prompts": prompts.prompts, "the random key": data})
+            hosts.agree("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
             rollouts, done = episodes.rollout(
                 sampler.engine, weights, sampler.models.tokenizer, prompts, self._samples, key
@@ -121,7 +121,7 @@ class SampledNow:
         if jax.process_count() > 1:
             names = ("tokens", "response_mask", "rollout_log_probs", "responses")
             sampled = {f"the {name}": getattr(rollouts, name) for name in names}
-            agreement.check("sampled", {**sampled, "the rewards": rewards})
+            hosts.agree("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:
             rollouts, rewards = split_baseline(rollouts, rewards, len(self._samples))
         if self._config.algorithm.dynamic_sampling:

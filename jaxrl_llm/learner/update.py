@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
-from jaxrl_llm.data import microbatches
-from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.data import packing
+from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.models import Models
@@ -30,7 +30,7 @@ from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import casting, flops, heads, lora
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.sharding import agreement, pools, resting
+from jaxrl_llm.sharding import hosts, pools
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch, Rollouts
 
@@ -64,7 +64,7 @@ def take_update(
     first = jax.tree.map(lambda a: a[0], packed.microbatches)
     like = jax.eval_shape(gradient, variables, first)
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = microbatches.accumulate(
+    (value, metrics), gradients = packing.accumulate(
         packed, functools.partial(gradient, variables), like
     )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
@@ -134,8 +134,7 @@ class Updater:
                 found.append({**watch(metrics), **of_balance})
             means = statistics.mean(found)
             if jax.process_count() > 1:
-                copies = {"the learner state": agreement.Copies(state)}
-                agreement.check(f"step {step}", copies)
+                hosts.agree(f"step {step}", {"the learner state": state})
         return state, means
 
     def flops(self, lengths: Int[np.ndarray, " B"]) -> float:
@@ -175,12 +174,12 @@ class Updater:
             mine: dict[str, Any] = self.learners(state, mesh)
             base = self.base if "policy" in mine else {}
             if on_host:
-                mine = _moved_optimizers(resting.working, mine)
+                mine = _moved_optimizers(pools.working, mine)
             with jax.set_mesh(mesh):
                 of_step = batch[mesh], packed, key
                 mine, found = program(mine, base, *of_step, train_policy=train_policy)
             if on_host:
-                mine = _moved_optimizers(resting.resting, mine)
+                mine = _moved_optimizers(pools.resting, mine)
             state = dataclasses.replace(state, **mine)
             metrics |= found
         return state, {**metrics, "perf/padding_share": padding_share(packed)}
@@ -223,7 +222,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
                 values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
                 return microbatch.unpacked(values, batch.lengths, width)
 
-            values = microbatches.by_sequence(packed, before, num_sequences, width)
+            values = packing.by_sequence(packed, before, num_sequences, width)
             chosen = selection.select(algorithm, values, batch, key)
 
         def loss(params: Params, microbatch: Microbatch):
@@ -308,7 +307,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             static_argnames="train_policy",
             donate_argnums=0,
             out_shardings=(
-                jax.tree.map(lambda a: resting.in_use(a.sharding), made.learners(state, mesh)),
+                jax.tree.map(lambda a: pools.in_use(a.sharding), made.learners(state, mesh)),
                 mesh_lib.replicated(mesh),
             ),
         )

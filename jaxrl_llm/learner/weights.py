@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.algorithms import needs, safe_rlhf
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
@@ -19,7 +19,7 @@ from jaxrl_llm.learner.models import Models
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools, resting
+from jaxrl_llm.sharding import pools
 
 _ADAPTERS = 1  # folded into the seed for their first values
 
@@ -142,7 +142,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
     def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
         role = trainable(params, of, config.num_updates, mesh)
         if "optimizer" in config.mesh.on_host:
-            role = dataclasses.replace(role, opt_state=resting.resting(role.opt_state))
+            role = dataclasses.replace(role, opt_state=pools.resting(role.opt_state))
         return role
 
     def critic(wanted: bool) -> Trainable:
@@ -164,7 +164,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
         critic=critic(needed.critic),
         cost_critic=critic(needed.cost_critic),
         kl_coef=jax.device_put(np.float32(needed.reference and algorithm.kl_coef), replicated),
-        log_multiplier=jax.device_put(safe_rlhf.initial_log_multiplier(algorithm), replicated),
+        log_multiplier=jax.device_put(jnp.log(jnp.float32(algorithm.multiplier_init)), replicated),
     )
 
 
@@ -205,7 +205,7 @@ def _reference(config: RLConfig, models: Models, policy_params: Params) -> Param
         copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
         params = jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
     if "reference" in config.mesh.on_host and not config.lora.rank:
-        params = resting.resting(params)
+        params = pools.resting(params)
     return params
 
 

@@ -6,7 +6,6 @@ user's function by a separate thread: neither can delay the training.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -18,14 +17,14 @@ import statistics
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 
 from jaxrl_llm.algorithms import lookup
-from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
-from jaxrl_llm.config.records import BEFORE_UPDATE
+from jaxrl_llm.config import AlertsConfig, ConfigError
+from jaxrl_llm.config.records import BEFORE_UPDATE, AlertConfig
 
 Numbers = Mapping[str, Any]
 
@@ -38,111 +37,94 @@ SPEED_MIN_STEPS = 5
 MEASURED = ("disk", "throughput")
 
 # Whether a reading is out of bounds; never for NaN, which `nonfinite` reports.
-_BAD: Mapping[str, Callable[[float, float], bool]] = {
-    "above": operator.gt,
-    "below": operator.lt,
-    "at most": operator.le,
-}
+_BAD = {"above": operator.gt, "below": operator.lt, "at most": operator.le}
 
 
-@dataclasses.dataclass(frozen=True)
-class Alert:
+class Alert(NamedTuple):
     """What an alert reads and what its message says."""
 
     what: str
-    bad: str  # a key of `_BAD`
     remedy: str
     numbers: tuple[str, ...] = ()  # metrics that it reads; the last of them that exists counts
+    bad: str = "above"  # a key of `_BAD`
 
 
 ALERTS: Mapping[str, Alert] = {
     "nonfinite": Alert(
         "loss, gradient or updated weights not finite (1: so)",
-        "above",
         "the update was not taken; lower the learning rate, look at the step's rollouts and at the"
         " optimizer's eps and weight_decay",
     ),
     "kl": Alert(
         "KL of the policy against itself when the step began",
-        "above",
         "lower the learning rate or the number of epochs",
         ("actor/ppo_kl",),
     ),
     "reference_kl": Alert(
         "KL against the reference policy",
-        "above",
         "raise algorithm.kl_coef or lower the learning rate",
         ("actor/reward_kl_penalty", "actor/kl_loss"),
     ),
     "entropy": Alert(
         "entropy in nats per token",
-        "below",
         "raise algorithm.clip_high or algorithm.entropy_coef, or lower the learning rate",
         ("actor/entropy",),
+        "below",
     ),
     "log_prob_difference": Alert(
         "mean |p - q| of sampled tokens between rollout and training",
-        "above",
         "set rollout.dtype='float32', or correct for it (algorithm.correction)",
         ("training/rollout_probs_diff_mean",),
     ),
     "constant_reward": Alert(
         "largest minus smallest score of the step",
-        "at most",
         "nothing can be learned from equal scores; look at the rollouts and the reward function",
         ("critic/score/spread",),
+        "at most",
     ),
     "reward_failures": Alert(
         "share of reward calls that failed",
-        "above",
         "the log names the first of them",
         ("reward/failure_share",),
     ),
     "disk": Alert(
         "free share of the run's file system",
-        "below",
         "remove what is not needed before the next checkpoint fails",
+        bad="below",
     ),
     "throughput": Alert(
         f"tokens/s over the median of the last {SPEED_STEPS} steps that were not slow",
-        "below",
         "look for other work on this machine",
+        bad="below",
     ),
 }
 
 
 class Alerts(contextlib.AbstractContextManager["Alerts"]):
-    """Watches the steps of a run; a context manager that ends its thread.
-
-    Its state, for how many steps each reading has been out of bounds, is part of the checkpoint.
-    """
+    """Watches the steps of a run; its state is for how many steps each reading has been bad."""
 
     def __init__(
         self, config: AlertsConfig, workdir: str | os.PathLike[str], stop: Callable[[str], None]
     ):
-        """Begins to watch; `stop` is called with the reason when an alert shall end the run."""
-        self._config = config
-        self._workdir = workdir
-        self._stop = stop
+        """Begins to watch; `stop` is called with the reason when an alert ends the run."""
+        self._config, self._workdir, self._stop = config, workdir, stop
         self._in_row = dict.fromkeys(ALERTS, 0)
         self._speeds: collections.deque[float] = collections.deque(maxlen=SPEED_STEPS)
-        tellers: list[Callable[[Mapping[str, Any]], Any]] = []
+        tellers: list[Callable[[Numbers], Any]] = []
         if config.webhook and jax.process_index() == 0:  # it sends for all
             tellers.append(functools.partial(_post, config.webhook))
         if config.function and jax.process_index() == 0:
             tellers.append(lookup.resolve(config.function, {}, "alert function"))
-        self._messages: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE_LENGTH)
-        self._thread = threading.Thread(
-            target=_tell, args=(tellers, self._messages), name="alerts", daemon=True
-        )
+        self._messages: queue.Queue[Numbers | None] = queue.Queue(QUEUE_LENGTH)
+        args = tellers, self._messages
+        self._thread = threading.Thread(target=_tell, args=args, name="alerts", daemon=True)
         if tellers:
             self._thread.start()
 
     def allow_update(self, numbers: Numbers) -> bool:
-        """Returns whether the weights may learn from this step.
+        """Returns whether the weights may learn from this step; `nonfinite` and `kl` skip updates.
 
         Waits for the devices only if an alert with action "skip" reads what they compute.
-        `nonfinite` and `kl` skip single updates, within the update's program.
         """
         skips = [name for name in BEFORE_UPDATE if self._rule(name).action == "skip"]
         wanted = {number for name in skips for number in ALERTS[name].numbers}
@@ -190,11 +172,9 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         return found
 
     def get_state(self) -> dict[str, int]:
-        """Returns steps in a row by alert, without `MEASURED`."""
         return {name: count for name, count in self._in_row.items() if name not in MEASURED}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Goes on from a state that `get_state` returned."""
         self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
 
     def __exit__(self, *exception: Any) -> None:
@@ -246,7 +226,7 @@ def check(config: AlertsConfig) -> None:
     try:
         lookup.resolve(config.function, {}, "alert function")
     except Exception as error:  # whatever the user's file raises when it is imported
-        raise ConfigError([f"config.alerts.function: {type(error).__name__}: {error}"]) from error
+        raise ConfigError(f"config.alerts.function: {type(error).__name__}: {error}") from error
 
 
 def _readings(numbers: Numbers) -> dict[str, float]:
@@ -262,10 +242,7 @@ def _readings(numbers: Numbers) -> dict[str, float]:
     return found
 
 
-def _tell(
-    tellers: Sequence[Callable[[Mapping[str, Any]], Any]],
-    messages: queue.Queue[Mapping[str, Any] | None],
-) -> None:
+def _tell(tellers: Sequence[Callable[[Numbers], Any]], messages: queue.Queue) -> None:
     """Sends messages to webhook and function, until None comes; in its own thread."""
     while (message := messages.get()) is not None:
         for tell in tellers:
@@ -276,9 +253,7 @@ def _tell(
                 logging.warning("alerts: could not be told: %s: %s", kind, error)
 
 
-def _post(address: str, message: Mapping[str, Any]) -> None:
-    request = urllib.request.Request(
-        address, json.dumps(message).encode(), {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S):
-        pass
+def _post(address: str, message: Numbers) -> None:
+    data, headers = json.dumps(message).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, data, headers, method="POST")
+    urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT_S).close()

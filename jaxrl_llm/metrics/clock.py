@@ -25,9 +25,10 @@ class Clock:
         with clock("ref") as watch:
             log_probs = watch(of_reference(tokens))
 
-    Its time then ends when they are ready. It begins with the `with`, or when the phase watched
-    before it on the same devices ended, whichever is later. Threads wait for the results, not the
-    loop. Phases on different devices may overlap: their sum may be more than the step.
+    Its time then ends when they are ready; until then they must not be donated. It begins with the
+    `with`, or when the phase watched before it on the same devices ended, whichever is later.
+    Threads wait for the results, not the loop. Phases on different devices may overlap: their sum
+    may be more than the step.
 
     >>> times = iter([0.0, 1.0, 3.5, 5.0])
     >>> clock = Clock(now=lambda: next(times))
@@ -38,8 +39,7 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now = now
-        self._start = now()
+        self._now, self._start = now, now()
         self._phases: dict[str, float] = collections.defaultdict(float)
         # A thread for each set of devices: none waits for the results of others.
         self._waiters: dict[frozenset[Any], concurrent.futures.Executor] = collections.defaultdict(
@@ -51,11 +51,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[Callable[[Tree], Tree]]:
-        """Adds the time of the `with` block to `phase`, also when the block raises.
-
-        Yields `watch(tree)`, which returns the tree. The phase then ends when the tree is ready;
-        until then it must not be donated.
-        """
+        """Adds the time of the `with` block to `phase`, also when it raises; yields `watch`."""
         begin = self._now()
         watched: list[Any] = []
 
@@ -69,9 +65,8 @@ class Clock:
         finally:
             if watched:
                 devices = _devices(watched)
-                self._waits.append(
-                    self._waiters[devices].submit(self._wait, phase, begin, watched, devices)
-                )
+                waiter = self._waiters[devices]
+                self._waits.append(waiter.submit(self._wait, phase, begin, watched, devices))
             else:
                 with self._lock:
                     self._phases[phase] += self._now() - begin
@@ -101,10 +96,7 @@ def _devices(tree: Any) -> frozenset[Any]:
 
 
 class Profiler(contextlib.AbstractContextManager["Profiler"]):
-    """Records a window of steps for TensorBoard or Perfetto, and the memory at its end.
-
-    Each process writes into its own folder.
-    """
+    """Records a window of steps, and the memory at its end; a folder for each process."""
 
     def __init__(self, config: ProfilerConfig, folder: pathlib.Path):
         self._first, self._last = config.first_step, config.first_step + config.num_steps - 1
@@ -112,7 +104,6 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
         self._on = False
 
     def begin(self, step: int) -> None:
-        """Begins or ends the window, where this step is its first or comes after its last."""
         if self._on and step > self._last:
             self.close()
         if self._first and self._first <= step <= self._last and not self._on:
@@ -122,7 +113,6 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
             self._on = True
 
     def close(self) -> None:
-        """Ends the window, if it is open, and writes what was recorded."""
         if self._on:
             self._on = False
             jax.profiler.stop_trace()

@@ -22,11 +22,10 @@ GIB = 2**30
 
 
 def of_rewards(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, float]:
-    """Returns what reward functions and models gave, and how many calls of functions failed.
+    """Returns statistics of the scores, and how many calls of reward functions failed.
 
-    `critic/score/spread` is the largest minus the smallest score, of two or more sequences;
-    `training/groups/uniform_share` the share of the groups of two or more whose scores are all
-    equal, 0 without any.
+    `critic/score/spread` is the largest minus the smallest of two or more scores;
+    `training/groups/uniform_share` is the share of the groups of two or more with equal scores.
     """
     order = np.argsort(group_ids, kind="stable")
     _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
@@ -54,10 +53,9 @@ def of_rollouts(
 ) -> dict[str, float]:
     """Returns rewards, advantages, returns, values and lengths of a step.
 
-    `critic/rewards` is the sum over a sequence of `estimates.shaped_rewards` (KL and length
-    penalties taken off). Advantages, returns and values are over `estimates.loss_mask`.
-    `critic/score/SOURCE/mean` splits by data source; `reward/TERM/mean` is over the rows that the
-    term applies to. Values only with a critic, costs only with Safe-RLHF.
+    `critic/rewards` is the sum over a sequence of the shaped rewards. Advantages, returns, values
+    are over the loss mask. `critic/score/SOURCE/mean` splits by data source; `reward/TERM/mean` is
+    over the rows that the term applies to. Values only with a critic, costs only with Safe-RLHF.
     `training/filter_groups/evicted_samples` counts the sequences that dynamic sampling replaced.
     """
     mask = np.asarray(estimates.loss_mask)
@@ -74,10 +72,9 @@ def of_rollouts(
         if (used := rewards.weights[name] != 0).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
     prompts, responses = _lengths(rollouts)
-    if responses.size:
-        values = np.percentile(responses, (10, 50, 90, 99), method="inverted_cdf")
-        for percent, value in zip((10, 50, 90, 99), values, strict=True):
-            found[f"response_length/p{percent}"] = float(value)
+    for p in (10, 50, 90, 99) if responses.size else ():
+        quantile = np.percentile(responses, p, method="inverted_cdf")
+        found[f"response_length/p{p}"] = float(quantile)
     for name, lengths, most in (
         ("response", responses, config.rollout.max_response_tokens),
         ("prompt", prompts, config.data.max_prompt_tokens),
@@ -102,12 +99,9 @@ def explained_variance(
 
     1 is a perfect critic, 0 one as good as the mean; NaN for fewer than two tokens.
 
-    >>> import numpy as np
     >>> returns = np.array([0.0, 1.0, 2.0])
-    >>> round(explained_variance(returns, returns), 4)
-    1.0
-    >>> round(explained_variance(np.zeros(3), returns), 4)
-    0.0
+    >>> [round(explained_variance(values, returns), 4) for values in (returns, np.zeros(3))]
+    [1.0, 0.0]
     """
     values, returns = np.asarray(values, np.float64), np.asarray(returns, np.float64)
     if returns.size < 2:
@@ -136,12 +130,10 @@ def of_speed(
     """Returns tokens per second, milliseconds per token, and the share of the devices' peak.
 
     `perf/throughput` counts prompt and response tokens, per second and device;
-    `timing_per_token_ms/gen` counts response tokens, other phases all tokens.
-    `perf/tflops/update` is the arithmetic of the updates per second and device, `perf/mfu/update`
-    its share of the peak, `perf/mfu/actor` the same where no critic learns too.
-
-    `seconds` are `Clock.seconds()` of the step, `flops` the operations of all its updates,
-    `peak_flops` operations a second of all devices at best; NaN: not known, no shares.
+    `timing_per_token_ms/gen` counts response tokens, other phases all tokens. `perf/mfu/actor` is
+    `perf/mfu/update` where no critic learns too. `seconds` are `Clock.seconds()` of the step,
+    `flops` the operations of all its updates, `peak_flops` those of all devices in a second at
+    best; NaN: not known, no shares.
     """
     _, responses = _lengths(rollouts)
     total = float(rollouts.lengths.sum())
@@ -169,8 +161,7 @@ def of_memory(devices: Collection[Any], planned_bytes: float = 0.0) -> dict[str,
     """Returns memory in GiB: of the fullest of this process's devices, and of the host.
 
     `perf/max_memory_allocated_gb` is the peak since the process began,
-    `perf/max_memory_reserved_gb` what the allocator may have, `perf/planned_memory_gb` the plan
-    and `perf/measured_to_planned_memory` the peak's share of it. What the platform does not report
+    `perf/max_memory_reserved_gb` the limit of the allocator. What the platform does not report
     (CPU: all of the device's) or nobody planned is left out. `perf/cpu_memory_used_gb` is what the
     process holds now, `perf/max_cpu_memory_used_gb` its peak.
     """
@@ -210,15 +201,14 @@ def of_balance(
     came = lengths[sorted(row for rows in shards for row in rows)]
     blocks = [int(block.sum()) for block in np.array_split(came, len(shards))]
     balanced = [int(lengths[list(rows)].sum()) for rows in shards]
-    found = {
-        "min": min(blocks),
-        "max": max(blocks),
-        "minmax_diff": max(blocks) - min(blocks),
-        "balanced_min": min(balanced),
-        "balanced_max": max(balanced),
-        "mean": came.sum() / len(shards),
+    return {
+        "global_seqlen/min": float(min(blocks)),
+        "global_seqlen/max": float(max(blocks)),
+        "global_seqlen/minmax_diff": float(max(blocks) - min(blocks)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": float(came.sum() / len(shards)),
     }
-    return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
 
 def _lengths(rollouts: Rollouts) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
@@ -231,5 +221,4 @@ def _summary(name: str, numbers: Shaped[np.ndarray, " numbers"]) -> dict[str, fl
     if not numbers.size:
         return {}
     numbers = numbers.astype(np.float64)
-    parts = {"mean": numbers.mean(), "max": numbers.max(), "min": numbers.min()}
-    return {f"{name}/{part}": float(value) for part, value in parts.items()}
+    return {f"{name}/{part}": float(getattr(numbers, part)()) for part in ("mean", "max", "min")}

@@ -1,7 +1,4 @@
-"""Where the numbers and samples of a run go: files always, console and services by config.
-
-Process 0 writes; the `Writer` of any other process does nothing.
-"""
+"""Outputs for the numbers and samples of a run. Only process 0 writes."""
 
 import contextlib
 import importlib
@@ -19,10 +16,10 @@ import numpy as np
 import tensorboardX
 from absl import logging
 
+from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
-from jaxrl_llm.config.folder import replace_text
-from jaxrl_llm.errors import check_package, naming
-from jaxrl_llm.metrics import console
+from jaxrl_llm.config.folder import naming, replace_text
+from jaxrl_llm.errors import check_package
 from jaxrl_llm.types import Rewards, Rollouts
 
 Sink = Callable[[int, Mapping[str, float]], None]
@@ -31,8 +28,10 @@ Sink = Callable[[int, Mapping[str, float]], None]
 class Writer(contextlib.ExitStack):
     """Writes `WORKDIR/metrics.jsonl`: `{"step": int, "data": {name: float}}`, a line a call.
 
-    A number that is not finite becomes null. Each line is on disk when `write` returns. A resumed
-    run first drops the lines of steps that it takes again, and a line that a crash cut off.
+    A number that is not finite becomes null. Each line is on disk when `write` returns. Lines of
+    steps from `first_step` on, which a resumed run takes again, are dropped first, and a line that
+    a crash cut off. `total_steps` is for the progress bar; `position` is `get_state()` of when
+    `first_step` began. The file system must be able to append.
     """
 
     def __init__(
@@ -43,14 +42,8 @@ class Writer(contextlib.ExitStack):
         total_steps: int = 0,
         position: Mapping[str, int] = {},
     ):
-        """Opens the outputs; drops lines from `first_step` on.
-
-        The file system of `workdir` must be able to append. `total_steps` is for the progress bar;
-        `position` is `get_state()` of when `first_step` began.
-        """
         super().__init__()
-        self._workdir = pathlib.Path(workdir)
-        self._config = config
+        self._workdir, self._config = pathlib.Path(workdir), config
         self._sinks: list[Sink] = []
         self.callback(self._sinks.clear)  # nothing is written after the end
         if jax.process_index() != 0:
@@ -66,7 +59,6 @@ class Writer(contextlib.ExitStack):
             self._open_wandb(config.wandb_project)
 
     def due(self, step: int) -> bool:
-        """Returns whether numbers of `step` are wanted."""
         return step % self._config.every == 0
 
     def write(self, step: int, *groups: Mapping[str, Any]) -> None:
@@ -79,14 +71,35 @@ class Writer(contextlib.ExitStack):
                 sink(step, data)
 
     def write_rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
-        """Writes `WORKDIR/rollouts/STEP.jsonl` in every `rollouts_every`-th step."""
+        """Writes `WORKDIR/rollouts/STEP.jsonl` in every `rollouts_every`-th step, whole or not.
+
+        A line for each sequence has verl's keys `input`, `output`, `gts`, `score`, `step`, and
+        `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term,
+        unweighted) and `details` (what reward functions returned beside the score).
+        """
         every = self._config.rollouts_every
-        if self._sinks and every and step % every == 0:
-            with self._tolerated(f"rollouts of step {step}"):
-                write_rollouts(self._workdir / "rollouts", step, rollouts, rewards)
+        if not self._sinks or not every or step % every:
+            return
+        lines = []
+        for row, output in enumerate(rollouts.responses):
+            prompt = rollouts.prompts[rollouts.group_ids[row]]
+            record = {
+                "input": prompt.text,
+                "output": output,
+                "gts": prompt.ground_truth,
+                "score": rewards.scores[row],
+                "step": step,
+                "data_source": prompt.data_source,
+                "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
+                "stopped": rollouts.stopped[row],
+                "terms": {name: term[row] for name, term in rewards.terms.items()},
+                "details": rewards.details[row],
+            }
+            lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
+        with self._tolerated(f"rollouts of step {step}"):
+            replace_text(self._workdir / "rollouts" / f"{step}.jsonl", "".join(lines))
 
     def get_state(self) -> dict[str, int]:
-        """Returns the length of the metrics file, for the checkpoint."""
         path = self._workdir / "metrics.jsonl"
         return {"num_bytes": path.stat().st_size} if self._sinks and path.exists() else {}
 
@@ -155,10 +168,7 @@ def check(config: MetricsConfig) -> None:
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
-    """Removes the lines of steps from `first_step` on, and warns of lines that are no record.
-
-    The file is replaced as a whole: a crash here loses nothing.
-    """
+    """Removes lines of steps from `first_step` on and, with a warning, lines that are no record."""
     if not path.exists():
         return
     kept = []
@@ -173,36 +183,6 @@ def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
             kept.append(line + "\n")
     if (after := "".join(kept)) != before:
         replace_text(path, after)
-
-
-def write_rollouts(
-    folder: str | os.PathLike[str], step: int, rollouts: Rollouts, rewards: Rewards
-) -> pathlib.Path:
-    """Writes `FOLDER/STEP.jsonl`, complete or not at all; returns its path.
-
-    A line for each sequence has verl's keys `input`, `output`, `gts`, `score`, `step`, and
-    `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term, unweighted)
-    and `details` (what reward functions returned beside the score).
-    """
-    lines = []
-    for row, output in enumerate(rollouts.responses):
-        prompt = rollouts.prompts[rollouts.group_ids[row]]
-        record = {
-            "input": prompt.text,
-            "output": output,
-            "gts": prompt.ground_truth,
-            "score": rewards.scores[row],
-            "step": step,
-            "data_source": prompt.data_source,
-            "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
-            "stopped": rollouts.stopped[row],
-            "terms": {name: term[row] for name, term in rewards.terms.items()},
-            "details": rewards.details[row],
-        }
-        lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
-    path = pathlib.Path(folder) / f"{step}.jsonl"
-    replace_text(path, "".join(lines))
-    return path
 
 
 def jsonable(value: Any) -> Any:

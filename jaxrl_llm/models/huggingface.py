@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.console import screen
+from jaxrl_llm import console
 from jaxrl_llm.models import families, finite, safetensors_file, written_folder
 from jaxrl_llm.models.families import CheckpointFormatError, TensorName
 from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
@@ -79,7 +79,7 @@ def load(
         split = traverse_util.flatten_dict(shardings)
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
-    for name in screen.each(f"loading {folder}", names):
+    for name in console.each(f"loading {folder}", names):
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)
         else:

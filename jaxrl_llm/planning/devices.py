@@ -2,7 +2,7 @@
 
 Figures are the vendors' for dense 16-bit arithmetic and for all links of one JAX device together,
 one direction. Memory is what a program may use: of TPUs what their compiler allows, of GPUs nine
-tenths of what is installed; the runtime and other libraries take the rest.
+tenths of what is installed.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ from jaxrl_llm.config import ConfigError
 
 GIB = 2**30
 
-# Python, libraries, the tokenizer, and what compilers leave behind: docs/memory.md measures it.
-_PROCESS_BYTES = 3 * GIB // 2
+_PROCESS_BYTES = 3 * GIB // 2  # Python, libraries, compilers' remains: measured in docs/memory.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Device:
     process_bytes: int = 0  # of a CPU: its share of what the process holds besides arrays
 
     @property
-    def backend(self) -> str:
-        """Whose compiler a plan assumes: "cpu", or "tpu" for all others."""
+    def backend(self) -> str:  # whose compiler a plan assumes
         return "cpu" if self.name == "cpu" else "tpu"
 
 
@@ -71,13 +69,9 @@ DEVICES: Mapping[str, Device] = {
 
 
 def named(name: str) -> Device:
-    """Returns a kind of device by its name.
-
-    Raises:
-      ConfigError: If it is not in the table.
-    """
+    """Returns a kind of device; raises ConfigError if it is not in the table."""
     if name.lower() not in DEVICES:
-        raise ConfigError([f"device: unknown {name!r}; known: {', '.join(DEVICES)}"])
+        raise ConfigError(f"device: unknown {name!r}; known: {', '.join(DEVICES)}")
     return DEVICES[name.lower()]
 
 
@@ -104,14 +98,10 @@ def peak_flops(devices: Sequence[Any]) -> float:
 
 
 def of_topology(topology: str) -> tuple[Device, int]:
-    """Returns kind and number of the devices of a TPU topology: "v5e:4x4" has 16.
-
-    Raises:
-      ConfigError: If it is not written so.
-    """
+    """Returns kind and number of the devices of a TPU topology: "v5e:4x4" has 16."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
     if not match:
-        raise ConfigError([f"topology: {topology!r}; write it as 'v5e:4x4' or 'v5p:2x2x4'"])
+        raise ConfigError(f"topology: {topology!r}; write it as 'v5e:4x4' or 'v5p:2x2x4'")
     device = named(match[1])
     chips = math.prod(int(side) for side in match[2].split("x"))
     return device, chips * (2 if device.name == "tpu7x" else 1)

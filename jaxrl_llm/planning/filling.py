@@ -1,7 +1,4 @@
-"""The row and position of every token in packed rows.
-
-Host code over lengths: for the steps of a run (`learner/batches.py`), and for a memory plan.
-"""
+"""The row and position of every token in packed rows: host code, for a run and for its plan."""
 
 import dataclasses
 import functools
@@ -12,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxrl_llm.data import packing
-from jaxrl_llm.data.microbatches import Microbatch
+from jaxrl_llm.data.packing import Microbatch
 from jaxrl_llm.models.attention import KEY_BLOCK, MOST_KEYS
 
 Rows = Sequence[Sequence[packing.Piece]]
@@ -26,10 +23,9 @@ def filled(
     chosen: Int[np.ndarray, " b"],
     asked: Bool[np.ndarray, "B T"],
 ) -> Microbatch:
-    """Returns the rows of every microbatch, in arrays of `shape` (M, R, W).
+    """Returns the rows of every microbatch, of `most` sequences, in arrays of `shape` (M, R, W).
 
-    `scored` and `key_blocks` have all columns that a row can have. A microbatch has room for `most`
-    sequences. `lengths` and `asked` are of all sequences of the step; the members of pieces count
+    `scored` and `key_blocks` have all columns that a row can have. The members of pieces count
     through `chosen`. With `asked` [B, 0] no scored tokens are listed.
     """
     segment_ids = np.zeros(shape, np.int32)
@@ -77,7 +73,6 @@ def filled(
 
 
 def _blocks(start: int, end: int) -> slice:
-    """Returns the blocks that hold the tokens from `start` up to `end`."""
     return slice(start // KEY_BLOCK, -(-end // KEY_BLOCK) if end > start else 0)
 
 
@@ -88,11 +83,7 @@ def rows(
     scored: Int[np.ndarray, " b"] | None = None,
     most_scored: int = 0,
 ) -> tuple[list[packing.Piece], list[list[int]]]:
-    """Returns pieces of sequences and the pieces of each row.
-
-    The head looks at the `scored` tokens of each sequence, at most `most_scored` in a row; None: no
-    limit.
-    """
+    """Returns pieces of sequences and the pieces of each row, as `packing.pack` takes `scored`."""
     if scored is None:
         scored = np.zeros(len(lengths), np.int64)
     pieces = packing.pieces(lengths, common, width, scored, most_scored)
@@ -111,35 +102,27 @@ def keys_compared(width: int, most_seen: int) -> int:
     return keys if 0 < keys < width and keys <= MOST_KEYS else width
 
 
-def keys_in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int) -> int:
-    """Returns `keys_compared` of these sequences in rows of a width."""
+def _in_rows(lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int):
+    """Returns `rows` of these sequences, and `keys_compared` there."""
     pieces, packed = rows(lengths, common, width)
     one = [[[pieces[p] for p in row] for row in packed]]
     asked = np.zeros((len(lengths), 0), bool)
     shape = 1, len(packed), width
     found = filled(one, shape, len(lengths), lengths, np.arange(len(lengths)), asked)
-    return keys_compared(width, most_listed(np.asarray(found.key_blocks)))
+    return pieces, packed, keys_compared(width, most_listed(np.asarray(found.key_blocks)))
 
 
 def best_width(
     lengths: Int[np.ndarray, " b"],
     common: packing.Beginnings,
-    width: int,
-    max_tokens: int,
-    num_shards: int,
-    parity: int,
+    width: int,  # of rows in which nothing is shared
+    max_tokens: int,  # of a microbatch on a device
+    num_shards: int,  # devices that rows are split over
+    parity: int,  # keys of a query that cost as much as the rest of the network
 ) -> int:
-    """Returns the tokens of rows in which beginnings are shared; 0 if that is not faster.
+    """Returns the tokens of rows in which beginnings are shared; 0 if that is not faster."""
 
-    Args:
-      width: Of rows in which nothing is shared.
-      max_tokens: Of a microbatch on a device.
-      num_shards: Devices that rows are split over.
-      parity: Keys of a query that cost as much as the rest of the network.
-    """
-
-    def cost(needed: int, width: int, keys: int) -> float:
-        """Returns the work of `needed` rows, in tokens that attend to nothing."""
+    def cost(needed: int, width: int, keys: int) -> float:  # in tokens that attend to nothing
         count = -(-needed // (max_tokens // width * num_shards))
         even = -(-needed // (count * num_shards)) * num_shards
         return count * even * width * (1 + keys / parity)
@@ -149,8 +132,8 @@ def best_width(
     costs = {}
     for halves in range(2, 2 * max_tokens // width + 1):
         wide = width * halves // 2
-        needed, keys = len(rows(lengths, common, wide)[1]), keys_in_rows(lengths, common, wide)
-        costs[wide] = cost(needed, wide, keys)
+        _, packed, keys = _in_rows(lengths, common, wide)
+        costs[wide] = cost(len(packed), wide, keys)
         if wide >= longest:
             break
     best = min(costs, key=costs.__getitem__)
@@ -177,34 +160,26 @@ def thin(needed: int, even: int, num_shards: int, fewest: int) -> int:
 class RowsShape:
     """The rows of a microbatch on one device."""
 
-    rows: int
+    rows: float  # a fraction where an estimate is of shorter sequences
     width: int  # tokens of each
     keys: int  # that each query is compared with
     gathered: int  # copies of each key, one for each block of queries; 0: none
     scored: int  # tokens of a row that the head looks at
     count: int  # microbatches
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.width
-
 
 @functools.lru_cache(maxsize=1024)
 def longest(
     num_sequences: int,
-    samples: int,
+    samples: int,  # of one prompt
     prompt: int,
     response: int,
-    max_tokens: int,
+    max_tokens: int,  # of a microbatch on a device
     num_shards: int,
-    parity: int,
-    fewest_tokens: int,
+    parity: int,  # as in `best_width`; 0: nothing is shared
+    fewest_tokens: int,  # on a device; a microbatch with fewer is slow
 ) -> RowsShape:
-    """Returns the rows of `num_sequences` sequences that all are as long as a run allows.
-
-    `samples` of them may share a prompt. A microbatch has up to `max_tokens` on a device and is
-    slow below `fewest_tokens`. `parity` is as in `best_width`; 0: nothing is shared.
-    """
+    """Returns the rows of `num_sequences` sequences that all are as long as a run allows."""
     width = prompt + response
     lengths = np.full(num_sequences, width)
     groups = np.arange(num_sequences) // samples
@@ -212,9 +187,8 @@ def longest(
     keys, needed, scored = width, num_sequences, response
     share = parity and samples > 1
     if wide := best_width(lengths, common, width, max_tokens, num_shards, parity) if share else 0:
-        keys = keys_in_rows(lengths, common, wide)
+        pieces, packed, keys = _in_rows(lengths, common, wide)
         keys = with_room(wide, keys // KEY_BLOCK) * KEY_BLOCK if keys < wide else keys
-        pieces, packed = rows(lengths, common, wide)
         needed, width = len(packed), wide
         scored = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
     here, room = -(-needed // num_shards), max(1, max_tokens // width)
@@ -222,14 +196,9 @@ def longest(
     if here > room:
         even = -(-here // -(-here // room))
         in_one = thin(needed, even * num_shards, num_shards, fewest_tokens // width) // num_shards
-    return RowsShape(
-        rows=in_one,
-        width=width,
-        keys=keys,
-        gathered=keys // KEY_BLOCK if keys < width else 0,
-        scored=-(-width * min(8, -(-scored * 8 // width)) // 8),
-        count=-(-here // in_one),
-    )
+    gathered = keys // KEY_BLOCK if keys < width else 0
+    scored = -(-width * min(8, -(-scored * 8 // width)) // 8)
+    return RowsShape(in_one, width, keys, gathered, scored, -(-here // in_one))
 
 
 def _columns(wanted: Bool[np.ndarray, "... W"]) -> Int[np.ndarray, "... W"]:

@@ -48,11 +48,7 @@ def _compiler(setting: Setting) -> _Compiler:
 
 
 def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
-    """Returns what each program itself needs: its arguments, what it keeps and what it drops.
-
-    Programs are named as in `learner/lowering.py`, and `score_reward`. What else is on the device
-    while a program runs is not included, see `step`.
-    """
+    """Returns the arguments of each program of `learner/lowering.py`, and what it makes."""
     learners = [role for role in ("policy", "critic") if role in roles and setting.has(role)]
     found: dict[str, Parts] = {}
     if "rollout" in roles:
@@ -86,7 +82,6 @@ def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
 
 
 def peak(setting: Setting, roles: Collection[str] = ROLES) -> float:
-    """Returns the most bytes that a device holds during a step."""
     return max((parts.total for parts in step(setting, roles).values()), default=0.0)
 
 
@@ -107,7 +102,7 @@ class _Work:
     def __init__(self, setting: Setting, num_sequences: int):
         config, shape, item = setting.config, setting.policy, setting.compute_item
         rows = setting.rows(num_sequences)
-        tokens = rows.tokens // setting.mesh["sequence"]
+        tokens = round(rows.rows * rows.width) // setting.mesh["sequence"]
         query_heads = setting.split(shape.num_heads)
         self.carry = tokens * shape.hidden_size * item  # one layer's input
         self.queries = tokens * query_heads * shape.head_size * item  # one layer's
@@ -125,8 +120,8 @@ class _Work:
         self.layer = setting.layer_params() * item  # one layer's weights, gathered for use
 
         vocab = setting.split(shape.vocab_size)  # rows of the head that are computed with
-        here = setting.held("lm").embed // shape.hidden_size  # that rest here
-        scored = rows.rows * rows.scored if setting.mesh["sequence"] == 1 else tokens
+        here = setting.held("lm")["embed"] // shape.hidden_size  # that rest here
+        scored = round(rows.rows * rows.scored) if setting.mesh["sequence"] == 1 else tokens
         pieces = heads.num_pieces(here, vocab // here, scored, config.model.vocab_chunk)
         self.alone = pieces == 1  # whether the head is one piece
         self.share = here * shape.hidden_size * item  # the device's share of the head
@@ -135,14 +130,12 @@ class _Work:
         self.slices = self.share if moved else 0.0
         self.table = vocab // pieces * shape.hidden_size * item  # one piece of the head, gathered
         self.chunk = scored * (vocab // pieces) * 4.0  # its float32 logits
+        # Beside a piece, while it is gathered.
+        self.arriving = 0.0 if self.alone else (_compiler(setting).tables - 1) * self.table
 
     def pieces(self, compiler: _Compiler, passes: int) -> float:
-        """Returns bytes of the head in pieces; a single piece may be gathered before its loop."""
+        # A single piece may be gathered before its loop.
         return compiler.hoisted * passes * self.table if self.alone else compiler.laid * self.share
-
-    def arriving(self, compiler: _Compiler) -> float:
-        """Returns bytes that are there beside a piece while it is gathered."""
-        return 0.0 if self.alone else (compiler.tables - 1) * self.table
 
 
 def _train(setting: Setting, roles: Sequence[str]) -> Parts:
@@ -161,7 +154,7 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     saved, offloaded = _saved(setting, work)
     beside = Parts(activations=saved, temporary=waiting + work.slices * (1 + both))
     # Beside the logits and the piece of the head: their gradients, whichever is larger.
-    more = max((compiler.chunks[1] - 1) * work.chunk, work.arriving(compiler))
+    more = max((compiler.chunks[1] - 1) * work.chunk, work.arriving)
     of_head = 0.0 if setting.config.lora.rank else compiler.of_head * work.share
     at_head = beside + Parts(
         gradients=(summed if compiler.body else summed - narrow) + of_head,
@@ -177,19 +170,31 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
         gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
     )
     busiest = max((at_head, in_layers, at_end), key=lambda parts: parts.total)
-    made = Parts(activations=setting.batch_bytes, host=offloaded)
+    # A step's sequences as the update reads them: a whole copy on every device.
+    config, width = setting.config, setting.config.max_sequence_tokens
+    batch = config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
+    made = Parts(activations=batch + config.minibatch_size * width * 2 * 4, host=offloaded)
     return arguments + busiest * compiler.packing + made
 
 
 def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
     """Returns what the forward pass keeps for the backward pass, on the device and on the host."""
-    remat = setting.config.model.remat
+    remat, lora = setting.config.model.remat, setting.config.lora
+    results = {
+        "q": work.queries,
+        "k": work.keys,
+        "v": work.keys,
+        "o": work.carry,
+        "gate": work.mlp,
+        "up": work.mlp,
+    }
+    adapted = lora.targets if lora.rank else ()  # their matmuls have results of their own
     around = 2 * work.queries + 2 * work.keys  # queries, keys, values and what is mixed of them
     each = {
         "full": work.carry,
         "attention": work.carry + around,
         "projections": work.carry + around + 2 * work.mlp,
-        "dots": 2 * work.carry + work.queries + 2 * work.keys + 2 * work.mlp,
+        "dots": work.carry + sum(results.values()) + sum(results.get(n, 0.0) for n in adapted),
         # Of each of the two norms its input and its result, in float32 too.
         "none": 7 * work.carry + around + work.queries + 3 * work.mlp + work.kept,
     }
@@ -209,22 +214,22 @@ def _score(setting: Setting, head: Head) -> Parts:
         phases += [
             Parts(logits=compiler.chunks[0] * work.chunk),
             Parts(logits=work.chunk, temporary=work.table),
-            Parts(temporary=work.table + work.arriving(compiler)),
+            Parts(temporary=work.table + work.arriving),
         ]
         between += Parts(temporary=work.pieces(compiler, passes=1))
         tables = 3  # log-probs, entropies, squares
     busiest = between + max(phases, key=lambda parts: parts.total)
-    tokens = setting.config.sequences_per_step * setting.width
+    tokens = setting.config.sequences_per_step * setting.config.max_sequence_tokens
     return busiest + Parts(weights=setting.weights(head), activations=tokens * (4 + 8 + 4 * tables))
 
 
 def _decode(setting: Setting) -> Parts:
-    """Returns what a chunk of decode steps needs."""
     shape, rollout = setting.policy, setting.config.rollout
-    cache = setting.cache_bytes(setting.num_slots, setting.width)
+    width = setting.config.max_sequence_tokens
+    cache = setting.cache_bytes(setting.num_slots, width)
     slots = max(1, setting.num_slots // setting.row_shards)
     positions = 1 + rollout.speculation.draft_tokens
-    recent = cache * rollout.chunk_steps * positions / setting.width  # not yet joined to the cache
+    recent = cache * rollout.chunk_steps * positions / width  # not yet joined to the cache
     vocab = setting.split(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
@@ -244,7 +249,6 @@ def _decode(setting: Setting) -> Parts:
 
 
 def _prefill(setting: Setting) -> Parts:
-    """Returns what reading the largest batch of prompts needs."""
     config, shape = setting.config, setting.policy
     width = config.data.max_prompt_tokens
     prompts = max(1, min(config.trainer.prompts_per_step, 4096 // width))
@@ -261,13 +265,13 @@ def _prefill(setting: Setting) -> Parts:
 
 
 def _reshard(setting: Setting) -> dict[str, Parts]:
-    """Returns what resharding needs: of embedding, head and norm, and of a layer."""
     held, wanted, item = setting.held("lm"), setting.rollout_held, setting.param_item
     ends, layer = setting.resharded.values()
     # Tables that are split as in training are copied one by one.
-    beside_ends = ends if wanted.embed > held.embed else ends / 2 * _compiler(setting).laid
-    beside_layer = layer / 2 if wanted.layers > held.layers else 0.0
+    beside_ends = ends if wanted["embed"] > held["embed"] else ends / 2 * _compiler(setting).laid
+    beside_layer = layer / 2 if wanted["layers"] > held["layers"] else 0.0
+    held_ends = held.total() - held["layers"]
     return {
-        "reshard": Parts((held.embed + held.rest) * item + ends, temporary=beside_ends),
-        "reshard_layer": Parts(held.layers * item + layer, temporary=beside_layer),
+        "reshard": Parts(held_ends * item + ends, temporary=beside_ends),
+        "reshard_layer": Parts(held["layers"] * item + layer, temporary=beside_layer),
     }

@@ -1,39 +1,165 @@
-"""Where the models of a run should live: all groupings over pools of devices, ranked.
+"""How long a step takes, and where the models of a run should live.
 
-A grouping is a partition of the run's policy, critic, reference and reward model; rollout belongs
-to the policy. Each group gets a pool of devices and the fastest mesh over it that fits. A step has
-three stages: sampling, scoring, learning. Pools work at the same time within a stage; models of
-one pool take turns.
+A phase takes the longest of these: its operations, its memory bytes and its link bytes, each over
+what the device does a second, times the share that programs reach (`REACHED`). Phases do not
+overlap. Host work, evaluation and checkpoints are left out.
+
+A grouping is a partition of policy, critic, reference and reward model; rollout belongs to the
+policy. Each group gets a pool of devices and the fastest mesh over it that fits. A step has three
+stages. Pools work at the same time within a stage; models of one pool take turns.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
 
+import numpy as np
+
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import PlacementConfig, PoolConfig
 from jaxrl_llm.config.placement import ROLES as ALL_ROLES
-from jaxrl_llm.planning import memory, roofline
+from jaxrl_llm.models import flops
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.setting import Setting
+from jaxrl_llm.planning.setting import Head, Setting, num_params
 
 ROLES = ("policy", "critic", "reference", "reward")
 Grouping = tuple[tuple[str, ...], ...]
 
-# The phases of each role in the three stages of a step (`roofline.phases`).
-_STAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "generate": {"policy": ("reshard",), "rollout": ("prefill", "decode")},
-    "score": {
-        "policy": ("score",),
-        "critic": ("score_critic",),
-        "reference": ("score_reference",),
-        "reward": ("score_reward",),
-    },
-    "learn": {"policy": ("train",), "critic": ("train_critic",)},
+# The phases of each stage of a step, with the role that each is of.
+_STAGES: Mapping[str, Mapping[str, str]] = {
+    "generate": {"reshard": "policy", "prefill": "rollout", "decode": "rollout"},
+    "score": {"score": "policy", **{f"score_{role}": role for role in ROLES[1:]}},
+    "learn": {"train": "policy", "train_critic": "critic"},
 }
-_TENSOR = (1, 2, 4, 8)
-_PARTS = 8
+REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a phase asks of one device in a whole step."""
+
+    flops: float  # recomputation included
+    useful_flops: float  # and not
+    memory_bytes: float  # read and written
+    link_bytes: float  # sent
+    seconds: float
+    num_devices: int  # that share the phase
+
+
+def phases(setting: Setting, device: Device) -> dict[str, Cost]:
+    """Returns the cost of every phase of a step by name, when all sequences are longest."""
+    needed = needs.of(setting.config.algorithm)
+    found = {
+        "prefill": _prefill(setting, device),
+        "decode": _decode(setting, device),
+        "score": _pass(setting, device, "lm", trained=False),
+        "train": _pass(setting, device, "lm", trained=True),
+        "reshard": _reshard(setting, device),
+    }
+    if needed.reference:
+        found["score_reference"] = found["score"]
+    if needed.critic:
+        found["score_critic"] = _pass(setting, device, "scalar", trained=False)
+        found["train_critic"] = _pass(setting, device, "scalar", trained=True)
+    for shape in setting.scorers:
+        scorer = dataclasses.replace(setting, policy=shape)
+        found["score_reward"] = _pass(scorer, device, "scalar", trained=False)
+    return found
+
+
+def _cost(setting: Setting, device: Device, work, useful, memory, links, group) -> Cost:
+    seconds = 0.0
+    if device.flops:
+        bandwidth = device.link_bandwidth if group <= device.domain else device.network_bandwidth
+        # A float32 matmul takes four passes of 16-bit ones.
+        slow = 1.0 if setting.config.model.compute_dtype == "bfloat16" else 4.0
+        seconds = max(
+            slow * work / (device.flops * REACHED["flops"]),
+            memory / (device.memory_bandwidth * REACHED["memory"]),
+            links / (bandwidth * REACHED["links"]),
+        )
+    return Cost(work, useful, memory, links, seconds, setting.num_devices)
+
+
+def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cost:
+    """Returns a forward, or a forward and backward, pass over all sequences of a step."""
+    config, shape, mesh = setting.config, setting.policy, setting.mesh
+    sequences, width = config.sequences_per_step, config.max_sequence_tokens
+    params = num_params(shape)
+    forward = flops.forward(shape, np.full(sequences, width), int(head == "scalar"))
+    forward /= setting.num_devices
+    tensor, shards, data = mesh["tensor"], mesh["fsdp"], mesh["data"]
+    weights = params * setting.compute_item / tensor
+    times = config.trainer.epochs if trained else 1
+    passes = 3 if trained else 1
+    each = config.minibatch_size * width if trained else sequences * width
+    updates = times * sequences * width / each
+    useful = forward * (passes * times)
+    work = useful + (forward * _recomputed(config.model.remat, shape) * times if trained else 0.0)
+
+    microbatches = updates * setting.rows(each // width).count
+    memory = weights * passes * microbatches
+    tokens = times * sequences * width / setting.row_shards
+    carry = tokens * shape.hidden_size * setting.compute_item
+    links = weights * (shards - 1) / shards * passes * microbatches
+    # Two sums over the tensor axis a layer and direction, each sent and received in pieces.
+    links += passes * shape.num_layers * 2 * 2 * carry * (tensor - 1) / tensor
+    if trained:
+        held = params / (tensor * shards)
+        memory += updates * held * (2 * 4 * 3 + 4 * 2)  # weights and moments in and out, gradients
+        links += updates * 2 * params / (tensor * shards) * 4 * (data - 1) / data
+    memory += shape.num_layers * carry * 12 * passes
+    return _cost(setting, device, work, useful, memory, links, setting.num_devices)
+
+
+def _recomputed(remat: str, shape: Shape) -> float:
+    """Returns the share of a forward pass that the backward pass does again."""
+    output = shape.num_heads * shape.head_size * shape.hidden_size
+    mlp = shape.mlp_size * shape.hidden_size
+    layer = flops.layer_products(shape)
+    kept = {"attention": output + 2 * mlp, "projections": output, "dots": 0.0, "none": 0.0}
+    return kept.get(remat.removeprefix("offload_"), layer) / layer
+
+
+def _prefill(setting: Setting, device: Device) -> Cost:
+    config, shape, tensor = setting.config, setting.policy, setting.mesh["tensor"]
+    prompts, tokens = config.trainer.prompts_per_step, config.data.max_prompt_tokens
+    work = flops.forward(shape, np.full(prompts, tokens), 1) / setting.num_devices
+    weights = num_params(shape) * setting.compute_item / tensor
+    batches = max(1, prompts * tokens / 4096)
+    links = 4 * shape.num_layers * prompts * tokens / setting.row_shards * shape.hidden_size
+    links *= (tensor - 1) / tensor
+    return _cost(setting, device, work, work, weights * batches, links, tensor)
+
+
+def _decode(setting: Setting, device: Device) -> Cost:
+    config, shape, item = setting.config, setting.policy, setting.compute_item
+    tensor, fsdp = setting.mesh["tensor"], setting.mesh["fsdp"]
+    slots, response = setting.num_slots, config.rollout.max_response_tokens
+    steps = math.ceil(config.sequences_per_step / slots) * response
+    local = slots / setting.row_shards
+    held = num_params(shape) / tensor
+    mean = config.data.max_prompt_tokens + response / 2
+    attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / tensor
+    work = steps * local * (2 * held + attended)
+    heads = setting.split(shape.num_kv_heads)
+    cache = 2 * shape.num_layers * local * heads * mean * shape.head_size * item
+    links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
+    if config.mesh.rollout == "train":
+        links += steps * held * item * (fsdp - 1) / fsdp
+    return _cost(setting, device, work, work, steps * (held * item + cache), links, tensor)
+
+
+def _reshard(setting: Setting, device: Device) -> Cost:
+    shards = 1 if setting.config.mesh.rollout == "train" else setting.mesh["fsdp"]
+    arriving = num_params(setting.policy) * setting.compute_item / setting.mesh["tensor"]
+    links = arriving * (shards - 1) / shards
+    return _cost(setting, device, 0.0, 0.0, 2 * arriving, links, setting.num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +167,22 @@ class Pool:
     """A group of roles on devices of their own."""
 
     roles: tuple[str, ...]
-    num_devices: int
-    mesh: Mapping[str, int]
-    bytes: float  # most on a device
-    costs: Mapping[str, roofline.Cost]  # of the phases that its roles go through
+    setting: Setting  # on the pool's mesh
+    device: Device
 
     @functools.cached_property
-    def stages(self) -> list[float]:
-        """Seconds of each of `_STAGES`."""
-        names = ([n for role in self.roles for n in of.get(role, ())] for of in _STAGES.values())
-        return [sum(self.costs[n].seconds for n in some if n in self.costs) for some in names]
+    def bytes(self) -> float:  # most on a device
+        return memory.peak(self.setting, self.roles) + self.device.process_bytes
+
+    @functools.cached_property
+    def costs(self) -> dict[str, Cost]:  # of the phases that its roles go through
+        names = {n for of in _STAGES.values() for n, role in of.items() if role in self.roles}
+        return {k: v for k, v in phases(self.setting, self.device).items() if k in names}
+
+    @functools.cached_property
+    def stages(self) -> list[float]:  # seconds of each of `_STAGES`
+        own = self.costs
+        return [sum(own[n].seconds for n in of if n in own) for of in _STAGES.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +199,13 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """Roles joined by "+" share a pool."""
         return " | ".join("+".join(group) for group in self.grouping)
 
     def why(self) -> str:
-        """Returns in one line what bounds the placement."""
         if not self.fits:
             return "does not fit: some pool is too small for its models at every division"
-        devices = sum(pool.num_devices for pool in self.pools)
-        busy = sum(sum(pool.stages) * pool.num_devices for pool in self.pools)
+        devices = sum(pool.setting.num_devices for pool in self.pools)
+        busy = sum(sum(pool.stages) * pool.setting.num_devices for pool in self.pools)
         idle = 1 - busy / (self.step_s * devices) if self.step_s else 0.0
         fullest = max(pool.bytes for pool in self.pools) / GIB
         longest = zip(_STAGES, _stage_seconds(self.pools), strict=True)
@@ -83,13 +213,12 @@ class Placement:
         return f"{seconds}; devices idle {idle:.0%} of the step; fullest {fullest:.1f} GiB"
 
     def config(self) -> PlacementConfig:
-        """Returns the placement as a run is told of it, by hand."""
-        pools: dict[str, PoolConfig] = {}
-        roles: dict[str, str] = {}
-        for pool in self.pools:
-            name = "_".join(pool.roles)
-            pools[name] = PoolConfig(devices=pool.num_devices, **pool.mesh)
-            roles |= dict.fromkeys(pool.roles, name)
+        named = {"_".join(pool.roles): pool for pool in self.pools}
+        roles = {role: name for name, pool in named.items() for role in pool.roles}
+        pools = {
+            name: PoolConfig(devices=pool.setting.num_devices, **pool.setting.mesh)
+            for name, pool in named.items()
+        }
         everyone = {role: roles.get(role, roles["policy"]) for role in ALL_ROLES}
         return PlacementConfig(choice="by_hand", pools=pools, roles=everyone)
 
@@ -108,46 +237,44 @@ def groupings(roles: tuple[str, ...] = ROLES) -> Iterator[Grouping]:
 
 
 def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1) -> list[Placement]:
-    """Returns all placements of a run's models on some devices.
+    """Returns all placements of a run's models, whatever its mesh; those that fit come first.
 
-    Those that fit come first, by the time of a step; where the speed of the devices is not known,
-    by the number of pools. Every pool takes as many devices of each host. The mesh of `setting` is
-    not used.
+    They are ranked by the time of a step (if known), then by the number of pools.
     """
     best_pool = functools.cache(functools.partial(_best_pool, setting, device))
     found = []
     for grouping in groupings(tuple(role for role in ROLES if setting.has(role))):
-        best = Placement(grouping, (), float("inf"))
+        best = Placement(grouping, (), math.inf)
         for counts in _divisions(num_devices, len(grouping)):
             if any(count % num_hosts for count in counts):
                 continue
             pools = tuple(filter(None, map(best_pool, grouping, counts)))
-            if len(pools) == len(grouping) and sum(_stage_seconds(pools)) < best.step_s:
-                best = Placement(grouping, pools, sum(_stage_seconds(pools)))
+            step_s = sum(_stage_seconds(pools))
+            if len(pools) == len(grouping) and step_s < best.step_s:
+                best = Placement(grouping, pools, step_s)
         found.append(best)
     return sorted(found, key=lambda placement: (placement.step_s, len(placement.grouping)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """A step by the roofline."""
+    """The time of a step."""
 
     step_s: float
     tokens_per_s_per_device: float  # of prompts and responses
     mfu: float  # useful operations over what the devices could do in that time, 0 to 1
-    phases: Mapping[str, roofline.Cost]  # each on a device of its pool
+    phases: Mapping[str, Cost]  # each on a device of its pool
 
 
 def speed(plan: Plan) -> Speed:
-    """Returns how fast a run takes steps: pools at the same time, models of one in turns."""
-    device, num_devices = plan.device, plan.num_devices
-    pools = [_pool(setting, device, roles) for roles, setting in plan.pools.items()]
-    phases = {name: cost for pool in pools for name, cost in pool.costs.items()}
+    pools = [Pool(roles, setting, plan.device) for roles, setting in plan.pools.items()]
+    costs = {name: cost for pool in pools for name, cost in pool.costs.items()}
     step_s = sum(_stage_seconds(pools))
-    tokens = plan.setting.config.sequences_per_step * plan.setting.width
-    useful = sum(cost.useful_flops * cost.num_devices for cost in phases.values())
-    mfu = useful / (step_s * device.flops * num_devices)
-    return Speed(step_s, tokens / step_s / num_devices, mfu, phases)
+    config = plan.setting.config
+    tokens = config.sequences_per_step * config.max_sequence_tokens
+    useful = sum(cost.useful_flops * cost.num_devices for cost in costs.values())
+    mfu = useful / (step_s * plan.device.flops * plan.num_devices)
+    return Speed(step_s, tokens / step_s / plan.num_devices, mfu, costs)
 
 
 def _stage_seconds(pools: Collection[Pool]) -> list[float]:
@@ -160,7 +287,7 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
 
     Dims of models divide by powers of two: of 96 devices, a pool of 64 holds more than one of 72.
     """
-    unit = max(1, num_devices // _PARTS)
+    unit = max(1, num_devices // 8)
     sizes = {*range(unit, num_devices, unit), *(1 << i for i in range(num_devices.bit_length()))}
     for first in itertools.product(sorted(sizes), repeat=num_pools - 1):
         last = num_devices - sum(first)
@@ -169,26 +296,18 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
 
 
 def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: int) -> Pool | None:
-    """Returns the fastest mesh over `count` devices on which a group fits, None without one."""
+    """Returns the group on the fastest mesh over `count` devices on which it fits, if any."""
     roles = (*group, "rollout") if "policy" in group else group
     fitting = []
-    for tensor in _TENSOR:
+    for tensor in (1, 2, 4, 8):
         if count % tensor == 0:
-            # Dims of models divide by powers of two; the rest of a pool's size goes to data.
+            # A power of two, as dims of models divide by these; the rest goes to data.
             fsdp = (count // tensor) & -(count // tensor)
             mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
-            pool = _pool(dataclasses.replace(setting, mesh=mesh), device, roles)
+            pool = Pool(roles, dataclasses.replace(setting, mesh=mesh), device)
             if pool.bytes <= device.memory_bytes:
                 fitting.append(pool)
     return min(fitting, key=lambda pool: sum(pool.stages), default=None)
-
-
-def _pool(setting: Setting, device: Device, roles: tuple[str, ...]) -> Pool:
-    """Returns what roles need, and how long they take, on the setting's mesh."""
-    names = {name for stage in _STAGES.values() for role in roles for name in stage.get(role, ())}
-    costs = {k: cost for k, cost in roofline.phases(setting, device).items() if k in names}
-    needed = memory.peak(setting, roles) + device.process_bytes
-    return Pool(roles, setting.num_devices, setting.mesh, needed, costs)
 
 
 def table(ranking: list[Placement]) -> str:
@@ -196,6 +315,7 @@ def table(ranking: list[Placement]) -> str:
     lines = []
     for number, placement in enumerate(ranking, 1):
         time = f"{placement.step_s:8.1f} s" if placement.fits else "       - "
-        pools = ", ".join(f"{pool.num_devices} ({axes(pool.mesh)})" for pool in placement.pools)
+        settings = [pool.setting for pool in placement.pools]
+        pools = ", ".join(f"{each.num_devices} ({axes(each.mesh)})" for each in settings)
         lines.append(f"{number:2} {time}  {placement.name:44} {pools}\n{'':15}{placement.why()}")
     return "\n".join(lines)

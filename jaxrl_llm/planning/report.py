@@ -7,12 +7,10 @@ from typing import Any
 
 from jaxrl_llm.errors import Problem
 from jaxrl_llm.planning import placement
-from jaxrl_llm.planning.advice import Advice
 from jaxrl_llm.planning.devices import GIB
-from jaxrl_llm.planning.fit import Plan, axes
+from jaxrl_llm.planning.fit import Advice, Plan, axes
 from jaxrl_llm.planning.setting import PARTS
 
-_COLUMNS = (*PARTS, "host")
 _BAR = 48  # characters of a full device
 _MARKS = dict(zip(PARTS, "WGOALCT", strict=True))
 
@@ -35,15 +33,14 @@ def _name_width(plan: Plan) -> int:
 
 
 def table(plan: Plan, compiled: Mapping[str, Any]) -> str:
-    """Returns GiB a device by program and part.
-
-    Beside it the compiler's total, where `compiled` has a program's bytes, or why it refused.
-    """
+    """Returns GiB a device by program and part, and what the compiler says in `compiled`."""
     width = _name_width(plan)
-    head = f"{'GiB a device':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total"))
+    head = f"{'GiB a device':{width}}" + "".join(
+        f"{name:>12}" for name in (*PARTS, "host", "total")
+    )
     lines = [head + (f"{'compiler':>12}" if compiled else "")]
     for name, parts in plan.programs.items():
-        cells = [getattr(parts, column) for column in _COLUMNS] + [parts.total]
+        cells = [*vars(parts).values(), parts.total]
         line = f"{name:{width}}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
         if name in compiled:
             found = compiled[name]
@@ -70,19 +67,14 @@ def bar_chart(plan: Plan) -> str:
 
 
 def times(plan: Plan, price: float) -> str:
-    """Returns seconds by phase and for a step, tokens per second, MFU, and dollars for the run.
-
-    The speed of the devices must be known; `price` is dollars for each device and hour, 0: none.
-    """
+    """Returns times, tokens/s, MFU, and dollars at a price a device and hour (0: unknown)."""
     speed = placement.speed(plan)
     lines = [f"{'a step':18}{'seconds':>10}{'TFLOP':>10}{'HBM GB':>10}{'link GB':>10}"]
     for name, cost in speed.phases.items():
         sizes = (cost.flops / 1e12, cost.memory_bytes / 1e9, cost.link_bytes / 1e9)
         lines.append(f"{name:18}{cost.seconds:10.2f}" + "".join(f"{n:10.1f}" for n in sizes))
-    lines.append(
-        f"{'all':18}{speed.step_s:10.2f}   {speed.tokens_per_s_per_device:.0f} tokens/s/device,"
-        f" MFU {speed.mfu:.1%}"
-    )
+    rate = f"{speed.tokens_per_s_per_device:.0f} tokens/s/device, MFU {speed.mfu:.1%}"
+    lines.append(f"{'all':18}{speed.step_s:10.2f}   {rate}")
     if price:
         steps, dollars = plan.setting.config.trainer.num_steps, _dollars(plan, speed, price)
         lines.append(f"{steps} steps: {dollars:,.0f} dollars at {price} a device and hour")
@@ -90,7 +82,6 @@ def times(plan: Plan, price: float) -> str:
 
 
 def _dollars(plan: Plan, speed: placement.Speed, price: float) -> float:
-    """Returns the price of the run at `price` for each device and hour."""
     num_steps = plan.setting.config.trainer.num_steps
     return price * plan.num_devices * num_steps * speed.step_s / 3600
 
@@ -105,10 +96,7 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
         "peak_bytes": plan.peak,
         "fits": plan.fits,
         "room_bytes": plan.room,
-        "programs": {
-            name: {**dataclasses.asdict(parts), "total": parts.total}
-            for name, parts in plan.programs.items()
-        },
+        "programs": {k: vars(parts) | {"total": parts.total} for k, parts in plan.programs.items()},
         "advice": {
             "changes": advice.changes,
             "device": advice.plan.device.name,
@@ -125,7 +113,6 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
 
 
 def chart_problems(path: str) -> Iterator[Problem]:
-    """Yields why no chart can be written to `path`."""
     if not path.endswith(".png"):
         yield "chart", f"{path} must end in .png"
     if not pathlib.Path(path).absolute().parent.is_dir():
@@ -135,11 +122,9 @@ def chart_problems(path: str) -> Iterator[Problem]:
 def save_chart(plan: Plan, path: str) -> None:
     """Writes the plan as a picture: a stacked bar a program, the device's memory a line."""
     # Of the extra [plot], which no other module needs.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     bars = figure.add_subplot()
     names = list(plan.programs)
     below = [0.0] * len(names)

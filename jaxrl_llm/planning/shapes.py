@@ -57,16 +57,13 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def known_shape(name: str) -> Shape:
-    """Returns the shape of a published model by its name, which may have a suffix.
-
-    Raises:
-      ConfigError: If `name` begins with no known name.
-    """
+    """Returns the shape of the published model with whose name `name` begins."""
     found = [known for known in SHAPES if name.lower().startswith(known.lower())]
     if not found:
-        rule = "is no folder here and no published model known by name; give a folder with"
-        known = f"config.json, or one of {', '.join(SHAPES)}"
-        raise ConfigError([f"config.model.path: {name!r} {rule} {known}"])
+        raise ConfigError(
+            f"config.model.path: {name!r} is no folder here and no published model known by name;"
+            f" give a folder with config.json, or one of {', '.join(SHAPES)}"
+        )
     return SHAPES[max(found, key=len)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 from jaxrl_llm.rewards.worker import LARGEST_SCORE
@@ -30,26 +30,38 @@ TermConfig = RewardFunctionConfig | RewardModelConfig
 def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
     """Raises RewardError if a row has no reward, or a function cannot be found or always fails.
 
-    A user's file is run in a process of its own, so that it can neither end nor hang this one.
-    Its functions are called on a few rows of `prompts` until one call succeeds: on the ground
-    truth, on an empty response and on a sentence. With `on_failure="score"`, a function that
-    always fails is a warning.
+    A user's file is run in a process of its own, so that it can neither end nor hang this one. Its
+    functions are called on a few rows of `prompts` until one call succeeds. With
+    `on_failure="score"`, a function that always fails is a warning.
     """
     check_sources(config, [prompt.data_source for prompt in prompts])
     terms = {**config.functions, **config.cost_functions}
     users = {name: term for name, term in terms.items() if is_import_path(term.function)}
-    if users:
-        one = dataclasses.replace(config, num_workers=1)
-        with RewardPool([term.function for term in terms.values()], one) as pool:
-            for name, term in users.items():
-                _probe(config, pool, name, term, prompts)
-        return
-    for term in terms.values():
+    if not users:
         try:
-            if term.function not in functions.REWARD_FUNCTIONS:
-                functions.resolve(term.function)
+            for term in terms.values():
+                if term.function not in functions.REWARD_FUNCTIONS:
+                    functions.resolve(term.function)
         except ValueError as error:
             raise RewardError(str(error)) from error
+        return
+    one = dataclasses.replace(config, num_workers=1)
+    with RewardPool([term.function for term in terms.values()], one) as pool:
+        for name, term in users.items():
+            calls = [
+                Call(term.function, p.index, p.data_source, text, p.ground_truth, p.extra_info)
+                for p in [p for p in prompts if term.data_source in ("*", p.data_source)][:2]
+                for text in (str(p.ground_truth), "", "The answer is 42.")
+            ]
+            outcomes = (pool.attempt([call])[0].failure for call in calls)
+            failures = list(itertools.takewhile(bool, outcomes))
+            if not failures or len(failures) < len(calls):
+                continue
+            said = f"config.rewards: {name!r} ({term.function}) failed in each of {len(calls)}"
+            said += f" calls on rows of the training set: {failures[0]}"
+            if config.on_failure == "stop":
+                raise RewardError(f"{said}\nCorrect the function")
+            logger.warning("%s", said)
 
 
 def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
@@ -66,46 +78,18 @@ def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
             )
 
 
-def _probe(
-    config: RewardsConfig,
-    pool: RewardPool,
-    name: str,
-    term: RewardFunctionConfig,
-    prompts: Sequence[Prompt],
-) -> None:
-    failures = []
-    for row in [p for p in prompts if term.data_source in ("*", p.data_source)][:2]:
-        for text in (str(row.ground_truth), "", "The answer is 42."):
-            given = row.data_source, text, row.ground_truth, row.extra_info
-            (outcome,) = pool.attempt([Call(term.function, row.index, *given)])
-            if not outcome.failure:
-                return
-            failures.append(outcome.failure)
-    if failures:
-        said = (
-            f"config.rewards: {name!r} ({term.function}) failed in each of {len(failures)} calls on"
-            f" rows of the training set: {failures[0]}"
-        )
-        if config.on_failure == "stop":
-            raise RewardError(f"{said}\nCorrect the function")
-        logger.warning("%s", said)
-
-
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
-    """Scores rollouts; a context manager that ends its processes."""
+    """Scores rollouts; a context manager that ends its processes.
+
+    `model_scorers` are for each of `models` and `cost_models`. RewardError: they are not, or a
+    function cannot be found.
+    """
 
     def __init__(self, config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]):
-        """Starts the workers; `model_scorers` score by each of `models` and `cost_models`.
-
-        Raises:
-          RewardError: a function cannot be found, or the models are not those of the config.
-        """
         wanted = {*config.models, *config.cost_models}
         if wanted != set(model_scorers):
-            raise RewardError(
-                f"config.rewards names the models {sorted(wanted)}, scorers were given for"
-                f" {sorted(model_scorers)}; give one for each"
-            )
+            given = f"scorers were given for {sorted(model_scorers)}; give one for each"
+            raise RewardError(f"config.rewards names the models {sorted(wanted)}, {given}")
         self._config = config
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
@@ -119,16 +103,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._pool.close()
 
     def score(self, rollouts: Rollouts) -> Rewards:
-        """Returns what each response is worth; all functions share one pass over the workers.
+        """Returns the score of each response; all functions share one pass over the workers.
 
         A term applies to the rows of its `data_source`, or to all with "*"; `scores` and `costs`
-        are the sums of weight times term over those that apply. A row that no cost applies to
-        costs 0; `baselines` are 0. `details` holds the keys that the row's functions returned
-        beside the score; a key that two of them return is kept for the later one as `term/key`.
-
-        Raises:
-          RewardError: no reward term applies to a row, a model gave no finite score for each
-            row, or a function failed and `on_failure` is "stop".
+        are the sums of weight times term over those that apply. `baselines` are 0. `details` holds
+        the keys that the row's functions returned beside the score; a key that two of them return
+        is kept for the later one as `term/key`. RewardError if no reward applies to a row, a model
+        gave no finite score for each row, or a function failed and `on_failure` is "stop".
         """
         terms = {**self._reward_terms, **self._cost_terms}
         sources = [rollouts.prompts[group].data_source for group in rollouts.group_ids]
@@ -198,10 +179,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:
     scores = np.asarray(scores, np.float32)
     if scores.shape != (num_rows,):
-        raise RewardError(
-            f"model {name!r} returned scores of shape {scores.shape}, one for each of the"
-            f" {num_rows} rows is needed"
-        )
+        found = f"model {name!r} returned scores of shape {scores.shape}"
+        raise RewardError(f"{found}, one for each of the {num_rows} rows is needed")
     for row in np.flatnonzero(~np.isfinite(scores)):
         raise RewardError(f"model {name!r}, row {row}: returned {scores[row]}, not a finite number")
     return scores

@@ -2,43 +2,35 @@
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.rewards.functions import Info
 from jaxrl_llm.rewards.sandbox import Limits, protections, run_python
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-MAX_TESTS = 64
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_MAX_TESTS = 64
 
 
-def code(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> dict[str, Any]:
+def code(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if the last block of code passes every test, else 0.0.
 
     `passed` is the share of tests that it passes before the first that fails, `failure` how that
-    one ended, `sandbox` which protections this machine has. The program is untrusted: see
-    `jaxrl_llm/rewards/sandbox.py`.
+    one ended, `sandbox` which protections this machine has against the untrusted program.
 
-    Args:
-      ground_truth: A mapping, or its JSON: `inputs` and `outputs`, texts for stdin and what stdout
-        must be but for white space at its ends and those of its lines; or `tests`, Python
-        statements that run after the program and fail by an exception.
-      extra_info: `timeout_s` of one test, 5 if missing; `memory_gib`, 1 if missing.
-
-    Raises:
-      ValueError: The ground truth holds no tests.
+    The ground truth is a mapping, or its JSON: `inputs` and `outputs`, texts for stdin and what
+    stdout must be but for white space at its ends and those of its lines; or `tests`, Python
+    statements that run after the program and fail by an exception. ValueError if it holds no test.
+    `extra_info` may have `timeout_s` of one test (5) and `memory_gib` (1).
     """
     tests = _tests(ground_truth)
-    blocks = BLOCK.findall(solution_str)
+    blocks = _BLOCK.findall(solution_str)
     found = {"score": 0.0, "passed": 0.0, "failure": "", "sandbox": str(protections())}
     found["pred"] = blocks[-1] if blocks else ""
     if not blocks:
         return {**found, "failure": "no block of code"}
     seconds = float(extra_info.get("timeout_s", 5.0))
-    limits = Limits(
-        wall_s=seconds, cpu_s=seconds, memory_gib=float(extra_info.get("memory_gib", 1.0))
-    )
+    memory_gib = float(extra_info.get("memory_gib", 1.0))
+    limits = Limits(wall_s=seconds, cpu_s=seconds, memory_gib=memory_gib)
     for number, (stdin, expected, after) in enumerate(tests):
         ended = run_python(f"{blocks[-1]}\n{after}", stdin, limits)
         right = after or _lines(ended.output) == _lines(expected)
@@ -61,7 +53,7 @@ def _tests(ground_truth: Any) -> list[tuple[str, str, str]]:
         raise ValueError(f"{rule}, got {ground_truth!r:.80}") from error
     if not pairs:
         raise ValueError(f"{rule}, got no test")
-    return [(str(stdin), str(stdout), "") for stdin, stdout in pairs[:MAX_TESTS]]
+    return [(str(stdin), str(stdout), "") for stdin, stdout in pairs[:_MAX_TESTS]]
 
 
 def _lines(text: str) -> list[str]:

@@ -13,13 +13,12 @@ from typing import Any
 from jaxrl_llm.algorithms import lookup
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+Info = Mapping[str, Any]
 Result = float | Mapping[str, Any]
 RewardFunction = Callable[..., Result | Awaitable[Result]]
 
 
-def arithmetic(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> dict[str, Any]:
+def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if all text after the first `#` is the ground truth, else 0.0.
 
     White space around it is ignored. A policy can neither guess twice nor go on for ever.
@@ -28,22 +27,18 @@ def arithmetic(
     return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
 
 
-def gsm8k(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> dict[str, Any]:
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if the last `#### number` is the ground truth, else 0.0.
 
-    It is looked for in the last 300 characters. Commas are dropped; then the texts must be equal,
-    as in verl: `12.0` is not `12`, and neither is `12.` at the end of a sentence.
+    Only the last 300 characters count. Commas are dropped; then the texts must be equal, as in
+    verl: neither `12.0` nor `12.` at the end of a sentence is `12`.
     """
     numbers = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     answer = numbers[-1].replace(",", "") if numbers else ""
     return {"score": float(bool(numbers) and answer == ground_truth), "pred": answer}
 
 
-def answer_format(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
+def formatted(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> float:
     """Returns 1.0 if the solution contains a match of `extra_info["format_regex"]`, else 0.0.
 
     The default is `#### number`; `.` matches newlines too.
@@ -52,9 +47,7 @@ def answer_format(
     return float(re.search(pattern, solution_str, re.DOTALL) is not None)
 
 
-def length_penalty(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
+def length(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> float:
     """Returns -min(1, (characters - max_characters) / buffer_characters), 0.0 of fewer characters.
 
     `extra_info` may have `max_characters` (1024) and `buffer_characters` (as `max_characters`).
@@ -71,30 +64,25 @@ REWARD_FUNCTIONS: Mapping[str, Any] = {
     "gsm8k": f"{__name__}:gsm8k",
     "math": "jaxrl_llm.rewards.math:math_answer",
     "code": "jaxrl_llm.rewards.code:code",
-    "format": f"{__name__}:answer_format",
-    "length": f"{__name__}:length_penalty",
+    "format": f"{__name__}:formatted",
+    "length": f"{__name__}:length",
 }
 
 
 def resolve(name: str) -> RewardFunction:
     """Returns a key of `REWARD_FUNCTIONS`, `package.module:function` or `path/file.py:function`.
 
-    Raises:
-      ValueError: there is no such name, module, file or function, its module fails when imported,
-        or the function cannot be called with the four arguments.
+    ValueError if there is none, its module fails when imported, or it does not take `ARGUMENTS`.
     """
+    where, what = REWARD_FUNCTIONS.get(name, name), "reward function"
     try:
-        function = lookup.resolve(
-            REWARD_FUNCTIONS.get(name, name), REWARD_FUNCTIONS, "reward function"
-        )
+        function = lookup.resolve(where, REWARD_FUNCTIONS, what)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"reward function {name!r} cannot be used: {type(error).__name__}: {error}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} {name!r} cannot be used: {cause}") from error
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
-        raise ValueError(
-            f"reward function {name!r}: must take {', '.join(ARGUMENTS)} by name: {error}"
-        ) from error
+        rule = f"must take {', '.join(ARGUMENTS)} by name"
+        raise ValueError(f"{what} {name!r}: {rule}: {error}") from error
     return function

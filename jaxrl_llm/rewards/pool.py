@@ -22,9 +22,8 @@ from typing import IO, Any
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import messages
 from jaxrl_llm.rewards.functions import ARGUMENTS
-from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
+from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES, send
 
 START_TIMEOUT_S = 120.0  # to import the module of a reward function
 CLOSE_TIMEOUT_S = 2.0
@@ -55,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call."""
+    """The result of a call."""
 
     score: float
     details: Mapping[str, Any] = field(default_factory=dict)  # keys returned beside the score
@@ -63,16 +62,12 @@ class Outcome:
 
 
 class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
-    """Calls reward functions in worker processes; a context manager."""
+    """Calls reward functions in worker processes; a context manager that ends them."""
 
     def __init__(self, functions: Sequence[str], config: RewardsConfig):
-        """Starts the workers and waits until each has found every function.
+        """Starts workers, none without `functions`, names for `functions.resolve`.
 
-        `functions` are built-in names, import paths or file paths, as of `functions.resolve`;
-        without any there is no worker.
-
-        Raises:
-          RewardError: a function cannot be found or imported.
+        RewardError if a worker cannot find or import one of them.
         """
         self._functions, self._config = tuple(dict.fromkeys(functions)), config
         self._workers: list[_Worker] = []
@@ -98,11 +93,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._workers = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Returns the outcome of each call, in the order of the calls.
-
-        Raises:
-          RewardError: a call failed and `on_failure` is "stop".
-        """
+        """Returns the outcome of each call; raises RewardError if one fails and that stops runs."""
         outcomes = self.attempt(calls, stop=self._config.on_failure == "stop")
         if failed := [index for index, outcome in enumerate(outcomes) if outcome.failure]:
             first = f"{_where(calls[failed[0]])}: {outcomes[failed[0]].failure}"
@@ -119,7 +110,13 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         repeated = set[int]()  # calls whose first process died before it read them
         try:
             while len(outcomes) < len(calls):
-                self._hand_out(calls, waiting)
+                for worker in [worker for worker in self._workers if worker.idle]:
+                    try:
+                        if waiting:
+                            worker.begin(waiting[0], calls[waiting[0]], self._config.timeout_s)
+                            waiting.popleft()
+                    except OSError:  # it died between calls; the call goes to another one
+                        self._replace(worker)
                 for worker in self._workers_with_news():
                     if not worker.ready:  # a replacement that has finished its imports
                         worker.wait_until_ready()
@@ -146,16 +143,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 self._replace(worker)
         return [outcomes[index] for index in range(len(calls))]
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
-        for worker in [worker for worker in self._workers if worker.idle]:
-            if not waiting:
-                return
-            try:
-                worker.begin(waiting[0], calls[waiting[0]], self._config.timeout_s)
-                waiting.popleft()
-            except OSError:  # it died between calls; the call goes to another one
-                self._replace(worker)
-
     def _workers_with_news(self) -> list["_Worker"]:
         """Waits; returns workers that answered, died, or are over their time."""
         active = [worker for worker in self._workers if not worker.idle]
@@ -168,10 +155,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         return Outcome(self._config.failure_score, failure=failure)
 
     def _outcome(self, worker: "_Worker") -> Outcome | None:
-        """Returns the outcome of the worker's call, and replaces the worker if it is lost.
-
-        None means that the worker died before it read the call.
-        """
+        """Returns the outcome of a call, None if the worker died unread; replaces a lost worker."""
         if not worker.connection.poll():
             self._replace(worker)
             limit = f"rewards.timeout_s={self._config.timeout_s:g}"
@@ -227,7 +211,7 @@ class _Worker:
         self.ready = False
         self.call = -1  # index of the call it is busy with; -1: none
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        messages.send(self.connection, (functions, config.memory_gib))
+        send(self.connection, (functions, config.memory_gib))
 
     @property
     def idle(self) -> bool:
@@ -236,11 +220,10 @@ class _Worker:
     def begin(self, index: int, call: Call, timeout_s: float) -> None:
         arguments = {name: getattr(call, name) for name in ARGUMENTS}
         try:
-            messages.send(self.connection, (call.function, arguments))
+            send(self.connection, (call.function, arguments))
         except (TypeError, RecursionError) as error:
-            raise RewardError(
-                f"{_where(call)}: ground_truth or extra_info cannot be sent to a process: {error}"
-            ) from error
+            what = "ground_truth or extra_info cannot be sent to a process"
+            raise RewardError(f"{_where(call)}: {what}: {error}") from error
         self.call = index
         self.deadline = time.monotonic() + timeout_s
 
@@ -251,8 +234,9 @@ class _Worker:
 
     def wait_until_ready(self) -> None:
         try:
-            answered = self.connection.poll(max(0.0, self.deadline - time.monotonic()))
-            answer = self.receive() if answered else {"error": f"no sign for {START_TIMEOUT_S:g} s"}
+            answer = {"error": f"no sign for {START_TIMEOUT_S:g} s"}
+            if self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+                answer = self.receive()
         except (EOFError, OSError):
             answer = {"error": f"its process ended with {self.end(CLOSE_TIMEOUT_S)}"}
         if "error" in answer:

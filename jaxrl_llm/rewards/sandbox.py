@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxrl_llm.rewards import supervisor
 from jaxrl_llm.rewards.supervisor import PR_SET_PDEATHSIG, libc
@@ -52,8 +53,7 @@ class Limits:
     processes: int = 64  # of its user; without effect on root that cannot become nobody
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Ended(NamedTuple):
     """How a program ended."""
 
     output: str
@@ -66,8 +66,7 @@ class Outcome:
         return self.exit_code == 0 and not self.failure
 
 
-@dataclasses.dataclass(frozen=True)
-class Protections:
+class Protections(NamedTuple):
     """Which means are in force on this machine beside the limits, which always are."""
 
     # "namespace": it has no network, cannot read the run's environment in /proc, and sees only its
@@ -88,10 +87,10 @@ def protections() -> Protections:
     def works(prepare: Callable[[], None]) -> bool:
         command = [sys.executable, "-I", "-S", "-c", ""]
         try:
-            ended = subprocess.run(command, preexec_fn=prepare, timeout=20, check=False, cwd="/")
-            return ended.returncode == 0
+            subprocess.run(command, preexec_fn=prepare, timeout=20, check=True, cwd="/")
         except (subprocess.SubprocessError, OSError):
             return False
+        return True
 
     user = "nobody" if os.geteuid() == 0 and works(_become_nobody) else "own"
     with tempfile.TemporaryDirectory() as empty:
@@ -126,12 +125,10 @@ def restrict(limits: Limits) -> None:
 def _leave_system(empty: str) -> None:
     """Enters namespaces without a network, in which /proc is the folder `empty`.
 
-    The next child is the first process of its own system: when it ends, the kernel ends all that
-    it has started, and it sees no other process to send signals to.
+    When the next child ends, the kernel ends all that it has started; it sees no other process.
     """
-    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID
-    if os.geteuid() != 0:
-        flags |= _CLONE_NEWUSER
+    own_user = _CLONE_NEWUSER if os.geteuid() != 0 else 0
+    flags = _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS | _CLONE_NEWPID | own_user
     for failed in (
         libc.unshare(flags),
         libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
@@ -176,7 +173,7 @@ def _become_nobody() -> None:
     os.setuid(_NOBODY)
 
 
-def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
+def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Ended:
     """Runs the text of an untrusted Python program.
 
     The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
@@ -207,7 +204,7 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outc
     if not failure and process.returncode == -signal.SIGXCPU:
         failure = f"more than {limits.cpu_s:g} s of processor time"
     output, errors = (data.decode(errors="replace") for data in kept)
-    return Outcome(output, errors, process.returncode, failure)
+    return Ended(output, errors, process.returncode, failure)
 
 
 def _started(

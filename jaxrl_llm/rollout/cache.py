@@ -7,19 +7,25 @@ steps are kept in order of the steps, and join the cache when the chunk ends.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.config.samples import chosen_slots
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.sharding.mesh import constrain
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 AXES = ("batch", "kv_heads", None, None)  # of keys and of values
 NOWHERE = np.iinfo(np.int32).max  # the position of no token: past every query
+_LOGITS_HELD = 3  # float32 arrays of a decode step as large as its logits, those among them
 
 
 @jax.tree_util.register_dataclass
@@ -46,35 +52,45 @@ class Recent:
 
 def empty(shape: Shape, num_slots: int, blocks: Sequence[int], dtype) -> Cache:
     """Returns a cache of zeros; `blocks` are the sizes of a layer's, in positions."""
-    layers = [
-        zip(*(_zeros(shape, num_slots, n, dtype) for n in blocks), strict=True)
-        for _ in range(shape.num_layers)
-    ]
-    return Cache(*zip(*layers, strict=True))
+
+    def zeros(*dims: int) -> Array:
+        array = jnp.zeros((num_slots, shape.num_kv_heads, *dims), dtype)
+        return mesh_lib.constrain(array, *AXES)
+
+    layers, size = range(shape.num_layers), shape.head_size
+    return Cache(
+        tuple(tuple(zeros(size, positions) for positions in blocks) for _ in layers),
+        tuple(tuple(zeros(positions, size) for positions in blocks) for _ in layers),
+    )
 
 
 def no_recent(shape: Shape, num_slots: int, num_tokens: int, dtype) -> Recent:
     """Returns room for so many tokens a slot."""
-    layers = [_zeros(shape, num_slots, num_tokens, dtype) for _ in range(shape.num_layers)]
-    keys, values = zip(*layers, strict=True)
-    return Recent(keys, values, jnp.full((num_slots, num_tokens), NOWHERE, jnp.int32))
+    room = empty(shape, num_slots, [num_tokens], dtype)
+    nowhere = jnp.full((num_slots, num_tokens), NOWHERE, jnp.int32)
+    return Recent(tuple(k for (k,) in room.keys), tuple(v for (v,) in room.values), nowhere)
 
 
-def _zeros(
-    shape: Shape, num_slots: int, num_tokens: int, dtype
-) -> tuple[Float[Array, "S K H tokens"], Float[Array, "S K tokens H"]]:
-    """Returns keys and values of a layer."""
-    keys = jnp.zeros((num_slots, shape.num_kv_heads, shape.head_size, num_tokens), dtype)
-    values = jnp.zeros((num_slots, shape.num_kv_heads, num_tokens, shape.head_size), dtype)
-    return constrain(keys, *AXES), constrain(values, *AXES)
+def _changed(
+    cache: Cache,
+    change: Callable[[Array, int, int, Any], Array | None],
+    keys: Sequence[Any],
+    values: Sequence[Any],
+) -> Cache:
+    """Returns the cache of `change(block, its first position, axis of positions, rows)`.
 
+    `rows` are the entry of the block's layer in `keys` or `values`; None drops the block.
+    """
 
-def _with_positions(blocks: Sequence[Array], axis: int) -> Iterator[tuple[Array, int]]:
-    """Yields each block of a layer with the position of its first entry."""
-    first = 0
-    for block in blocks:
-        yield block, first
-        first += block.shape[axis]
+    def layer(blocks, rows, axis):
+        firsts = np.cumsum([0, *(block.shape[axis] for block in blocks)]).tolist()
+        found = [change(b, first, axis, rows) for b, first in zip(blocks, firsts, strict=False)]
+        return tuple(block for block in found if block is not None)
+
+    return Cache(
+        tuple(layer(blocks, rows, 3) for blocks, rows in zip(cache.keys, keys, strict=True)),
+        tuple(layer(blocks, rows, 2) for blocks, rows in zip(cache.values, values, strict=True)),
+    )
 
 
 def fill(
@@ -85,40 +101,27 @@ def fill(
 ) -> Cache:
     """Returns the cache with W tokens in these slots; slots past the last one are dropped."""
 
-    def put(blocks, rows, axis):
-        written = []
-        for block, first in _with_positions(blocks, axis):
-            end = min(first + block.shape[axis], rows.shape[axis])
-            if first < end:
-                part = lax.slice_in_dim(rows, first, end, axis=axis).astype(block.dtype)
-                index = (slots, *(slice(None),) * (axis - 1), slice(end - first))
-                block = block.at[index].set(part, mode="drop")
-            written.append(block)
-        return tuple(written)
+    def put(block, first, axis, rows):
+        end = min(first + block.shape[axis], rows.shape[axis])
+        if first >= end:
+            return block
+        part = lax.slice_in_dim(rows, first, end, axis=axis).astype(block.dtype)
+        index = (slots, *(slice(None),) * (axis - 1), slice(end - first))
+        return block.at[index].set(part, mode="drop")
 
-    turned = [rows.swapaxes(2, 3) for rows in keys]
-    return Cache(
-        tuple(put(b, rows, 3) for b, rows in zip(cache.keys, turned, strict=True)),
-        tuple(put(b, rows, 2) for b, rows in zip(cache.values, values, strict=True)),
-    )
+    return _changed(cache, put, [rows.swapaxes(2, 3) for rows in keys], values)
 
 
 def front(cache: Cache, num_slots: int, window: int) -> Cache:
     """Returns the first slots and positions."""
 
-    def cut(blocks, axis):
-        return tuple(
-            lax.slice_in_dim(
-                block[:num_slots], 0, min(block.shape[axis], window - first), axis=axis
-            )
-            for block, first in _with_positions(blocks, axis)
-            if first < window
-        )
+    def cut(block, first, axis, _):
+        if first >= window:
+            return None
+        end = min(block.shape[axis], window - first)
+        return lax.slice_in_dim(block[:num_slots], 0, end, axis=axis)
 
-    return Cache(
-        tuple(cut(blocks, 3) for blocks in cache.keys),
-        tuple(cut(blocks, 2) for blocks in cache.values),
-    )
+    return _changed(cache, cut, cache.keys, cache.values)
 
 
 def add(
@@ -144,25 +147,18 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
     slots = jnp.arange(num_slots)[:, None, None]
     heads = jnp.arange(num_heads)[None, :, None]
 
-    def put(blocks, rows, axis):
-        written = []
-        for block, first in _with_positions(blocks, axis):
-            if first < end:
-                size = block.shape[axis]
-                at = recent.positions - first
-                # Tokens of other blocks get indices past the end, all different: dropped.
-                outside = size + jnp.arange(num_tokens)
-                at = jnp.where((at >= 0) & (at < size), at, outside)[:, None]  # [S, 1, recent]
-                index = (slots, heads, slice(None), at) if axis == 3 else (slots, heads, at)
-                block = block.at[index].set(rows, mode="drop", unique_indices=True)
-            written.append(block)
-        return tuple(written)
+    def put(block, first, axis, rows):
+        if first >= end:
+            return block
+        size = block.shape[axis]
+        at = recent.positions - first
+        # Tokens of other blocks get indices past the end, all different: dropped.
+        outside = size + jnp.arange(num_tokens)
+        at = jnp.where((at >= 0) & (at < size), at, outside)[:, None]  # [S, 1, recent]
+        index = (slots, heads, slice(None), at) if axis == 3 else (slots, heads, at)
+        return block.at[index].set(rows, mode="drop", unique_indices=True)
 
-    turned = [rows.swapaxes(2, 3) for rows in recent.keys]
-    return Cache(
-        tuple(put(b, rows, 3) for b, rows in zip(cache.keys, turned, strict=True)),
-        tuple(put(b, rows, 2) for b, rows in zip(cache.values, recent.values, strict=True)),
-    )
+    return _changed(cache, put, [rows.swapaxes(2, 3) for rows in recent.keys], recent.values)
 
 
 def attention(
@@ -178,20 +174,55 @@ def attention(
     grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
     rows = grouped.reshape(slots, heads, -1, size)
     wide = {"preferred_element_type": jnp.float32}
-    scores = jnp.concatenate(
-        [jnp.einsum("skrh,skhw->skrw", rows, block, **wide) for block in keys], axis=-1
-    )
+    scores = [jnp.einsum("skrh,skhw->skrw", rows, block, **wide) for block in keys]
     may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
-    scores = jnp.where(may_see, scores / jnp.sqrt(size).astype(jnp.float32), -1e30)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(values[0].dtype)
+    scaled = jnp.concatenate(scores, axis=-1) / jnp.sqrt(size).astype(jnp.float32)
+    scaled = jnp.where(may_see, scaled, -1e30)
+    probabilities = jax.nn.softmax(scaled, axis=-1).astype(values[0].dtype)
     ends = np.cumsum([block.shape[2] for block in values])[:-1]
     shares = jnp.split(probabilities, ends, axis=-1)
-    mixed = functools.reduce(
-        jnp.add,
-        (
-            jnp.einsum("skrw,skwh->skrh", share, block, **wide)
-            for share, block in zip(shares, values, strict=True)
-        ),
-    )
-    mixed = mixed.reshape(grouped.shape).swapaxes(1, 2)
+    parts = [
+        jnp.einsum("skrw,skwh->skrh", share, block, **wide)
+        for share, block in zip(shares, values, strict=True)
+    ]
+    mixed = functools.reduce(jnp.add, parts).reshape(grouped.shape).swapaxes(1, 2)
     return mixed.reshape(q.shape).astype(q.dtype)
+
+
+def fitting_slots(
+    network: Network, mesh: Mesh, max_tokens: int, num_sequences: int, draft_tokens: int = 0
+) -> int:
+    """Returns how many slots an engine gets if the run does not say; see `chosen_slots`.
+
+    `max_tokens` is the cache's length; each guess of `draft_tokens` has its own logits. Devices
+    that are not present, or do not tell their memory, set no limit.
+    """
+
+    def needed(slots: int) -> int:
+        logits = logits_bytes(network, mesh, slots * (1 + draft_tokens))
+        return cache_bytes(network, mesh, slots, max_tokens) + _LOGITS_HELD * logits
+
+    device: Any = mesh.devices.flat[0]
+    try:
+        stats = device.memory_stats() or {}
+    except (NotImplementedError, RuntimeError, AttributeError):  # a device that is not present
+        stats = {}
+    free_bytes = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    return chosen_slots(num_sequences, device.platform, mesh.devices.size, free_bytes, needed)
+
+
+def cache_bytes(network: Network, mesh: Mesh, slots: int, max_tokens: int) -> int:
+    """Returns the bytes of keys and values on one device."""
+    shape = network.shape
+    array = (slots, shape.num_kv_heads, max_tokens, shape.head_size)
+    return 2 * shape.num_layers * _bytes(mesh, array, AXES, network.compute_dtype)
+
+
+def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:
+    """Returns the bytes of that many rows of logits on one device."""
+    return _bytes(mesh, (rows, network.shape.vocab_size), ("batch", "vocab"), jnp.float32)
+
+
+def _bytes(mesh: Mesh, array: tuple[int, ...], dims: tuple[str | None, ...], dtype: Any) -> int:
+    shard = mesh_lib.sharding_of(array, dims, mesh).shard_shape(array)
+    return math.prod(shard) * jnp.dtype(dtype).itemsize

@@ -1,7 +1,5 @@
 """The rollout engine: prefill, insert and generate over decode slots, kept full."""
 
-import bisect
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,63 +9,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.config.rollout import NO_SPECULATION
+from jaxrl_llm.config.samples import NO_SPECULATION
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import programs
-from jaxrl_llm.rollout import scheduler as scheduler_lib
 from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
 from jaxrl_llm.rollout.prefill import Prefix
-from jaxrl_llm.rollout.requests import Completion, Limits, Progress, Request
-from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler
-from jaxrl_llm.rollout.stopping import Decode
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """What the engine did since its last reset; sums, so that two of them can be added."""
-
-    prefill_tokens: int = 0  # of prompts, each counted once
-    prefill_positions: int = 0  # computed for them, padding included
-    prefill_s: float = 0.0
-    decode_tokens: int = 0  # sampled
-    decode_steps: int = 0
-    slot_steps: int = 0  # decode steps of each slot that was active in them
-    guesses: int = 0  # that decode steps checked; none without speculation
-    busy_room: int = 0  # slots times decode steps, while samples were waiting
-    busy_slot_steps: int = 0  # those of them in which the slot was active
-    decode_s: float = 0.0
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the slots' steps that sampled a token, until the queue was empty."""
-        return self.busy_slot_steps / self.busy_room if self.busy_room else 1.0
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens of a slot in one decode step; 1 without speculation."""
-        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the guesses that were right; 0 without speculation."""
-        right = self.decode_tokens - self.slot_steps
-        return right / self.guesses if self.guesses else 0.0
-
-    def __add__(self, other: "Statistics") -> "Statistics":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Statistics(*(a + b for a, b in pairs))
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the numbers of a step under their names in `metrics.jsonl`."""
-        read, decoded = self.prefill_tokens, self.decode_tokens
-        return {
-            "rollout/prefill_tokens_per_s": read / self.prefill_s if self.prefill_s else 0.0,
-            "rollout/decode_tokens_per_s": decoded / self.decode_s if self.decode_s else 0.0,
-            "rollout/slot_occupancy": self.occupancy,
-            "rollout/tokens_per_forward": self.tokens_per_forward,
-            "rollout/draft_acceptance": self.acceptance,
-        }
+from jaxrl_llm.rollout.requests import Completion, Decode, Limits, Progress, Request, Statistics
+from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler, admission
 
 
 class _Chunk(NamedTuple):
@@ -99,12 +48,9 @@ class Engine:
     ):
         """
         Args:
-          network: The policy; its `compute_dtype` is the cache's.
-          max_tokens: Longest prompt plus response; the cache's length.
+          max_tokens: Longest prompt plus response; the cache's length, in `network.compute_dtype`.
           chunk_steps: Most decode steps before the host reads their tokens.
-          layout: Of the weights, as `config.mesh.rollout`; it decides what slots and heads are
-            split over, where they divide.
-          speculation: Guesses that are checked together; they change speed, not samples.
+          layout: Of the weights, as `config.mesh.rollout`; slots and heads are split by it.
           decode: Tokens to text; without it requests with stop strings are refused.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
@@ -117,9 +63,10 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets every request and gives the cache's memory back; keeps compiled programs."""
+        self.statistics = Statistics()  # `generate` resets when it begins
         self._scheduler = Scheduler(self.num_slots, self._decode)
-        self._reader = Reader(lambda *args: self.jitted.prefill(*args), self.max_tokens)
-        self._sums = Statistics()
+        read = lambda *args: self.jitted.prefill(*args)  # noqa: E731
+        self._reader = Reader(read, self.max_tokens, self.statistics)
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -132,15 +79,6 @@ class Engine:
     def num_active(self) -> int:
         """Samples that have a slot."""
         return len(self._scheduler.active)
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was done since the last reset; `generate` resets when it begins."""
-        return dataclasses.replace(
-            self._sums,
-            prefill_tokens=self._reader.num_tokens,
-            prefill_positions=self._reader.num_positions,
-        )
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
@@ -158,28 +96,22 @@ class Engine:
         return self._scheduler.add(request)
 
     def abort(self, number: int) -> list[Completion]:
-        """Ends a request; returns its completions so far, `finish_reason` "abort" where running.
-
-        A request that has finished, or never was, has none.
-        """
+        """Ends a request; returns its completions so far, none if it has ended or never was."""
         return self._scheduler.remove(number)
 
     def step(self, params: Params, version: int = 0, *, ahead: bool = False) -> list[Progress]:
         """Fills free slots from the queue and decodes a chunk.
 
+        Returns one entry for each sample that got tokens, or failed.
+
         Args:
-          params: Rollout parameters, `layers` a tuple. They may change between steps, with the
-            same shapes and layout: prompts without a slot are read again, slots keep their keys
-            and values.
+          params: Rollout parameters, `layers` a tuple. Others of the same shapes and layout may
+            follow: prompts without a slot are read again, slots keep their keys and values.
           version: Of these weights; reported with every token that they draw.
           ahead: Nothing is submitted, aborted or changed before the next step, so the device may
             begin the next chunk before this one is read.
-
-        Returns:
-          One entry for each sample that got tokens, or failed.
         """
-        scheduler = self._scheduler
-        chunk, self._chunk = self._chunk, None
+        scheduler, chunk, self._chunk = self._scheduler, self._chunk, None
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
             if chunk is None:
@@ -188,7 +120,7 @@ class Engine:
                     for batch in self._reader.split(params, entering, scheduler):
                         self._insert(*batch, version)
             filled = time.perf_counter()
-            self._sums += Statistics(prefill_s=filled - began)
+            self.statistics.prefill_s += filled - began
             if self.num_active:
                 if chunk is None:
                     num_slots = self._settle()
@@ -196,7 +128,7 @@ class Engine:
                 if ahead:
                     self._chunk = self._dispatch_ahead(params, version, chunk)
                 self._take(chunk)
-                self._sums += Statistics(decode_s=time.perf_counter() - filled)
+                self.statistics.decode_s += time.perf_counter() - filled
         return scheduler.progress()
 
     def generate(
@@ -204,9 +136,8 @@ class Engine:
     ) -> list[list[Completion]]:
         """Returns the completions of every request, in the order of its samples.
 
-        Args:
-          longest_prompt: Tokens of the longest prompt of any call; with it, calls whose own longest
-            prompts differ read them with the same program.
+        With `longest_prompt`, the tokens of the longest prompt of any call, calls whose own longest
+        prompts differ read them with the same program.
 
         Raises:
           RequestError, ValueError: If a request does not fit, or submitted ones are not finished.
@@ -221,8 +152,7 @@ class Engine:
             self.limits.check(request, f"request {i}")
         self.reset()
         self._reader.longest = longest_prompt
-        scheduler = self._scheduler
-        completions = [scheduler.completions(scheduler.add(request)) for request in requests]
+        completions = [self._scheduler.completions(self._scheduler.add(r)) for r in requests]
         try:
             while self.num_waiting or self.num_active:
                 for progress in self.step(params, version, ahead=True):
@@ -236,37 +166,28 @@ class Engine:
             # The cache's memory, and a chunk without active slots; statistics stay.
             self._state = self._chunk = None
 
-    def _insert(
-        self, prefix: Prefix, prompts: list[int], entering: list[Sample], version: int
-    ) -> None:
+    def _insert(self, prefix: Prefix, prompts: dict[Sample, int], version: int) -> None:
         """Puts samples into slots; `prompts` are the indices of their prompts in the prefix."""
-        filtered, num_top = self._switches(entering)
+        filtered, num_top = self._switches(prompts)
+        entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
+        size = min(n for n in self.jitted.insert_sizes if n >= len(prompts))
+        admitted = admission(entering, size, self.num_slots)
+        state = self._state or self.jitted.empty()
         self._state, outputs = self.jitted.insert(
-            self._state or self.jitted.empty(),
-            prefix,
-            scheduler_lib.admission(
-                [(sample.key, sample.params) for sample in entering],
-                [sample.slot for sample in entering],
-                prompts,
-                _at_least(len(entering), self.jitted.insert_sizes),
-                self.num_slots,
-            ),
-            filtered=filtered,
-            num_top=num_top,
+            state, prefix, admitted, filtered=filtered, num_top=num_top
         )
-        self._scheduler.take_first(entering, jax.device_get(outputs), version)
+        self._scheduler.take_first(list(prompts), jax.device_get(outputs), version)
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode."""
         # Fewer active samples move together at the front, where a smaller program decodes them.
-        scheduler = self._scheduler
-        num_slots = _at_least(self.num_active, self.jitted.slot_counts)
-        moves = scheduler.compact(num_slots)
+        num_slots = min(n for n in self.jitted.slot_counts if n >= self.num_active)
+        moves = self._scheduler.compact(num_slots)
         for i in range(0, len(moves), MOVES):
             pairs = np.full((MOVES, 2), self.num_slots, np.int32)
             pairs[: len(moves[i : i + MOVES])] = moves[i : i + MOVES]
             self._state = self.jitted.move(self._state, pairs[:, 0], pairs[:, 1])
-        if stale := scheduler.stale_slots():
+        if stale := self._scheduler.stale_slots():
             mask = np.zeros(self.num_slots, bool)
             mask[stale] = True
             self._state = self.jitted.release(self._state, mask)
@@ -283,7 +204,7 @@ class Engine:
             # device runs on until its chunk or its work is done.
             np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
             num_slots=num_slots,
-            window=_at_least(min(longest, self.max_tokens), self.jitted.windows),
+            window=min(n for n in self.jitted.windows if n >= min(longest, self.max_tokens)),
             filtered=filtered,
             num_top=num_top,
         )
@@ -295,9 +216,8 @@ class Engine:
         # and where texts are searched. That a sample ended early is seen one chunk late.
         left = self._scheduler.lengths(self.chunk_steps)
         searched = any(s.params.stop_strings for s in self._scheduler.active.values())
-        if chunk.queue_waits or not left or searched:
-            return None
-        if _at_least(len(left), self.jitted.slot_counts) < chunk.num_slots:
+        fewer = any(len(left) <= count < chunk.num_slots for count in self.jitted.slot_counts)
+        if chunk.queue_waits or not left or searched or fewer:
             return None
         longest = max(left) + self.chunk_steps * self._step_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
@@ -309,14 +229,14 @@ class Engine:
         given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
         active = np.any(given, axis=1)
         steps, slot_steps = int(np.any(active, axis=1).sum()), int(active.sum())
-        self._sums += Statistics(
-            decode_tokens=self._scheduler.take(sampled, chunk.version),
-            decode_steps=steps,
-            slot_steps=slot_steps,
-            guesses=slot_steps * (self._step_tokens - 1),
-            busy_room=steps * self.num_slots if chunk.queue_waits else 0,
-            busy_slot_steps=slot_steps if chunk.queue_waits else 0,
-        )
+        s = self.statistics
+        s.decode_tokens += self._scheduler.take(sampled, chunk.version)
+        s.decode_steps += steps
+        s.slot_steps += slot_steps
+        s.guesses += slot_steps * (self._step_tokens - 1)
+        if chunk.queue_waits:
+            s.busy_room += steps * self.num_slots
+            s.busy_slot_steps += slot_steps
 
     def _switches(self, samples: Iterable[Sample]) -> tuple[bool, int]:
         """Returns (filtered, num_top): what these samples need of a program, others do not."""
@@ -324,8 +244,3 @@ class Engine:
         most = max((p.num_top_log_probs for p in params), default=0)
         num_top = bucket(most, largest=self.limits.max_top_log_probs) if most else 0
         return any(p.is_filtered for p in params), num_top
-
-
-def _at_least(smallest: int, sizes: Sequence[int]) -> int:
-    """Returns the first of rising sizes that is not below `smallest`."""
-    return sizes[bisect.bisect_left(sizes, smallest)]

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.packing import bucket
-from jaxrl_llm.rollout.engine import Engine, Statistics
-from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams, Statistics
 from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
 
 
@@ -93,17 +93,26 @@ def rollout(
     """
     n = len(samples)
     keys = np.asarray(_fold_in_each(key, np.arange(len(prompts.prompts) * n, dtype=np.uint32)))
-    groups = [
-        [
-            _Sequence(prompt, params, keys[p * n + i], begin(prompt, i))
-            for i, params in enumerate(samples)
-        ]
+    sequences = [
+        _Sequence(prompt, params, keys[p * n + i], begin(prompt, i))
         for p, prompt in enumerate(prompts.prompts)
+        for i, params in enumerate(samples)
     ]
-    sequences = [sequence for group in groups for sequence in group]
+    groups = [sequences[i : i + n] for i in range(0, len(sequences), n)]
     done = Statistics()
     while groups:
-        requests = [_request(group) for group in groups]
+        # Sequences of a group continue the same tokens.
+        requests = [
+            Request(
+                (*group[0].prompt.tokens, *group[0].tokens),
+                np.stack([s.key for s in group]),
+                tuple(
+                    dataclasses.replace(s.params, max_tokens=s.room) if s.tokens else s.params
+                    for s in group
+                ),
+            )
+            for group in groups
+        ]
         turns = engine.generate(weights.params, requests, weights.version, prompts.longest)
         done += engine.statistics
         groups = [
@@ -112,7 +121,7 @@ def rollout(
             for sequence, completion in zip(group, completions, strict=True)
             if sequence.take(completion)
         ]
-
+    text = lambda s: str(tokenizer.decode(s.tokens, skip_special_tokens=True))  # noqa: E731
     starts = [len(s.prompt.tokens) for s in sequences]
     ends = [start + len(s.tokens) for start, s in zip(starts, sequences, strict=True)]
     shape = (len(sequences), bucket(max(ends), smallest=32, largest=engine.max_tokens))
@@ -125,9 +134,7 @@ def rollout(
         group_ids=np.repeat(np.arange(len(prompts.prompts), dtype=np.int32), n),
         stopped=np.array([s.stopped for s in sequences]),
         prompts=prompts.prompts,
-        responses=tuple(
-            str(tokenizer.decode(s.tokens, skip_special_tokens=True)) for s in sequences
-        ),
+        responses=tuple(map(text, sequences)),
     )
     for row, s in enumerate(sequences):
         response = slice(starts[row], ends[row])
@@ -136,18 +143,6 @@ def rollout(
         rollouts.rollout_log_probs[row, response] = s.log_probs
         rollouts.versions[row, response] = s.versions
     return rollouts, done
-
-
-def _request(group: Sequence[_Sequence]) -> Request:
-    """Returns what is asked of the engine next; sequences of a group continue the same tokens."""
-    return Request(
-        (*group[0].prompt.tokens, *group[0].tokens),
-        np.stack([s.key for s in group]),
-        tuple(
-            dataclasses.replace(s.params, max_tokens=s.room) if s.tokens else s.params
-            for s in group
-        ),
-    )
 
 
 @jax.jit

@@ -14,7 +14,6 @@ from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache, prefill, programs, scheduler
 from jaxrl_llm.rollout.programs import DecodeState
-from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 MOVES = 4  # samples moved by one call
@@ -53,14 +52,8 @@ class Jitted:
 
         @ruled
         def empty():
-            return programs.empty_state(
-                network,
-                num_slots,
-                blocks,
-                NUM_STOP_TOKENS,
-                network.compute_dtype,
-                keeps_history=speculation.draft_tokens > 0,
-            )
+            keeps = speculation.draft_tokens > 0
+            return programs.empty_state(network, num_slots, blocks, keeps_history=keeps)
 
         @ruled
         def sharding(a):
@@ -75,12 +68,9 @@ class Jitted:
             self.abstract_state = jax.eval_shape(self.empty)
         read = functools.partial(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
         self.prefill = jax.jit(ruled(read))
-        self.insert = jax.jit(
-            ruled(programs.insert),
-            static_argnames=("filtered", "num_top"),
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, self._replicated),
-        )
+        both = functools.partial(jax.jit, out_shardings=(self.state_shardings, self._replicated))
+        switches = ("filtered", "num_top")
+        self.insert = both(ruled(programs.insert), static_argnames=switches, donate_argnums=0)
         decode = functools.partial(
             programs.generate,
             network,
@@ -89,27 +79,24 @@ class Jitted:
             ngram_tokens=speculation.ngram_tokens,
             gather=on_cpu,
         )
-        self.generate = jax.jit(
-            ruled(decode),
-            static_argnames=("num_slots", "window", "filtered", "num_top"),
-            donate_argnums=1,
-            out_shardings=(self.state_shardings, self._replicated),
-        )
+        statics = ("num_slots", "window", *switches)
+        self.generate = both(ruled(decode), static_argnames=statics, donate_argnums=1)
         in_place = functools.partial(jax.jit, donate_argnums=0, out_shardings=self.state_shardings)
         self.release = in_place(programs.release)
         self.move = in_place(programs.move)
         # Slots that are split over devices stay where they are: all of them decode, always.
         split = self.state_shardings.tokens.spec[0] is not None
-        self.slot_counts = (num_slots,) if split else sizes(num_slots, 8)
+        halves = [num_slots >> i for i in reversed(range(16)) if num_slots % (1 << i) == 0]
+        counts = tuple(n for n in halves if n >= 8 or n == num_slots)
+        self.slot_counts = (num_slots,) if split else counts
 
     def lower_prefill(
         self, params: Params, num_prompts: int, prompt_tokens: int
     ) -> jax.stages.Lowered:
         """Returns the widest program that reads such prompts; `params` may be abstract."""
         shape = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        return self.prefill.lower(
-            params, jax.tree.map(self._abstract, scheduler.empty_rows(*shape))
-        )
+        rows = jax.tree.map(self._abstract, scheduler.empty_rows(*shape))
+        return self.prefill.lower(params, rows)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
         """Returns the program of a decode chunk of all slots; `window` 0 is the widest."""
@@ -132,11 +119,9 @@ class Jitted:
     ) -> list[Program]:
         """Returns what to compile ahead of requests, short and few ones first.
 
-        Then nothing compiles later while up to `num_prompts` prompts of up to `prompt_tokens` are
-        read together, unless a request wants the likeliest tokens.
-
-        Args:
-          filters: The values of `SamplingParams.is_filtered`; each has its own programs.
+        Nothing compiles later while up to `num_prompts` prompts of up to `prompt_tokens` are read
+        together, unless a request wants the likeliest tokens. `filters` are the values of
+        `SamplingParams.is_filtered`, each with its own programs.
         """
         shapes = {
             shape
@@ -168,28 +153,21 @@ class Jitted:
     ) -> DecodeState:
         prefix = self.prefill(params, scheduler.empty_rows(rows, width))
         for size in dict.fromkeys(self.insert_sizes):
-            nobody = scheduler.admission([], [], [], size, self._num_slots)
+            nobody = scheduler.admission([], size, self._num_slots)
             state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)
         return state
 
     def _generate_nothing(
-        self, num_slots: int, window: int, filtered: bool, params: Params, state: DecodeState
+        self,
+        num_slots: int,
+        window: int,
+        filtered: bool,
+        params: Params,
+        state: DecodeState,
     ) -> DecodeState:
         enough_free = np.int32(0)  # slots: reached before the first step
         sizes = {"num_slots": num_slots, "window": window}
         return self.generate(params, state, enough_free, **sizes, filtered=filtered, num_top=0)[0]
-
-
-def sizes(largest: int, smallest: int) -> tuple[int, ...]:
-    """Returns `largest` and its halves down to `smallest`, in rising order.
-
-    >>> sizes(24, 5)
-    (6, 12, 24)
-    """
-    found = [largest]
-    while found[0] % 2 == 0 and found[0] // 2 >= smallest:
-        found.insert(0, found[0] // 2)
-    return tuple(found)
 
 
 def windows(max_tokens: int) -> tuple[int, ...]:

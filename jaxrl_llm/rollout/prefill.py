@@ -29,7 +29,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """P prompts that were read: their keys and values, and what follows them.
+    """P prompts that were read.
 
     "tokens" are those of all rows end to end. Where prompts share rows an empty row follows, so
     that a row's width can be cut out wherever a prompt begins.
@@ -68,8 +68,7 @@ def prefill(
         last = x.reshape(rows * width, 1, -1)[prompts.starts + prompts.lengths - 1]
     else:
         assert not shared, "a row that is read in pieces holds one prompt"
-        tokens, lengths = prompts.tokens, prompts.lengths
-        caches, last = _read_in_pieces(network, params, tokens, lengths, piece_tokens)
+        caches, last = _read_in_pieces(network, params, prompts, piece_tokens)
     logits = network.logits(params, network.norm(params, last))[:, 0]
 
     def end_to_end(kept: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
@@ -82,22 +81,20 @@ def prefill(
     return Prefix(keys, values, tokens, logits, prompts.starts, prompts.lengths, width)
 
 
-def _read_in_pieces(network, params, tokens, lengths, size):
+def _read_in_pieces(network, params, prompts, size):
     """Returns keys and values [P, T, K, H] of each layer, and the last hidden states [P, 1, D]."""
-    rows, width = tokens.shape
+    rows, width = prompts.tokens.shape
     count = -(-width // size)
-    tokens = jnp.pad(tokens, ((0, 0), (0, count * size - width)))
-    shape = network.shape
-    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size))
-    blank = blank.astype(network.compute_dtype)
-    last = jnp.zeros((rows, 1, shape.hidden_size), network.compute_dtype)
+    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, count * size - width)))
+    shape, dtype = network.shape, network.compute_dtype
+    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size)).astype(dtype)
+    last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
 
     def read(i, carry):
         caches, last = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         seen = jnp.arange(count * size) <= positions[:, None, :, None]
-
         x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
         rotary = network.rotary(positions)
         kept = []
@@ -113,8 +110,8 @@ def _read_in_pieces(network, params, tokens, lengths, size):
             x, cache = network.block(layer, x, rotary, attend)
             kept.append(cache)
         # Where the row ends in this piece; elsewhere any entry, not taken.
-        place = jnp.clip(lengths - 1 - start, 0, size - 1)[:, None, None]
-        ends = (lengths - 1) // size == i
+        place = jnp.clip(prompts.lengths - 1 - start, 0, size - 1)[:, None, None]
+        ends = (prompts.lengths - 1) // size == i
         return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
 
     caches = [(blank, blank) for _ in params["layers"]]

@@ -6,8 +6,7 @@ that scans stacked arrays copies the whole cache every step.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import sampling, speculation
+from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.cache import NOWHERE, Cache, Recent
 from jaxrl_llm.rollout.prefill import Prefix
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.rollout.sampling import SamplerState
 
 
@@ -65,31 +65,20 @@ class Admission:
 
 
 def empty_state(
-    network: Network,
-    num_slots: int,
-    blocks: Sequence[int],
-    num_stops: int,
-    dtype,
-    *,
-    keeps_history: bool = False,
+    network: Network, num_slots: int, blocks: Sequence[int], *, keeps_history: bool = False
 ) -> DecodeState:
     """Returns free slots; `blocks` are the sizes of the cache's, speculation needs the history."""
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
+    keys = jnp.zeros((num_slots, 2), jnp.uint32)
     return DecodeState(
-        cache=cache_lib.empty(network.shape, num_slots, blocks, dtype),
+        cache=cache_lib.empty(network.shape, num_slots, blocks, network.compute_dtype),
         tokens=zeros,
         positions=zeros,
         remaining=zeros,
-        stops=jnp.full((num_slots, num_stops), -1, jnp.int32),
+        stops=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
         history=jnp.zeros((num_slots, sum(blocks) if keeps_history else 0), jnp.int32),
-        sampler=SamplerState(
-            keys=jnp.zeros((num_slots, 2), jnp.uint32),
-            temperature=ones,
-            top_k=zeros,
-            top_p=ones,
-            min_p=jnp.zeros_like(ones),
-        ),
+        sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones)),
     )
 
 
@@ -100,7 +89,7 @@ def insert(
     a = admission
     lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
     tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
-    top_tokens, top_log_probs = sampling.top_log_probs(logits, a.sampler, num_top)
+    tops = sampling.top_log_probs(logits, a.sampler, num_top)
     remaining = jnp.where(_is_stop(tokens, a.stops), 0, a.limits - 1)
     width, starts = prefix.width, prefix.starts[a.prompts]
 
@@ -125,10 +114,8 @@ def insert(
         history=history,
         sampler=jax.tree.map(put, state.sampler, a.sampler),
     )
-    outputs = Outputs(
-        tokens[None], log_probs[None], top_tokens[None], top_log_probs[None], remaining + 0
-    )
-    return state, outputs
+    round_of_one = [a[None] for a in (tokens, log_probs, *tops)]
+    return state, Outputs(*[*round_of_one, remaining + 0])
 
 
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
@@ -184,138 +171,86 @@ def generate(
     first = live.positions[:, None]
     angles = network.rotary(first + jnp.arange(size))
 
-    def rotary(places: Int[Array, "S Q"]):
-        """Looks up what each layer of each step would compute again."""
-        steps = (places - first)[:, :, None, None]
-        return tuple(jnp.take_along_axis(table, steps, axis=1) for table in angles)
+    def step(carry):
+        """Feeds every active slot its last token and samples the next.
 
-    step_of = functools.partial(
-        _decode_step,
-        network,
-        params,
-        rotary=rotary,
-        in_cache=in_cache,
-        filtered=filtered,
-        num_top=num_top,
-        draft_tokens=draft_tokens,
-        ngram_tokens=ngram_tokens,
-    )
+        With speculation it feeds Q - 1 guesses after that token, samples after each of them, and
+        keeps what follows right ones. Inactive slots compute too and change nothing. This step's
+        tokens stand in `recent` from `start` on; `live` are the slots without their cache.
+        """
+        number, live, recent, kept = carry
+        start = number * width
+        cache = read() if gathered is None else gathered
+        active = live.remaining > 0
+        fed = live.tokens[:, None]  # [S, Q]
+        drafts = fed[:, :0]
+        if draft_tokens:
+            history = live.history[:, : window + size]
+            drafts = sampling.guesses(history, live.positions, draft_tokens, ngram_tokens)
+            fed = jnp.concatenate([fed, jnp.maximum(drafts, 0)], axis=1)
+        places = live.positions[:, None] + jnp.arange(width)
+
+        def placed(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
+            positions = jnp.where(jnp.arange(width) < count[:, None], places, NOWHERE)
+            return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
+
+        positions = placed(jnp.where(active, width, 0))
+        in_sight = in_cache & active[:, None]  # kernels may skip what is not seen
+        old = jnp.broadcast_to(in_sight[:, None], (num_slots, width, window))
+        seen = jnp.concatenate([old, positions[:, None] <= places[:, :, None]], axis=-1)
+        # Each layer of each step would compute them again.
+        steps = (places - first)[:, :, None, None]
+        rotary = tuple(jnp.take_along_axis(table, steps, axis=1) for table in angles)
+        logits, keys, values = _forward(network, params, cache, recent, start, fed, rotary, seen)
+        following = places + 1
+        flat = logits.reshape(num_slots * width, -1)
+        sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
+        sampled = (
+            *sampling.sample(flat, following.reshape(-1), sampler, filtered=filtered),
+            *sampling.top_log_probs(flat, sampler, num_top),
+        )
+        drawn, log_probs, *tops = (a.reshape(num_slots, width, *a.shape[1:]) for a in sampled)
+        if draft_tokens:
+            given = sampling.kept_draws(drawn, drafts, live.stops, live.remaining)
+            count = given.sum(axis=1)
+            last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+            end = live.history.shape[1]  # past it: dropped
+            write_at = jnp.where(given, following, end + jnp.arange(width))
+            history = live.history.at[jnp.arange(num_slots)[:, None], write_at].set(
+                drawn, mode="drop", unique_indices=True
+            )
+            positions = placed(count)
+        else:
+            given, count, last, history = active[:, None], active, drawn[:, 0], live.history
+        tokens = jnp.where(active, last, live.tokens)
+        left = jnp.where(_is_stop(tokens, live.stops), 0, live.remaining - count)
+        live = dataclasses.replace(
+            live,
+            tokens=tokens,
+            positions=live.positions + count,
+            remaining=jnp.where(active, left, 0),
+            history=history,
+        )
+        found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
+        kept = tuple(
+            array.at[number].set(jnp.swapaxes(row, 0, 1))
+            for array, row in zip(kept, found, strict=True)
+        )
+        return number + 1, live, Recent(keys, values, positions), kept
 
     def unfinished(carry):
-        step, live, *_ = carry
-        return (step < num_steps) & ((live.remaining == 0).sum() < free_target)
-
-    def body(carry):
-        step, live, recent, kept = carry
-        live, recent, sampled = step_of(
-            read() if gathered is None else gathered, recent, step * width, live
-        )
-        kept = tuple(array.at[step].set(row) for array, row in zip(kept, sampled, strict=True))
-        return step + 1, live, recent, kept
+        number, live, *_ = carry
+        return (number < num_steps) & ((live.remaining == 0).sum() < free_target)
 
     dims = (num_steps, width, num_slots)
-    blank = (
-        jnp.full(dims, -1, jnp.int32),
-        jnp.zeros(dims, jnp.float32),
-        jnp.zeros((*dims, num_top), jnp.int32),
-        jnp.zeros((*dims, num_top), jnp.float32),
-    )
-    _, live, recent, kept = lax.while_loop(unfinished, body, (0, live, recent, blank))
+    tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
+    tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
+    blank = (tokens, log_probs, *tops)
+    _, live, recent, kept = lax.while_loop(unfinished, step, (0, live, recent, blank))
     cache = cache_lib.join(state.cache, recent, window + size)
-    tokens, log_probs, *tops = (a.reshape(size, *a.shape[2:]) for a in kept)
+    rounds = [a.reshape(size, *a.shape[2:]) for a in kept]
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
-    outputs = Outputs(tokens, log_probs, tops[0], tops[1], live.remaining + 0)
-    return dataclasses.replace(small, cache=cache), outputs
-
-
-def _decode_step(
-    network: Network,
-    params: Params,
-    cache: Cache,
-    recent: Recent,
-    start: Int[Array, ""],
-    live: DecodeState,
-    *,
-    rotary: Callable[[Int[Array, "S Q"]], Any],
-    in_cache: Bool[Array, "S window"],
-    filtered: bool,
-    num_top: int,
-    draft_tokens: int,
-    ngram_tokens: int,
-) -> tuple[DecodeState, Recent, tuple[Array, ...]]:
-    """Feeds every active slot its last token and samples the next.
-
-    With speculation it feeds Q - 1 guesses after that token, samples after each of them, and keeps
-    what follows right ones. Inactive slots compute too and change nothing. This step's tokens
-    stand in `recent` from `start` on; `live` are the slots without their cache.
-
-    Returns:
-      The slots; recent tokens; (tokens (-1: none), log-probs [Q, S], likeliest tokens and their
-      log-probs [Q, S, k]).
-    """
-    active = live.remaining > 0
-    fed = live.tokens[:, None]  # [S, Q]
-    drafts = fed[:, :0]
-    if draft_tokens:
-        end = in_cache.shape[1] + recent.positions.shape[1]
-        drafts = speculation.propose(
-            live.history[:, :end],
-            live.positions,
-            draft_tokens=draft_tokens,
-            ngram_tokens=ngram_tokens,
-        )
-        fed = jnp.concatenate([fed, jnp.maximum(drafts, 0)], axis=1)
-    slots, width = fed.shape
-    places = live.positions[:, None] + jnp.arange(width)
-
-    def placed(count: Int[Array, " S"]) -> Int[Array, "S recent"]:
-        positions = jnp.where(jnp.arange(width) < count[:, None], places, NOWHERE)
-        return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
-
-    positions = placed(jnp.where(active, width, 0))
-    in_cache = in_cache & active[:, None]  # what is not seen costs nothing where kernels skip it
-    seen = jnp.concatenate(
-        [
-            jnp.broadcast_to(in_cache[:, None], (slots, width, in_cache.shape[1])),
-            positions[:, None] <= places[:, :, None],
-        ],
-        axis=-1,
-    )
-    logits, keys, values = _forward(
-        network, params, cache, recent, start, fed, rotary(places), seen
-    )
-
-    following = places + 1
-    flat = logits.reshape(slots * width, -1)
-    sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
-    sampled = (
-        *sampling.sample(flat, following.reshape(-1), sampler, filtered=filtered),
-        *sampling.top_log_probs(flat, sampler, num_top),
-    )
-    drawn, log_probs, *tops = (a.reshape(slots, width, *a.shape[1:]) for a in sampled)
-    if draft_tokens:
-        given = speculation.kept(drawn, drafts, live.stops, live.remaining)
-        count = given.sum(axis=1)
-        last = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        end = live.history.shape[1]  # past it: dropped
-        write_at = jnp.where(given, following, end + jnp.arange(width))
-        history = live.history.at[jnp.arange(slots)[:, None], write_at].set(
-            drawn, mode="drop", unique_indices=True
-        )
-        positions = placed(count)
-    else:
-        given, count, last, history = active[:, None], active, drawn[:, 0], live.history
-    tokens = jnp.where(active, last, live.tokens)
-    left = jnp.where(_is_stop(tokens, live.stops), 0, live.remaining - count)
-    live = dataclasses.replace(
-        live,
-        tokens=tokens,
-        positions=live.positions + count,
-        remaining=jnp.where(active, left, 0),
-        history=history,
-    )
-    found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
-    return live, Recent(keys, values, positions), tuple(jnp.swapaxes(a, 0, 1) for a in found)
+    return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
 
 
 def _forward(network, params, cache, recent, start, fed, rotary, seen):

@@ -2,22 +2,25 @@
 
 import dataclasses
 import math
-import re
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.config.rollout import MIN_TEMPERATURE
+from jaxrl_llm.config.samples import MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
 
 # Of one sample; the device compares each new token with them. The config allows 8, the rest is
 # left to the model's own ends of sequence.
 NUM_STOP_TOKENS = 16
 MAX_TOP_LOG_PROBS = 32
-_SURROGATE = re.compile("[\ud800-\udfff]")
+# Text that begins within a sequence may differ in its first characters from the same tokens'
+# text in place: a character cut in two (at most 4 tokens), a space that is dropped.
+_MARGIN_TOKENS = 4
 
+Decode = Callable[[Sequence[int]], str]
 # "": still running; "stop": a stop token or stop string; "length": the limit of tokens; "error":
 # the host's work for this sample raised an error.
 FinishReason = Literal["", "stop", "length", "abort", "error"]
@@ -34,7 +37,7 @@ class SamplingParams:
     """How one sample is drawn.
 
     A stop token is the sample's last token. So is the first token that completes a stop string in
-    its text, whatever text that token holds after the string (`stopping.text_before` cuts there).
+    its text, whatever text that token holds after the string (`text_before` cuts there).
     """
 
     max_tokens: int
@@ -56,8 +59,8 @@ class Request:
     """A prompt and the samples wanted of it; the prompt is read once for all of them.
 
     The random number of a token follows from the key of its sample and its position in the
-    sequence, prompt included. So an aborted sample can continue as a new request: prompt and
-    tokens so far as the prompt, the same key, the rest of `max_tokens`.
+    sequence. So an aborted sample can continue as a new request: prompt and tokens so far as the
+    prompt, the same key, the rest of `max_tokens`.
     """
 
     tokens: tuple[int, ...]
@@ -94,22 +97,60 @@ class Progress(NamedTuple):
     error: Exception | None = None  # why, if that is "error"
 
 
-def _is_integer(value: Any, lowest: int, highest: int) -> bool:
-    return isinstance(value, Integral) and lowest <= int(value) <= highest
+@dataclasses.dataclass
+class Statistics:
+    """What the engine did since its last reset."""
+
+    prefill_tokens: int = 0  # of prompts, each counted once
+    prefill_positions: int = 0  # computed for them, padding included
+    prefill_s: float = 0.0
+    decode_tokens: int = 0  # sampled
+    decode_steps: int = 0
+    slot_steps: int = 0  # decode steps of each slot that was active in them
+    guesses: int = 0  # that decode steps checked; none without speculation
+    busy_room: int = 0  # slots times decode steps, while samples were waiting
+    busy_slot_steps: int = 0  # those of them in which the slot was active
+    decode_s: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots' steps that sampled a token, until the queue was empty."""
+        return self.busy_slot_steps / self.busy_room if self.busy_room else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Of a slot in one decode step; 1 without speculation."""
+        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guesses that were right; 0 without speculation."""
+        right = self.decode_tokens - self.slot_steps
+        return right / self.guesses if self.guesses else 0.0
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        return Statistics(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of a step under their names in `metrics.jsonl`."""
+        per_s = lambda tokens, seconds: tokens / seconds if seconds else 0.0  # noqa: E731
+        return {
+            "rollout/prefill_tokens_per_s": per_s(self.prefill_tokens, self.prefill_s),
+            "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
+            "rollout/slot_occupancy": self.occupancy,
+            "rollout/tokens_per_forward": self.tokens_per_forward,
+            "rollout/draft_acceptance": self.acceptance,
+        }
 
 
 # NaN fails every comparison.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (
         lambda t: t == 0 or MIN_TEMPERATURE <= t < math.inf,
-        f"must be finite and at least {MIN_TEMPERATURE:g}, or 0 for greedy",
+        f"0 or in [{MIN_TEMPERATURE}, inf) (0: greedy)",
     ),
-    "top_k": (
-        lambda k: _is_integer(k, 0, 2**31 - 1),
-        "must be an integer from 0 (off) to 2147483647",
-    ),
-    "top_p": (lambda p: 0 < p <= 1, "must be above 0 and at most 1 (off)"),
-    "min_p": (lambda p: 0 <= p < 1, "must be at least 0 (off) and below 1"),
+    "top_p": (lambda p: 0 < p <= 1, "in (0, 1] (1: off)"),
+    "min_p": (lambda p: 0 <= p < 1, "in [0, 1) (0: off)"),
 }
 
 
@@ -117,22 +158,18 @@ def number_problem(name: str, value: Any) -> str:
     """Returns what is wrong with a number of `SamplingParams`, "" if nothing is.
 
     >>> number_problem("top_p", 1.5)
-    'must be above 0 and at most 1 (off), got 1.5'
+    'must be in (0, 1] (1: off), got 1.5'
     """
     holds, rule = _RULES[name]
     try:
-        return "" if holds(value) else f"{rule}, got {value!r}"
+        return "" if holds(value) else f"must be {rule}, got {value!r}"
     except TypeError:  # not a number at all
-        return f"{rule}, got {value!r:.100}"
+        return f"must be {rule}, got {value!r:.100}"
 
 
 def is_text(string: str) -> bool:
-    """Returns whether UTF-8 can hold a string: it cannot hold half of a surrogate pair.
-
-    >>> is_text("\\ud83d")
-    False
-    """
-    return not _SURROGATE.search(string)
+    """Returns whether UTF-8 can hold a string: it cannot hold half of a surrogate pair."""
+    return string.isascii() or string.encode("utf-8", "ignore").decode() == string
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +195,9 @@ class Limits:
             yield f"a prompt of {length} tokens; this engine takes 1 to {self.max_tokens - 1}"
         yield from self._token_problems("prompt", request.tokens)
         keys = np.asarray(request.keys)
-        if keys.shape != (len(request.params), 2) or keys.dtype.kind not in "iu":
-            yield (
-                f"keys of shape {keys.shape} and {keys.dtype} for {len(request.params)} samples;"
-                " give one raw key of two integers for each"
-            )
+        if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
+            came = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
+            yield f"{came}; give one raw key of two integers for each"
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)
@@ -175,20 +210,21 @@ class Limits:
             yield f"{name}: token id {wrong[0]} is outside the vocabulary of {self.vocab_size}"
 
     def _sampling_problems(self, params: SamplingParams, prompt_tokens: int) -> Iterator[str]:
-        room, most = self.max_tokens - prompt_tokens, self.max_top_log_probs
-        if not _is_integer(params.max_tokens, 1, room):
-            yield (
-                f"max_tokens={params.max_tokens!r:.100} after a prompt of {prompt_tokens}"
-                f" must lie between 1 and {room} and be an integer"
-            )
+        room, after = self.max_tokens - prompt_tokens, f" after a prompt of {prompt_tokens}"
+        for field, note, low, high in (
+            ("max_tokens", after, 1, room),
+            ("top_k", " (0: off)", 0, 2**31 - 1),
+            ("num_top_log_probs", "", 0, self.max_top_log_probs),
+        ):
+            value, rule = getattr(params, field), f"must lie between {low} and {high}"
+            if not (isinstance(value, Integral) and low <= int(value) <= high):
+                yield f"{field}={value!r:.100}{note} {rule} and be an integer"
         for field in _RULES:
             if problem := number_problem(field, getattr(params, field)):
                 yield f"{field} {problem}"
         if len(params.stop_tokens) > NUM_STOP_TOKENS:
             yield f"{len(params.stop_tokens)} stop tokens, at most {NUM_STOP_TOKENS}"
         yield from self._token_problems("stop_tokens", params.stop_tokens)
-        if not _is_integer(num_top := params.num_top_log_probs, 0, most):
-            yield f"num_top_log_probs={num_top!r:.100} must lie between 0 and {most}, an integer"
         if params.stop_strings and not self.takes_stop_strings:
             yield "stop strings need the text of tokens; give the engine `decode`"
         for string in params.stop_strings:
@@ -196,3 +232,29 @@ class Limits:
                 yield "a stop string is empty; leave it out"
             if not is_text(string):
                 yield f"stop string {string!r:.100} holds half of a surrogate pair; leave it out"
+
+
+def num_tokens_to_stop(
+    tokens: Sequence[int], num_seen: int, stop_strings: Sequence[str], decode: Decode
+) -> int:
+    """Returns the tokens up to the first after `num_seen` that completes a stop string, or 0."""
+    # A token without text aside, n bytes of text are at most n tokens.
+    longest = max(len(stop.encode()) for stop in stop_strings)
+    start = max(0, num_seen - longest - _MARGIN_TOKENS)
+
+    def completes(end: int) -> bool:
+        text = decode(tokens[start:end])
+        return any(stop in text for stop in stop_strings)
+
+    ends = range(num_seen + 1, len(tokens) + 1)
+    return next(filter(completes, ends)) if completes(len(tokens)) else 0
+
+
+def text_before(text: str, stop_strings: Sequence[str]) -> str:
+    """Returns `text` up to the first stop string in it, all of it if there is none.
+
+    >>> text_before("yes. Q: what", ("Q:", "."))
+    'yes'
+    """
+    found = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

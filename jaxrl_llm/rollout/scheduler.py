@@ -5,6 +5,7 @@ Decisions follow from requests and replicated outputs alone, so they are the sam
 
 import bisect
 import collections
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,18 +15,11 @@ import numpy as np
 
 from jaxrl_llm.data.packing import bucket, pack
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout import prefill, stopping
+from jaxrl_llm.rollout import prefill, requests
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
 from jaxrl_llm.rollout.programs import Admission, Outputs
-from jaxrl_llm.rollout.requests import (
-    NUM_STOP_TOKENS,
-    Completion,
-    Progress,
-    Request,
-    SamplingParams,
-)
+from jaxrl_llm.rollout.requests import Completion, Decode, Progress, Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
-from jaxrl_llm.rollout.stopping import Decode
 
 MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
 SMALLEST_WIDTH = 32
@@ -36,15 +30,10 @@ class Sample:
 
     def __init__(self, number: int, index: int, request: Request):
         self.request, self.index, self.slot = number, index, -1  # -1: it waits
-        self.key, self.params = request.keys[index], request.params[index]
-        self.prompt_tokens = len(request.tokens)
+        self.prompt, self.params = request.tokens, request.params[index]
+        self.key = request.keys[index]
         self.completion = Completion()
         self.error: Exception | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled so far."""
-        return len(self.completion.tokens)
 
     def extend(self, sampled: Outputs, column: int, version: int) -> int:
         """Takes in one column; returns how many tokens it held."""
@@ -56,24 +45,14 @@ class Sample:
         if k := self.params.num_top_log_probs:
             tokens = sampled.top_tokens[given, column, :k].tolist()
             log_probs = sampled.top_log_probs[given, column, :k].tolist()
-            c.top_log_probs += [
-                tuple(zip(*top, strict=True)) for top in zip(tokens, log_probs, strict=True)
-            ]
+            c.top_log_probs += map(tuple, map(zip, tokens, log_probs))
         return count
 
     def progress(self, first: int) -> Progress:
         """Returns what was sampled from token `first` on."""
         c = self.completion
-        return Progress(
-            self.request,
-            self.index,
-            tuple(c.tokens[first:]),
-            tuple(c.log_probs[first:]),
-            tuple(c.versions[first:]),
-            tuple(c.top_log_probs[first:]),
-            c.finish_reason,
-            self.error,
-        )
+        new = (tuple(each[first:]) for each in (c.tokens, c.log_probs, c.versions, c.top_log_probs))
+        return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
 
 
 class Scheduler:
@@ -82,9 +61,8 @@ class Scheduler:
     def __init__(self, num_slots: int, decode: Decode):
         """`decode` turns tokens into text; called only for samples with stop strings."""
         self._num_slots, self._decode = num_slots, decode
-        self._num_requests = 0
-        self.requests: dict[int, Request] = {}  # unfinished, in order of arrival
-        self._samples: dict[int, list[Sample]] = {}
+        self._numbers = itertools.count()
+        self.requests: dict[int, list[Sample]] = {}  # unfinished, in order of arrival
         self.waiting: collections.deque[Sample] = collections.deque()
         self.active: dict[int, Sample] = {}  # by slot
         self._touched: dict[Sample, int] = {}  # in order: the first token not yet reported
@@ -92,37 +70,36 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queues the samples of a request; returns its number."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)
         samples = [Sample(number, i, request) for i in range(len(request.params))]
         if samples:
-            self.requests[number], self._samples[number] = request, samples
+            self.requests[number] = samples
             self.waiting.extend(samples)
         return number
 
     def completions(self, number: int) -> list[Completion]:
         """Returns those of an unfinished request; they grow until their samples end."""
-        return [sample.completion for sample in self._samples.get(number, ())]
+        return [sample.completion for sample in self.requests.get(number, ())]
 
     def remove(self, number: int) -> list[Completion]:
         """Takes an unfinished request out; returns its completions so far."""
         completions = self.completions(number)
-        self.requests.pop(number, None)
-        for sample in self._samples.pop(number, ()):
+        for sample in self.requests.pop(number, ()):
             self._touched.pop(sample, None)
             if not sample.completion.finish_reason:
                 sample.completion.finish_reason = "abort"
+            if self.active.get(sample.slot) is sample:
+                del self.active[sample.slot]
+                self._stale.add(sample.slot)
         self.waiting = collections.deque(s for s in self.waiting if s.request != number)
-        for slot in [slot for slot, s in self.active.items() if s.request == number]:
-            del self.active[slot]
-            self._stale.add(slot)
         return completions
 
     def lengths(self, beyond: int = 0) -> list[int]:
         """Returns the tokens so far of each active sequence that may get over `beyond` more."""
         return [
-            sample.prompt_tokens + sample.num_tokens
+            len(sample.prompt) + len(sample.completion.tokens)
             for sample in self.active.values()
-            if sample.params.max_tokens > sample.num_tokens + beyond
+            if sample.params.max_tokens > len(sample.completion.tokens) + beyond
         ]
 
     def _free(self, num_slots: int) -> list[int]:
@@ -132,14 +109,14 @@ class Scheduler:
         """Returns the samples that enter a slot now: as many as are waiting and slots free."""
         slots = self._free(self._num_slots)[: len(self.waiting)]
         for slot in slots:
-            sample = self.active[slot] = self.waiting.popleft()
-            sample.slot = slot
+            self.active[slot] = self.waiting.popleft()
+            self.active[slot].slot = slot
+            self._stale.discard(slot)
         return [self.active[slot] for slot in slots]
 
     def take_first(self, entered: Sequence[Sample], sampled: Outputs, version: int = 0) -> None:
         """Takes in what `insert` sampled; the columns are in the order of `entered`."""
         for column, sample in enumerate(entered):
-            self._stale.discard(sample.slot)
             self._take(sample, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
@@ -158,7 +135,8 @@ class Scheduler:
         return sum(self._take(sample, sampled, slot, version) for slot, sample in active)
 
     def _take(self, sample: Sample, sampled: Outputs, column: int, version: int) -> int:
-        c, num_seen, strings = sample.completion, sample.num_tokens, sample.params.stop_strings
+        c, strings = sample.completion, sample.params.stop_strings
+        num_seen = len(c.tokens)
         count = sample.extend(sampled, column, version)
         if count:
             self._touched.setdefault(sample, num_seen)
@@ -167,7 +145,7 @@ class Scheduler:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and strings:
             try:
-                length = stopping.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
+                length = requests.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
             except Exception as error:  # of the user's decoder: it ends this sample alone
                 sample.error, c.finish_reason, length = error, "error", 0
             if length:
@@ -189,50 +167,47 @@ class Scheduler:
         """Returns what was sampled since the last call; forgets requests that are finished."""
         touched, self._touched = self._touched, {}
         for number in {sample.request for sample in touched}:
-            if all(sample.completion.finish_reason for sample in self._samples[number]):
-                del self.requests[number], self._samples[number]
+            if all(sample.completion.finish_reason for sample in self.requests[number]):
+                del self.requests[number]
         return [sample.progress(first) for sample, first in touched.items()]
 
 
 class Reader:
     """Reads each prompt once: those of samples that enter, and more of the queue in their batch."""
 
-    def __init__(self, read: Callable[[Params, Prompts], Prefix], max_tokens: int):
-        self._read, self._max_tokens = read, max_tokens
+    def __init__(
+        self, read: Callable[[Params, Prompts], Prefix], max_tokens: int, done: requests.Statistics
+    ):
+        self._read, self._max_tokens, self._done = read, max_tokens, done
         self.longest = 0  # tokens of the longest prompt that may come later
-        self.num_tokens = 0  # of all prompts read so far
-        self.num_positions = 0  # that were computed for them, padding included
         self._indices: dict[int, int] = {}  # request -> its prompt's index in the batch
         self._batch: Prefix | None = None
         self._read_with: Callable[[], object] = lambda: None
 
     def split(
         self, params: Params, entering: list[Sample], scheduler: Scheduler
-    ) -> Iterator[tuple[Prefix, list[int], list[Sample]]]:
-        """Yields (prefix, indices of prompts, samples) of the batches with these samples."""
+    ) -> Iterator[tuple[Prefix, dict[Sample, int]]]:
+        """Yields (prefix, the index of each sample's prompt in it) of the batches with them."""
         weights = jax.tree.leaves(params)[0]
         if self._read_with() is not weights:
             # Read with other weights, or never. Weakly held: this must not keep them in memory.
-            self._indices = {}
-            self._read_with = weakref.ref(weights)
+            self._indices, self._read_with = {}, weakref.ref(weights)
         while entering:
-            if entering[0].request not in self._indices:
-                self._read_batch(params, entering[0].request, scheduler.requests)
+            first = entering[0].request
+            if first not in self._indices:
+                numbers = [number for number in scheduler.requests if number >= first]
+                numbers = numbers[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
+                prompts = [scheduler.requests[number][0].prompt for number in numbers]
+                count = num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
+                batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
+                self._indices = {number: i for i, number in enumerate(numbers[:count])}
+                self._batch = self._read(params, batch)
+                self._done.prefill_tokens += sum(map(len, prompts[:count]))
+                self._done.prefill_positions += batch.tokens.size
             assert self._batch is not None
-            inside = [sample for sample in entering if sample.request in self._indices]
-            yield self._batch, [self._indices[sample.request] for sample in inside], inside
-            entering = entering[len(inside) :]
-
-    def _read_batch(self, params: Params, first: int, requests: dict[int, Request]) -> None:
-        numbers = [number for number in requests if number >= first]
-        prompts = [requests[n].tokens for n in numbers[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]]
-        lengths = [len(prompt) for prompt in prompts]
-        count = num_fitting(lengths, self._max_tokens, self.longest)
-        batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
-        self._indices = {number: i for i, number in enumerate(numbers[:count])}
-        self._batch = self._read(params, batch)
-        self.num_tokens += sum(lengths[:count])
-        self.num_positions += batch.tokens.size
+            indices = {s: self._indices[s.request] for s in entering if s.request in self._indices}
+            yield self._batch, indices
+            entering = entering[len(indices) :]
 
 
 def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> int:
@@ -249,9 +224,8 @@ def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> in
 def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int, longest: int = 0) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
-    Rows and widths come in few sizes, which decide every shape; `max_tokens` is the widest. Rows
-    also hold a prompt of `longest` tokens, if such rows can be shared and are at most four times
-    as wide.
+    Rows and widths come in few sizes; `max_tokens` is the widest. Rows also hold a prompt of
+    `longest` tokens, if such rows can be shared and are at most four times as wide.
     """
     lengths = [len(prompt) for prompt in prompts]
     width = _width(max(lengths), max_tokens, longest)
@@ -287,12 +261,11 @@ def empty_rows(rows: int, width: int) -> Prompts:
 
 
 def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Returns which prompts share each row."""
     return pack(lengths, width) if _share(width) > 1 else [[i] for i in range(len(lengths))]
 
 
 def _share(width: int) -> int:
-    """Returns how many prompts fit in a row, on average over a batch."""
+    """Returns how many prompts fit in a row, on average."""
     return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
 
 
@@ -307,36 +280,30 @@ def _num_rows(count: int, width: int) -> int:
 
 
 def admission(
-    drawn: Sequence[tuple[np.ndarray, SamplingParams]],
-    slots: Sequence[int],
-    prompts: Sequence[int],
-    size: int,
-    num_slots: int,
+    entering: Sequence[tuple[int, int, np.ndarray, SamplingParams]], size: int, num_slots: int
 ) -> Admission:
     """Returns the arrays of an insert of `size` samples; unused entries go to slot `num_slots`.
 
-    `drawn` are their keys and parameters, `prompts` the indices of their prompts in the prefix.
+    Each sample is given as (index of its prompt in the prefix, slot, key, parameters).
     """
-    num_unused = size - len(drawn)
-    unused = [(np.zeros(2, np.uint32), SamplingParams(max_tokens=1))] * num_unused
-    keys, params = zip(*drawn, *unused, strict=True)
+    unused = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
+    filled = [*entering, *[unused] * (size - len(entering))]
+    prompts, slots, keys, params = zip(*filled, strict=True)
 
-    def array(values: Any, dtype: Any = np.int32) -> Any:
-        return np.array(values, dtype)
+    array: Any = np.array  # the device takes it as it is
 
-    stops = array(np.full((size, NUM_STOP_TOKENS), -1))
+    def column(field: str, dtype: Any = np.float32) -> Any:
+        return np.array([getattr(p, field) for p in params], dtype)
+
+    stops = array(np.full((size, requests.NUM_STOP_TOKENS), -1, np.int32))
     for i, p in enumerate(params):
         stops[i, : len(p.stop_tokens)] = p.stop_tokens
-    return Admission(
-        prompts=array([*prompts, *[0] * num_unused]),
-        slots=array([*slots, *[num_slots] * num_unused]),
-        limits=array([p.max_tokens for p in params]),
-        stops=stops,
-        sampler=SamplerState(
-            keys=array(keys, np.uint32),
-            temperature=array([p.temperature for p in params], np.float32),
-            top_k=array([p.top_k for p in params]),
-            top_p=array([p.top_p for p in params], np.float32),
-            min_p=array([p.min_p for p in params], np.float32),
-        ),
+    sampler = SamplerState(
+        keys=array(keys, np.uint32),
+        temperature=column("temperature"),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p"),
+        min_p=column("min_p"),
     )
+    limits = column("max_tokens", np.int32)
+    return Admission(array(prompts, np.int32), array(slots, np.int32), limits, stops, sampler)

@@ -2,13 +2,12 @@
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import operator
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import fastapi
@@ -19,41 +18,43 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.serving import wanted as wanted_lib
-from jaxrl_llm.serving.driver import Driver, Event
-from jaxrl_llm.serving.errors import ApiError, Refused
+from jaxrl_llm.serving import replies
+from jaxrl_llm.serving.driver import Driver, Event, Reason, Refused
 from jaxrl_llm.serving.metrics import Metrics, count
-from jaxrl_llm.serving.protocol import ChatBody, CompletionBody
-from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece
-from jaxrl_llm.serving.transcript import Decode, TokenNames, Transcript, decoder
-from jaxrl_llm.serving.wanted import Served, Wanted
+from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody, Served, Wanted
+from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece, TokenNames, Transcript
 
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What one client may ask of the server."""
-
-    request_s: float = 600.0  # from a request's acceptance to its last token
-    body_bytes: int = 2**20
-    body_s: float = 30.0  # for a request's body to arrive
+# How it is told why the driver refuses: status, OpenAI's type and code, headers.
+_REFUSALS: Mapping[Reason, tuple[int, str, str, Mapping[str, str]]] = {
+    "queue_full": (429, "rate_limit_error", "queue_full", {"Retry-After": "1"}),
+    "not_serving": (503, "server_error", "not_serving", {"Retry-After": "5"}),
+    "unfit": (400, "invalid_request_error", "", {}),
+    "request_failed": (500, "server_error", "request_failed", {}),
+    "engine_failed": (500, "server_error", "engine_failed", {}),
+}
 
 
 def make_app(
-    served: Served, driver: Driver, metrics: Metrics, limits: Limits = Limits()
+    served: Served,
+    driver: Driver,
+    metrics: Metrics,
+    request_s: float = 600.0,
+    body_bytes: int = 2**20,
+    body_s: float = 30.0,
 ) -> fastapi.FastAPI:
-    """Returns the application; `driver` must call listeners in its event loop."""
+    """Returns the application; `driver` must call listeners in its event loop.
+
+    A request may take `request_s` from its acceptance to its last token; its body may have
+    `body_bytes` and take `body_s` to arrive.
+    """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
     names = TokenNames(served.tokenizer)
-    work_on = functools.partial(_Work, driver, metrics, limits.request_s, decoder(served.tokenizer))
+    decode = replies.decoder(served.tokenizer)
+    work_on = functools.partial(_Work, driver, metrics, request_s, decode)
     # Long texts take long to tokenize; one thread, so that tokenizers need not be shared.
     reader = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
-    card = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "jaxrl_llm",
-        "max_model_len": served.max_tokens,
-    }
+    card = {"id": served.name, "object": "model", "created": int(time.time())}
+    card |= {"owned_by": "jaxrl_llm", "max_model_len": served.max_tokens}
 
     def check_model(name: str) -> None:
         if name != served.name:
@@ -61,28 +62,25 @@ def make_app(
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def answer(
-        request: fastapi.Request,
-        body: Any,
-        read: Callable[..., Wanted],
-        kind: type[CompletionFormat],
+        request: fastapi.Request, body: CompletionBody | ChatBody, kind: type[CompletionFormat]
     ) -> Response:
         """Returns the reply, or the stream of it, with the engine already at work."""
         check_model(body.model)
-        loop = asyncio.get_running_loop()
-        wanted = await loop.run_in_executor(reader, read, served, body)
+        wanted = await asyncio.get_running_loop().run_in_executor(reader, body.wanted, served)
         form, work = kind(served.name, names, wanted), work_on(wanted)
         if body.stream:
-            return _Stream(_server_sent(work, form, body.include_usage), work)
+            counts = bool(body.stream_options and body.stream_options.include_usage)
+            return _Stream(_server_sent(work, form, counts), work)
         with work:
             return await _unless_disconnected(request, _whole(work, form))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: fastapi.Request) -> Response:
-        return await answer(request, body, wanted_lib.completion, CompletionFormat)
+        return await answer(request, body, CompletionFormat)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: fastapi.Request) -> Response:
-        return await answer(request, body, wanted_lib.chat, ChatFormat)
+        return await answer(request, body, ChatFormat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -107,9 +105,9 @@ def make_app(
         reply = _as_api_error(error)
         return JSONResponse(reply.body, reply.status, reply.headers)
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, Refused, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, failed)
-    app.add_middleware(_body_limit, max_bytes=limits.body_bytes, timeout_s=limits.body_s)
+    app.add_middleware(_body_limit, max_bytes=body_bytes, timeout_s=body_s)
     app.add_middleware(count, metrics=metrics)
     return app
 
@@ -131,9 +129,8 @@ def _body_limit(app: ASGIApp, max_bytes: int, timeout_s: float) -> ASGIApp:
             except TimeoutError:
                 detail = f"the body did not arrive within {timeout_s:g} s"
                 raise HTTPException(408, detail) from None
-            num_bytes += len(message.get("body", b""))
             arrived = not message.get("more_body", False)
-            if num_bytes > max_bytes:
+            if (num_bytes := num_bytes + len(message.get("body", b""))) > max_bytes:
                 raise HTTPException(413, f"the body is over {max_bytes} bytes; send less")
             return message
 
@@ -146,16 +143,17 @@ class _Work:
     """One client's request in the engine: submitted when made, given up when left."""
 
     def __init__(
-        self, driver: Driver, metrics: Metrics, limit_s: float, decode: Decode, wanted: Wanted
+        self,
+        driver: Driver,
+        metrics: Metrics,
+        limit_s: float,
+        decode: replies.Decode,
+        wanted: Wanted,
     ):
         self._driver, self._metrics, self.wanted = driver, metrics, wanted
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._limit_s, self._begun = limit_s, time.monotonic()
-        self._transcripts = [
-            Transcript(decode, p.stop_tokens, p.stop_strings) for p in wanted.params
-        ]
-        self._last_s: dict[int, float] = {}  # when a sample's latest tokens came
+        self._limit_s, self._begun, self._decode = limit_s, time.monotonic(), decode
         self._num_unfinished = len(wanted.params)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ticket = driver.submit(wanted.requests, self._events.put_nowait)
         metrics.prompt_tokens.inc(wanted.num_prompt_tokens)
 
@@ -170,45 +168,42 @@ class _Work:
             self._metrics.cancelled.inc()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields (sample, piece) as they come, to the end of all samples or an `ApiError`."""
+        """Yields (sample, piece) as they come; raises `Refused`, or an `ApiError` if it is late."""
+        transcripts = [
+            Transcript(self._decode, p.stop_tokens, p.stop_strings) for p in self.wanted.params
+        ]
+        last_s: dict[int, float] = {}  # when a sample's latest tokens came
         while self._num_unfinished:
             try:
                 async with asyncio.timeout(self._begun + self._limit_s - time.monotonic()):
                     event = await self._events.get()
             except TimeoutError:
-                message = (
-                    f"not done within the {self._limit_s:g} s that a request may take;"
-                    " ask for fewer tokens"
-                )
-                raise ApiError(504, message, "timeout_error", "request_timeout") from None
+                rule = f"the {self._limit_s:g} s that a request may take; ask for fewer tokens"
+                late = ApiError(504, f"not done within {rule}", "timeout_error", "request_timeout")
+                raise late from None
             if isinstance(event, Refused):
                 self._num_unfinished = 0
                 raise event
             index, p = event
-            self._measure(index, len(p.tokens))
+            now, num_tokens = time.monotonic(), len(p.tokens)
+            self._metrics.generated_tokens.inc(num_tokens)
+            if index not in last_s:
+                self._metrics.first_token_s.observe(now - self._begun)
+            elif num_tokens:
+                self._metrics.per_token_s.observe((now - last_s[index]) / num_tokens)
+            if num_tokens or index not in last_s:
+                last_s[index] = now
             self._num_unfinished -= bool(p.finish_reason)
-            transcript = self._transcripts[index]
-            text = transcript.extend(p.tokens, p.finish_reason)
-            certain = p.tokens, p.log_probs, p.top_log_probs, tuple(transcript.offsets)
+            text = transcripts[index].extend(p.tokens, p.finish_reason)
+            certain = p.tokens, p.log_probs, p.top_log_probs, tuple(transcripts[index].offsets)
             yield index, Piece(text, *certain, p.finish_reason)
-
-    def _measure(self, index: int, num_tokens: int) -> None:
-        now, last_s = time.monotonic(), self._last_s.get(index)
-        self._metrics.generated_tokens.inc(num_tokens)
-        if last_s is None:
-            self._metrics.first_token_s.observe(now - self._begun)
-        elif num_tokens:
-            self._metrics.per_token_s.observe((now - last_s) / num_tokens)
-        if last_s is None or num_tokens:
-            self._last_s[index] = now
 
 
 class _Stream(StreamingResponse):
     """Server-sent events; gives the work up however it ends, even before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], work: _Work):
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, 200, {"Cache-Control": "no-cache"}, "text/event-stream")
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,7 +233,7 @@ async def _server_sent(
             yield event(form.closing(num_tokens))
         yield b"data: [DONE]\n\n"
     except Exception as error:  # the status is sent already
-        if not isinstance(error, ApiError):
+        if not isinstance(error, ApiError | Refused):
             logging.exception("a stream failed")
         yield f"data: {json.dumps(_as_api_error(error).body)}\n\n".encode()
 
@@ -272,6 +267,9 @@ def _as_api_error(error: Exception) -> ApiError:
     """Returns the reply to a request that raised an error."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Refused):
+        status, kind, code, headers = _REFUSALS[error.reason]
+        return ApiError(status, str(error), kind, code, headers=headers)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if not isinstance(error, RequestValidationError):
@@ -282,8 +280,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     # After "body": the field, its part, and the member of a union that was tried.
     place = [str(part) for part in first["loc"][1:]]
-    is_field = first["type"] != "extra_forbidden"  # inside of a field
-    message = first["msg"].removeprefix("Value error, ") if is_field else "no such field"
+    unknown = first["type"] == "extra_forbidden"  # inside of a field
+    message = "no such field" if unknown else first["msg"].removeprefix("Value error, ")
     given = first.get("input")
     shown = "" if isinstance(given, dict) else f"; got {reprlib.repr(given)}"
     message = f"{'.'.join(place) or 'body'}: {message}{shown}"

@@ -16,8 +16,17 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.rollout.requests import Progress, Request, RequestError
-from jaxrl_llm.serving import errors
-from jaxrl_llm.serving.errors import Refused
+
+Reason = Literal["queue_full", "not_serving", "unfit", "request_failed", "engine_failed"]
+
+
+class Refused(Exception):
+    """Requests that the driver did not serve, or not to their end."""
+
+    def __init__(self, reason: Reason, message: str):
+        super().__init__(message)
+        self.reason = reason
+
 
 # (which sample, counted through the requests of a ticket; what came), or why nothing more comes.
 Event = tuple[int, Progress] | Refused
@@ -48,8 +57,8 @@ class Driver:
         self.programs: collections.deque[Program] = collections.deque()  # not yet compiled
         self._params = params
         self._inbox: dict[Ticket, None] = {}
-        self._cancelled: list[Ticket] = []
-        self._closing = False
+        self._dropped: list[Ticket] = []
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine driver", daemon=True)
 
     def start(
@@ -59,8 +68,7 @@ class Driver:
     ) -> None:
         """Begins to serve; `programs` are compiled one by one while there is nothing else to do.
 
-        `call` runs a function where listeners are to be called, such as an event loop's
-        `call_soon_threadsafe`; by default that is the driver's thread.
+        `call` runs a function where listeners are called, such as `loop.call_soon_threadsafe`.
         """
         self._call = call
         self.programs.extend(programs)
@@ -74,15 +82,14 @@ class Driver:
         ticket = Ticket(tuple(requests), listener, count)
         with self._lock:
             if self.state != "ready":
-                raise errors.NotServing(f"the server is {self.state}")
+                raise Refused("not_serving", f"the server is {self.state}")
             if not 1 <= count <= self.capacity:
-                raise errors.Unfit(
-                    f"{count} samples in one request; this server holds 1 to {self.capacity}"
-                )
+                held = f"this server holds 1 to {self.capacity}"
+                raise Refused("unfit", f"{count} samples in one request; {held}")
             if self.num_unfinished + count > self.capacity:
-                raise errors.QueueFull(
-                    f"{self.num_unfinished} samples are running or waiting and {count} more do"
-                    f" not fit in {self.capacity}; try again later"
+                busy = f"{self.num_unfinished} samples are running or waiting and {count} more"
+                raise Refused(
+                    "queue_full", f"{busy} do not fit in {self.capacity}; try again later"
                 )
             self.num_unfinished += count
             self._inbox[ticket] = None
@@ -96,7 +103,7 @@ class Driver:
                 del self._inbox[ticket]
                 self._finish(ticket, ticket.num_unfinished)
             elif ticket.num_unfinished:
-                self._cancelled.append(ticket)
+                self._dropped.append(ticket)
                 self._lock.notify_all()
 
     def use(self, params: Params) -> None:
@@ -117,52 +124,45 @@ class Driver:
             return self._lock.wait_for(lambda: not self.num_unfinished, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread after its step; unfinished tickets hear `NotServing`."""
+        """Ends the thread after its step; unfinished tickets hear that it is "not_serving"."""
         with self._lock:
             self.refuse()
-            self._closing = True
+            self._closed = True
             self._lock.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        end: Refused
         try:
             while self._turn():
                 pass
-            end = errors.NotServing("the server stopped before this request was done")
+            end = Refused("not_serving", "the server stopped before this request was done")
         except Exception as error:  # whatever it is, clients must hear of it
             logging.exception("the engine failed")
-            end = errors.EngineFailed(f"the engine failed: {type(error).__name__}")
+            end = Refused("engine_failed", f"the engine failed: {type(error).__name__}")
             with self._lock:
                 self.state = "failed"
         with self._lock:
-            tickets = dict.fromkeys(
-                [*(ticket for ticket, _ in self._owners.values()), *self._inbox]
-            )
-            left = [ticket for ticket in tickets if ticket.num_unfinished]
-            self._inbox, self._cancelled = {}, []
+            owners = (ticket for ticket, _ in self._owners.values())
+            left = [t for t in dict.fromkeys((*owners, *self._inbox)) if t.num_unfinished]
+            self._inbox, self._dropped, self._owners = {}, [], {}
             for ticket in left:
                 self._finish(ticket, ticket.num_unfinished)
-        self._owners.clear()
         self._tell([(ticket, end) for ticket in left])
 
     def _turn(self) -> bool:
         """Empties the inbox and takes a step, or compiles; returns whether to go on."""
         with self._lock:
-            self._lock.wait_for(
-                lambda: (
-                    self._inbox or self._cancelled or self._owners or self._closing or self.programs
-                )
-            )
-            if self._closing:
+            while not any((self._inbox, self._dropped, self._owners, self._closed, self.programs)):
+                self._lock.wait()
+            if self._closed:
                 return False
             arrived, self._inbox = list(self._inbox), {}
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled, self._dropped = self._dropped, []
             params = self._params
             is_idle = not (arrived or cancelled or self._owners)
             program = self.programs.popleft() if is_idle else None
-            number = self._num_programs - len(self.programs)
+            number, total = self._num_programs - len(self.programs), self._num_programs
         events: list[tuple[Ticket, Event]] = []
         for ticket in cancelled:
             self._abort(ticket)
@@ -181,9 +181,7 @@ class Driver:
             began = time.monotonic()
             self.engine.compile(params, program)
             took_s = time.monotonic() - began
-            logging.info(
-                "compiled %d of %d: %s, %.1f s", number, self._num_programs, program.name, took_s
-            )
+            logging.info("compiled %d of %d: %s, %.1f s", number, total, program.name, took_s)
         self._tell(events)
         return True
 
@@ -191,9 +189,9 @@ class Driver:
         """Gives up a ticket whose request raised an error; returns what its listener hears."""
         self._abort(ticket)
         if isinstance(error, RequestError):
-            return errors.Unfit(str(error))
+            return Refused("unfit", str(error))
         logging.error("a request failed", exc_info=error)
-        return errors.RequestFailed(f"the request failed: {type(error).__name__}")
+        return Refused("request_failed", f"the request failed: {type(error).__name__}")
 
     def _abort(self, ticket: Ticket) -> None:
         for number in ticket.numbers:
@@ -202,7 +200,6 @@ class Driver:
         self._finish(ticket, ticket.num_unfinished)
 
     def _finish(self, ticket: Ticket, count: int) -> None:
-        """Counts samples of a ticket as finished or given up."""
         with self._lock:
             self.num_unfinished -= count
             ticket.num_unfinished -= count

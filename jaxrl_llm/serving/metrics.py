@@ -28,9 +28,8 @@ class Metrics:
         gauge = functools.partial(Gauge, namespace="jaxrl_llm", registry=self.registry)
         self.requests = counter("requests", "Requests by path and status.", ("path", "status"))
         self.rejected = counter("rejected", "Requests not served, by reason.", ("reason",))
-        self.cancelled = counter(
-            "cancelled", "Requests given up: the client left, or the time ran out."
-        )
+        given_up = "Requests given up: the client left, or the time ran out."
+        self.cancelled = counter("cancelled", given_up)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generated_tokens = counter("generated_tokens", "Tokens sampled.")
         self.first_token_s = histogram(

@@ -1,20 +1,29 @@
-"""What clients send: OpenAI's completions and chat completions; other fields are refused."""
+"""What clients send, OpenAI's completions and chat completions, and what the engine is asked then.
 
+Fields that are not served are refused.
+"""
+
+import dataclasses
 import reprlib
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
+from jaxtyping import UInt32
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.rollout.requests import is_text, number_problem
-from jaxrl_llm.serving.errors import ApiError
+from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.rollout import requests
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams, is_text
 
-MAX_SAMPLES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
-MAX_TOP_LOG_PROBS = 20
 
-# Fields that are not served, and their values that ask for nothing.
+# Fields that are not served, and their values that ask for nothing; 0 is also 0.0, but not False.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -36,7 +45,54 @@ First = Field(fail_fast=True)  # of a list with a million wrong entries, the fir
 Tokens = Annotated[list[int], First]
 Texts = Annotated[list[str], First]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-TopLogProbs = Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)]
+TopLogProbs = Annotated[int, Field(ge=0, le=20)]
+
+
+class ApiError(Exception):
+    """A request that is answered by an error, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str = "",
+        param: str = "",
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        error = {"message": message, "type": kind, "param": param or None, "code": code or None}
+        self.body = {"error": error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The model that is served, without its weights."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_tokens: tuple[int, ...]
+    vocab_size: int
+    max_tokens: int  # prompt and reply of one sample
+    chat_template: bool = True  # False: messages are joined by newlines
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One client's request, checked."""
+
+    requests: tuple[Request, ...]  # one a prompt
+    with_log_probs: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.tokens) for request in self.requests)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """How each sample is drawn, prompt by prompt."""
+        return [params for request in self.requests for params in request.params]
 
 
 def _surrogate_place(value: Any) -> list[str] | None:
@@ -69,7 +125,7 @@ class _Body(_Strict):
     """What completions and chat completions have in common."""
 
     model: str
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    n: int | None = Field(None, ge=1, le=128)  # samples of one prompt
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     stop: str | Texts | None = None
@@ -99,31 +155,31 @@ class _Body(_Strict):
                 kept[name] = value
             elif name not in _NOTHING:
                 raise ApiError(400, f"{name[:100]}: no such field", param=name[:100])
-            elif value is not None and not any(_same(value, v) for v in _NOTHING[name]):
-                raise ApiError(
-                    400,
-                    f"{name}={reprlib.repr(value)} is not supported by this server; leave it out",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+            elif value is not None and not any(
+                value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+                for nothing in _NOTHING[name]
+            ):
+                message = f"{name}={reprlib.repr(value)} is not supported by this server"
+                code = "unsupported_parameter"
+                raise ApiError(400, f"{message}; leave it out", code=code, param=name)
         return kept
 
     @pydantic.field_validator("temperature")
     @classmethod
     def _check_temperature(cls, temperature: float | None) -> float | None:
-        if temperature is not None and (problem := number_problem("temperature", temperature)):
+        if problem := requests.number_problem("temperature", temperature or 0):
             raise ValueError(problem)
         return temperature
 
     @pydantic.field_validator("stop")
     @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+    def _check_stop(cls, stop: str | list[str] | None) -> list[str]:
         strings = [stop] if isinstance(stop, str) else stop or []
         if len(strings) > MAX_STOP_STRINGS:
             raise ValueError(f"{len(strings)} stop strings, at most {MAX_STOP_STRINGS}")
         if not all(1 <= len(string) <= 256 for string in strings):
             raise ValueError("a stop string must have 1 to 256 characters")
-        return stop
+        return strings
 
     @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> "_Body":
@@ -131,17 +187,51 @@ class _Body(_Strict):
             raise ValueError("stream_options needs stream=true")
         return self
 
-    @property
-    def num_samples(self) -> int:
-        return self.n or 1
+    def wanted(self, served: Served) -> Wanted:
+        """Returns what the engine is asked; raises an `ApiError` if it cannot be served."""
+        raise NotImplementedError
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def _wanted(
+        self,
+        served: Served,
+        prompts: Sequence[tuple[int, ...]],
+        param: str,  # that holds the prompts
+        max_tokens: int | None,
+        default_tokens: int,  # gives way to a long prompt; `max_tokens` does not
+        num_top: int,  # likeliest tokens beside each log-prob; -1: no log-probs
+    ) -> Wanted:
+        stop_tokens = () if self.ignore_eos else served.eos_tokens
+        if own := self.stop_token_ids:
+            _check_tokens(served, own, "stop_token_ids")
+            stop_tokens = tuple(dict.fromkeys((*stop_tokens, *own)))
+            if (count := len(stop_tokens)) > NUM_STOP_TOKENS:
+                message = f"{count} stop tokens with the model's own, at most {NUM_STOP_TOKENS}"
+                raise ApiError(400, message, param="stop_token_ids")
+        count = self.n or 1
+        asked = []
+        for prompt, keys in zip(prompts, random_keys(self.seed, len(prompts), count), strict=True):
+            length = len(prompt)
+            if not prompt:
+                raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
+            limit = max_tokens or max(1, min(default_tokens, served.max_tokens - length))
+            if (total := length + limit) > served.max_tokens:
+                asks = f"the prompt has {length} tokens and max_tokens is {limit}, together {total}"
+                rule = f"this model takes {served.max_tokens}: shorten the prompt"
+                message = f"{asks}; {rule} or lower max_tokens"
+                wrong = param if length >= served.max_tokens else "max_tokens"
+                raise ApiError(400, message, code="context_length_exceeded", param=wrong)
+            params = SamplingParams(
+                max_tokens=limit,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_k=self.top_k or 0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                stop_tokens=stop_tokens,
+                stop_strings=tuple(self.stop or ()),
+                num_top_log_probs=max(0, num_top),
+            )
+            asked.append(Request(prompt, keys, (params,) * count))
+        return Wanted(tuple(asked), with_log_probs=num_top >= 0)
 
 
 class CompletionBody(_Body):
@@ -154,8 +244,8 @@ class CompletionBody(_Body):
 
     @pydantic.model_validator(mode="after")
     def _check_counts(self) -> "CompletionBody":
-        if self.best_of not in (None, self.num_samples):
-            raise ValueError(f"best_of={self.best_of} must be n={self.num_samples}, or left out")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of={self.best_of} must be n={self.n or 1}, or left out")
         if not self.prompts:
             raise ValueError("prompt is empty; give a text, token ids, or a list of either")
         if len(self.prompts) > MAX_PROMPTS:
@@ -167,6 +257,18 @@ class CompletionBody(_Body):
         """The prompts as a list, whichever of the four forms came."""
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if one else self.prompt  # type: ignore[return-value]
+
+    def wanted(self, served: Served) -> Wanted:
+        prompts = []
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                prompt = served.tokenizer(prompt)["input_ids"]
+            else:
+                _check_tokens(served, prompt, "prompt")
+            prompts.append(tuple(prompt))
+        num_top = -1 if self.logprobs is None else self.logprobs
+        # Without `max_tokens` 16 tokens, as OpenAI.
+        return self._wanted(served, prompts, "prompt", self.max_tokens, 16, num_top)
 
 
 class TextPart(_Strict):
@@ -200,7 +302,35 @@ class ChatBody(_Body):
             raise ValueError("top_logprobs needs logprobs=true")
         return self
 
+    def wanted(self, served: Served) -> Wanted:
+        if served.chat_template and not served.tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template; use /v1/completions")
+        messages = [
+            {"role": "system" if m.role == "developer" else m.role, "content": m.text}
+            for m in self.messages
+        ]
+        try:
+            prompts, _ = tokenizer_lib.render_prompts(
+                served.tokenizer, [messages], served.chat_template
+            )
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        limit = self.max_completion_tokens or self.max_tokens
+        num_top = (self.top_logprobs or 0) if self.logprobs else -1
+        return self._wanted(served, prompts, "messages", limit, served.max_tokens, num_top)
 
-def _same(value: Any, nothing: Any) -> bool:
-    """Returns whether a value is `nothing`, 0 and 0.0 being the same, 0 and False not."""
-    return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+
+def _check_tokens(served: Served, tokens: Sequence[int], param: str) -> None:
+    size = served.vocab_size
+    if wrong := [token for token in tokens if not 0 <= token < size]:
+        message = f"{param}: token id {wrong[0]} is outside the vocabulary of {size}"
+        raise ApiError(400, message, param=param)
+
+
+def random_keys(
+    seed: int | None, num_prompts: int, num_samples: int
+) -> UInt32[np.ndarray, "P G 2"]:
+    """Returns raw keys: of the seed, or never seen before."""
+    entropy = secrets.randbits(128) if seed is None else [seed % 2**64, 1]
+    words = np.random.SeedSequence(entropy).generate_state(2 * num_prompts * num_samples)
+    return words.astype(np.uint32).reshape(num_prompts, num_samples, 2)

@@ -1,4 +1,4 @@
-"""A serving process from its first request to its last: sockets, signals, exit status."""
+"""A serving process: the policy that it serves, its engine, sockets, signals, exit status."""
 
 import asyncio
 import contextlib
@@ -11,17 +11,64 @@ import uvicorn
 from absl import logging
 from starlette.types import ASGIApp
 
+from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import cache
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.jitted import Program
 from jaxrl_llm.serving.driver import Driver
-
-_FLUSH_S = 10  # for finished replies to reach their clients, before the process ends
-_LOOK_S = 0.2  # between two checks whether to end
+from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.replies import decoder
 
 
 class ServerError(UserError):
     """The server cannot listen, or its engine broke."""
+
+
+def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
+    """Returns what clients may know of a policy; "" and 0 stand for the source's own values."""
+    models = source.models
+    if backend := getattr(models.tokenizer, "backend_tokenizer", None):
+        # tokenizer.json may cut and pad prompts. To change that between two calls would keep
+        # another thread from decoding.
+        backend.no_truncation()
+        backend.no_padding()
+    return Served(
+        name=name or source.name,
+        tokenizer=models.tokenizer,
+        eos_tokens=models.eos_tokens,
+        vocab_size=models.policy.shape.vocab_size,
+        max_tokens=max_tokens or source.max_tokens,
+        chat_template=source.config.data.chat_template,
+    )
+
+
+def engine(
+    source: SavedPolicy,
+    model: Served,
+    num_slots: int = 0,
+    chunk_steps: int = 8,
+    draft_tokens: int = 0,
+) -> Engine:
+    """Returns an engine for serving; fewer `chunk_steps` make streams smoother, more cost less.
+
+    Without `num_slots` it has 16 on CPU, 64 elsewhere, fewer where memory is short.
+    """
+    own, max_tokens = source.sampler.engine, model.max_tokens
+    network, mesh = own.network, own.mesh
+    most = 16 if source.models.platform == "cpu" else 64
+    return Engine(
+        network,
+        mesh,
+        num_slots=num_slots or cache.fitting_slots(network, mesh, max_tokens, most, draft_tokens),
+        max_tokens=max_tokens,
+        chunk_steps=chunk_steps,
+        layout=own.layout,
+        speculation=SpeculationConfig(draft_tokens=draft_tokens),
+        decode=decoder(model.tokenizer),
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,9 +80,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ServerError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
-        ) from error
+        problem = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise ServerError(f"{problem}; choose another --host or --port") from error
     return listener
 
 
@@ -79,7 +125,7 @@ def run(
         server_header=False,
         limit_concurrency=max_connections,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=_FLUSH_S,
+        timeout_graceful_shutdown=10,  # for finished replies to reach their clients
     )
 
     async def serve() -> None:
@@ -99,7 +145,7 @@ def run(
             logging.info("%d programs are compiled while there are no requests", len(programs))
         while not (stop.is_set() or serving.done() or driver.state == "failed"):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _LOOK_S)
+                await asyncio.wait_for(stop.wait(), 0.2)  # until the state is looked at again
         logging.info("stopping: %d samples are unfinished", driver.num_unfinished)
         await loop.run_in_executor(None, finish)
         server.should_exit = True

@@ -1,41 +1,46 @@
-"""The processes of a run: they join, share values, watch each other, and leave.
+"""The processes of a run: they join, share and compare values, watch each other, and leave.
 
-If a process dies, the others wait in a collective that never ends. So each writes a sign of life
-every few seconds. If one is silent, or says why it stopped, the others end with a message.
+Other prompts, tokens or weights on one process raise no error by themselves; so digests are
+compared, and the first difference stops the run. If a process dies, the others wait in a collective
+that never ends; so each writes a sign of life every few seconds, and if one is silent, or says why
+it stopped, the others end with a message.
 """
 
+import dataclasses
+import functools
+import hashlib
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax._src import distributed  # no public name has the client; orbax does the same
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import EXIT_MENDABLE, UserError
 from jaxrl_llm.sharding.cluster import ALL_DEVICES, ClusterError, Start
 
 Json = Any  # numbers, texts, booleans, None; lists of them, dicts of them by text
 
 PERIOD_S = 3.0  # between two signs of life
 SILENCE_S = 30.0  # without one: the process is dead, or its host, or the network
-JOIN_TIMEOUT_S = 300
-EXIT_CODE = 1
+_UNEQUAL = "unequal copies "
+_FOLDER = "jaxrl_llm/alive/"  # keys of the coordination service
 _LEFT = "left"
 _STOPPED = "stopped: "
 _SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two: every size is compiled
 
 _watch: "Watch | None" = None
-
-
-class HostError(UserError, RuntimeError):
-    """Another process of the run cannot go on; the message comes from it."""
 
 
 def is_first() -> bool:
@@ -44,11 +49,7 @@ def is_first() -> bool:
 
 
 def join(start: Start) -> None:
-    """Connects this process to the others; to be called before the first use of a device.
-
-    Raises:
-      ClusterError: If they do not all come.
-    """
+    """Connects this process to the others, before the first use of a device, or raises."""
     global _watch
     if start.num_processes == 1:
         return
@@ -62,14 +63,15 @@ def join(start: Start) -> None:
             start.process_id,
             local_device_ids=None if start.local_device == ALL_DEVICES else [start.local_device],
             cluster_detection_method="deactivate",
-            initialization_timeout=JOIN_TIMEOUT_S,
+            initialization_timeout=300,
         )
     except RuntimeError as error:
         raise ClusterError(
             f"--start={start.how}: {who} did not meet the others at {start.coordinator} ({error});"
             " are all of them started, and is that port of process 0's host free and reachable?"
         ) from error
-    _watch = Watch(_Board(), start.process_id, start.num_processes, _end_now)
+    client = distributed.global_state.client
+    _watch = Watch(client, start.process_id, start.num_processes, _end_now)
     _watch.start()
 
 
@@ -83,12 +85,9 @@ def leave() -> None:
 
 
 def abandon(reason: str, with_trace: bool = False) -> None:
-    """Ends this process and, with its reason, the others; returns if there are no others.
-
-    `with_trace` shows the current exception here first.
-    """
+    """Ends this process and, with its reason, the others; returns if there are no others."""
     if _watch is not None:
-        if with_trace:
+        if with_trace:  # of the current exception
             traceback.print_exc()
         _watch.stop_all(reason)
         _end_now("")
@@ -102,10 +101,9 @@ def wait_for_verdict() -> None:
 
 def share(value: Json) -> list[Any]:
     """Returns every process's value, as JSON gives it back: a tuple as a list."""
-    data = json.dumps(value).encode()
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     if jax.process_count() == 1:
-        return [json.loads(data)]
-    mine = np.frombuffer(data, np.uint8)
+        return [json.loads(mine.tobytes())]
     sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
     room = max(_SMALLEST_SHARE, 1 << (int(sizes.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
@@ -115,21 +113,17 @@ def share(value: Json) -> list[Any]:
 
 
 def together(action: Callable[[], Json]) -> list[Any]:
-    """Returns what `action` returned on each process, as `share`; if one raises, all do.
-
-    Raises:
-      UserError: That of this process's action, or a `HostError` with the text of another's.
-    """
+    """Returns what `action` returned on each process, as `share`; a UserError of one is all's."""
     try:
         value = action()
     except UserError as error:
         share([None, str(error)])
         raise
-    results = share([value, ""])
-    for process, (_, text) in enumerate(results):
+    values, texts = zip(*share([value, ""]), strict=True)
+    for process, text in enumerate(texts):
         if text:
-            raise HostError(f"process {process}: {text}")
-    return [value for value, _ in results]
+            raise UserError(f"process {process}: {text}")
+    return list(values)
 
 
 def own_part(count: int) -> range:
@@ -138,23 +132,129 @@ def own_part(count: int) -> range:
     return range(count * index // number, count * (index + 1) // number)
 
 
-class _Board:
-    """A text of each process that all others can read, in jax's coordination service."""
+class DivergenceError(UserError, RuntimeError):
+    """Processes hold different values; the message names the first item and who holds what."""
 
-    _FOLDER = "jaxrl_llm/alive/"
 
-    def __init__(self):
-        # jax has no public name for the client; orbax reaches it in the same way.
-        from jax._src import distributed
+def agree(where: str, items: Mapping[str, Any]) -> None:
+    """Raises DivergenceError, which begins with `where`, if an item differs between processes.
 
-        self._client: Any = distributed.global_state.client
+    All must call this. A value is what `digest` takes, or a tree of arrays on devices.
+    """
+    if jax.process_count() == 1:
+        return
+    mine: dict[str, str] = {}
+    for name, value in items.items():
+        on_devices = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+        parts = digests_of_parts(value) if on_devices else [("", digest(value))]
+        mine |= {f"{name}{part}": found for part, found in parts}
+    compare(where, share(mine))
 
-    def write(self, process: int, text: str) -> None:
-        self._client.key_value_set(f"{self._FOLDER}{process}", text, allow_overwrite=True)
 
-    def read(self) -> dict[int, str]:
-        entries = self._client.key_value_dir_get(self._FOLDER)
-        return {int(name.rpartition("/")[2]): text for name, text in entries}
+def compare(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
+    """Compares the digests of processes; an item is compared between those that hold it."""
+    for name in dict.fromkeys(name for digests in everyone for name in digests):
+        holders: dict[str, list[int]] = {}
+        for process, digests in enumerate(everyone):
+            if name in digests:
+                holders.setdefault(digests[name], []).append(process)
+        if len(holders) > 1 or any(text.startswith(_UNEQUAL) for text in holders):
+            found = "; ".join(
+                f"process{'es' * (len(some) > 1)} {', '.join(map(str, some))}: {text}"
+                for text, some in holders.items()
+            )
+            raise DivergenceError(
+                f"{where}: the processes disagree, first about {name} ({found}); look for a host"
+                " with other files, packages or settings, or a failing device, and start the run"
+                " again to resume from its last checkpoint"
+            )
+
+
+def digest(value: Any) -> str:
+    """Returns 16 hex digits of numbers, texts, host arrays; lists, mappings, dataclasses of them.
+
+    >>> digest({"a": [1, 2.0], "b": "x"}) == digest({"b": "x", "a": (1, 2.0)})
+    True
+    >>> digest(np.zeros(2, np.int32)) == digest(np.zeros(2, np.float32))
+    False
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for part in _parts(value):
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, Mapping):
+        yield f"mapping of {len(value)}".encode()
+        for key in sorted(value, key=str):
+            yield str(key).encode(errors="surrogatepass")
+            yield from _parts(value[key])
+    elif isinstance(value, (list, tuple)):
+        yield f"sequence of {len(value)}".encode()
+        for entry in value:
+            yield from _parts(entry)
+    elif dataclasses.is_dataclass(value):
+        yield from _parts([getattr(value, field.name) for field in dataclasses.fields(value)])
+    else:
+        yield repr(value).encode(errors="surrogatepass")
+
+
+def digests_of_parts(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yields (path and part, digest) of the parts that this process's devices hold of a tree."""
+    on_device = jax.local_devices()[0].default_memory().kind
+    by_mesh: dict[Mesh, dict[str, Any]] = {}
+    for keys, leaf in jax.tree.leaves_with_path(tree):
+        if leaf.sharding.memory_kind in (None, on_device):
+            by_mesh.setdefault(leaf.sharding.mesh, {})[jax.tree_util.keystr(keys)] = leaf
+    for mesh, leaves in by_mesh.items():
+        paths = sorted(leaves)
+        specs = tuple((path, leaves[path].sharding.spec) for path in paths)
+        with jax.set_mesh(mesh):
+            table = _local_digests(mesh, specs)(leaves)
+        rows = {shard.device: np.asarray(shard.data)[0] for shard in table.addressable_shards}
+        for column, path in enumerate(paths):
+            found: dict[str, set[int]] = {}
+            for shard in leaves[path].addressable_shards:
+                bounds = zip(shard.index, leaves[path].shape, strict=True)
+                part = ",".join("{}:{}".format(*s.indices(size)) for s, size in bounds)
+                found.setdefault(part, set()).add(int(rows[shard.device][column]))
+            for part, values in found.items():
+                text = ", ".join(f"{value:08x}" for value in sorted(values))
+                yield f"{path}[{part}]", _UNEQUAL + text if len(values) > 1 else text
+
+
+@functools.lru_cache(maxsize=16)
+def _local_digests(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]):
+    """Returns a program for each device's digests of its own parts, [devices, leaves]."""
+    rows = PartitionSpec(mesh.axis_names)
+
+    def of_device(leaves: dict[str, Array]) -> UInt32[Array, "1 leaves"]:
+        return jnp.stack([_array_digest(leaves[path]) for path, _ in specs])[None]
+
+    program = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(dict(specs),), out_specs=rows, check_vma=False
+    )
+    return jax.jit(program, out_shardings=NamedSharding(mesh, rows))
+
+
+def _array_digest(array: Array) -> UInt32[Array, ""]:
+    """Returns the sum of the elements' bits, each times an odd number that its position gives.
+
+    A change of one element always changes it: odd numbers have inverses modulo 2**32.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    unsigned = jnp.dtype(f"uint{min(array.dtype.itemsize * 8, 32)}")
+    bits = jax.lax.bitcast_convert_type(array, unsigned).reshape(-1).astype(jnp.uint32)
+    odd = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435769) * 2 + 1
+    return (bits * odd).sum(dtype=jnp.uint32)
 
 
 class Watch(threading.Thread):
@@ -162,15 +262,14 @@ class Watch(threading.Thread):
 
     def __init__(
         self,
-        board: Any,
+        client: Any,  # of jax's coordination service, which holds a text of each process
         process: int,
         num_processes: int,
-        end: Callable[[str], None],
+        end: Callable[[str], None],  # ends this process with a message
         now: Callable[[], float] = time.monotonic,
     ):
-        """`board` is a `_Board`; `end` ends this process with a message; `now` is in seconds."""
         super().__init__(name="watch", daemon=True)
-        self._board, self._process, self._end, self._now = board, process, end, now
+        self._client, self._process, self._end, self._now = client, process, end, now
         # Of each process, its last text and when that came.
         self._heard = dict.fromkeys(range(num_processes), ("", now()))
         self._count = 0
@@ -188,11 +287,12 @@ class Watch(threading.Thread):
         try:
             with self._writing:
                 if not self._done.is_set():
-                    self._board.write(self._process, str(self._count))
-            texts = self._board.read()
+                    self._write(str(self._count))
+            entries = self._client.key_value_dir_get(_FOLDER)
         except Exception as error:
             silent = self._now() - self._heard[0][1] >= SILENCE_S
             return self._verdict(0, f"cannot be reached: {error}") if silent else ""
+        texts = {int(name.rpartition("/")[2]): text for name, text in entries}
         for process, text in texts.items():
             if text.startswith(_STOPPED) and process != self._process:
                 return self._verdict(process, text)
@@ -217,9 +317,12 @@ class Watch(threading.Thread):
         with self._writing:
             self._done.set()
             try:
-                self._board.write(self._process, word)
+                self._write(word)
             except Exception as error:
                 logging.warning("process 0 could not be told %r (%s)", word, error)
+
+    def _write(self, text: str) -> None:
+        self._client.key_value_set(f"{_FOLDER}{self._process}", text, allow_overwrite=True)
 
     def _verdict(self, process: int, what: str) -> str:
         return (
@@ -234,4 +337,4 @@ def _end_now(message: str) -> None:
         logging.error("%s", message)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    os._exit(EXIT_MENDABLE)

@@ -69,9 +69,9 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     found = {a: num_devices // fixed if size == -1 else size for a, size in sizes.items()}
     if math.prod(found.values()) != num_devices:
         given = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        remedy = "set one axis to -1 for the rest"
         raise ConfigError(
-            [f"config.mesh: {given} does not fill the {num_devices} devices; {remedy}"]
+            f"config.mesh: {given} does not fill the {num_devices} devices; set one axis to -1 for"
+            " the rest"
         )
     return found
 
@@ -94,10 +94,8 @@ def partition_spec(
 ) -> PartitionSpec:
     """Returns how an array is split whose dims have these logical names (None: not split).
 
-    Args:
-      rules: Mesh axes of each name, major first.
-      units: Name -> what must stay whole, e.g. a head's size in a dim of several heads.
-      computing: Axes that respect units, as they split the computation there.
+    `rules` have the mesh axes of each name, major first; `units` what must stay whole, e.g. a
+    head's size in a dim of several heads. Axes in `computing` respect units.
     """
     spec = []
     for dim, name in zip(shape, names, strict=True):
@@ -146,26 +144,24 @@ def under(rules: Rules) -> Iterator[None]:
 
 def activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
     """Returns how an activation is split by the current rules on the mesh of `jax.set_mesh`."""
+    return partition_spec(shape, names, _rules.get(), jax.sharding.get_abstract_mesh().shape, {})
+
+
+def constrain(x: jax.Array, *names: str | None, rules: Rules | None = None) -> jax.Array:
+    """Returns `x`, split by `rules` or, as `activation_spec`, the current ones.
+
+    Inside a `shard_map` it is unchanged.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return partition_spec(shape, names, _rules.get(), mesh.shape, {})
-
-
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x` with the constraint of `activation_spec`; unchanged inside a `shard_map`."""
-    return _constrained(x, names, _rules.get())
+    if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
+        return x
+    spec = partition_spec(x.shape, names, rules or _rules.get(), mesh.shape, {})
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def constrain_as_weight(x: jax.Array, *names: str | None) -> jax.Array:
     """Returns `x`, constrained to be split as `TRAIN` says on the mesh of `jax.set_mesh`."""
-    return _constrained(x, names, TRAIN)
-
-
-def _constrained(x: jax.Array, names: tuple[str | None, ...], rules: Rules) -> jax.Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
-        return x
-    spec = partition_spec(x.shape, names, rules, mesh.shape, {})
-    return jax.lax.with_sharding_constraint(x, spec)
+    return constrain(x, *names, rules=TRAIN)
 
 
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:

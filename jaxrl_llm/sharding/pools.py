@@ -1,8 +1,8 @@
-"""Pools of devices: a mesh for each, and arrays that move from one to another.
+"""Where arrays are: in a pool of devices, which has a mesh, or in host memory between uses.
 
-A pool takes equally many devices of every host. An array that moves is first split in its own pool
-as in the other, then copied from device to device within each host; `jax.device_put` alone would
-pass it through the host's memory.
+A pool takes equally many devices of every host. An array that moves to another pool is first split
+in its own as in the other, then copied from device to device within each host; `jax.device_put`
+alone would pass it through the host's memory.
 """
 
 import dataclasses
@@ -18,18 +18,13 @@ from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _COPIES = "copies"  # mesh axis over devices that hold the same
+_HOST = "pinned_host"
 
 
 def meshes(
     placement: PlacementConfig, config: MeshConfig, used: Collection[str], devices: Sequence[Any]
 ) -> dict[str, Mesh]:
-    """Returns the mesh of each role that the run has; roles of one pool share theirs.
-
-    `config` has the sizes of the axes where a pool names none.
-
-    Raises:
-      ConfigError: If the devices cannot be divided so.
-    """
+    """Returns the mesh of each role; where a pool names no size of an axis, `config` has it."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -50,23 +45,20 @@ def sizes(
     num_devices: int,
     num_hosts: int,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Returns the mesh axes of each pool and the pool of each role; raises as `meshes`."""
+    """Returns the mesh axes of each pool and the pool of each role, or raises ConfigError."""
     pools, homes = placement.divided(used)
-    counts = {name: pool.devices for name, pool in pools.items()}
-    wild = [name for name, count in counts.items() if count == -1]
-    fixed = sum(counts.values()) + len(wild)
-    rest, left = divmod(num_devices - fixed, max(len(wild), 1))
+    counts = [pool.devices for pool in pools.values()]
+    wild = counts.count(-1)
+    rest, left = divmod(num_devices - sum(counts) - wild, max(wild, 1))
     if rest < bool(wild) or left or (not wild and rest):
         raise ConfigError(
-            [
-                f"config.placement: {placement.choice!r} does not share the {num_devices} devices"
-                f" out to {len(pools)} pools ({', '.join(pools)}); choose"
-                " placement.choice='by_hand' and devices for each pool that add up"
-            ]
+            f"config.placement: {placement.choice!r} does not share the {num_devices} devices"
+            f" out to {len(pools)} pools ({', '.join(pools)}); choose"
+            " placement.choice='by_hand' and devices for each pool that add up"
         )
     found, problems = {}, []
     for name, pool in pools.items():
-        count = rest if name in wild else counts[name]
+        count = rest if pool.devices == -1 else pool.devices
         axes = {axis: getattr(pool, axis) or getattr(config, axis) for axis in mesh_lib.AXES}
         if count % num_hosts:
             problems.append(
@@ -107,9 +99,7 @@ def move(tree: Any, shardings: Any) -> Any:
     Arrays that are there already, or not committed to any mesh, are returned as they are. To be
     called outside of `jax.set_mesh`, as two meshes take part.
     """
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(_moved, tree, shardings)
+    return jax.tree.map(_moved, tree, jax.tree.broadcast(shardings, tree))
 
 
 def _moved(array: Any, target: NamedSharding) -> Any:
@@ -150,3 +140,31 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
 def devices(meshes: Collection[Mesh]) -> list[Any]:
     """Returns the devices of all meshes, each once, in their order."""
     return list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))
+
+
+def host_problem(mesh: Mesh) -> str:
+    """Returns why arrays of this mesh cannot rest in host memory; "" if they can."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST in kinds:
+        return ""
+    return f"{device.platform} devices have no {_HOST} memory here (they have {', '.join(kinds)})"
+
+
+def resting(tree: Any) -> Any:
+    """Returns the arrays in the memory of each device's host; scalars stay where they are."""
+    host = lambda a: jax.device_put(a, a.sharding.with_memory_kind(_HOST))  # noqa: E731
+    return jax.tree.map(lambda a: host(a) if a.ndim else a, tree)
+
+
+def working(tree: Any) -> Any:
+    """Returns the arrays in device memory; those that are there already are not copied."""
+    return jax.tree.map(lambda a: jax.device_put(a, in_use(a.sharding)), tree)
+
+
+def in_use(sharding: Any) -> Any:
+    """Returns the sharding that an array has in device memory."""
+    if sharding.memory_kind != _HOST:
+        return sharding
+    device = next(iter(sharding.device_set))
+    return sharding.with_memory_kind(device.default_memory().kind)

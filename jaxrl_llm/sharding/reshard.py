@@ -7,18 +7,30 @@ weights is used again.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import traffic
 
 Params = dict[str, Any]
+
+_COLLECTIVE = re.compile(
+    r"= (?P<result>\(.*?\)|\S+) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter"
+    r"|collective-permute|ragged-all-to-all)(?P<start>-start)?\((?P<rest>.*)"
+)
+_ARRAY = re.compile(r"\b([a-z]+(\d+)\w*)\[([\d,]*)\]")
+# `[2,4]<=[8]`: two groups of four; `{{0,1},{2,3}}`; `mesh['a'=4,'b'=2] {'b'}`: along those axes.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<list>[\d,]*)\}"
+    r"|\w*\[(?P<axes>[^\]]*)\][^{\n]*\{(?P<along>[^}]*)\})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +61,16 @@ class Resharder:
 
     def __init__(
         self,
-        abstract: Params,
-        logical_axes: Params,
+        abstract: Params,  # shapes of the training parameters, `layers` stacked as [L, ...]
+        logical_axes: Params,  # dim names of the same tree
         units,
         mesh: Mesh,
         dtype,
-        layout: str,
+        layout: str,  # as `config.mesh.rollout`
+        # Makes a rollout layer before the cast: it may merge adapters or transpose kernels.
         convert: Callable[[Params], Params] = lambda layer: layer,
-        rollout_axes: Params | None = None,
+        rollout_axes: Params | None = None,  # of the stacked rollout layers, if they are others
     ):
-        """
-        Args:
-          abstract: Shapes of the training parameters, `layers` stacked as [L, ...].
-          logical_axes: Dim names of the same tree.
-          units: See `mesh.partition_spec`.
-          layout: As `config.mesh.rollout`: "tensor" splits over the tensor axis alone; "train" as
-            in training; "all_tensor" over tensor, fsdp and sequence; "replicas" not at all.
-          convert: Makes a rollout layer from a training layer, before the cast: it may merge
-            adapters or transpose kernels.
-          rollout_axes: Dim names of the stacked rollout parameters; None: `logical_axes`.
-        """
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), abstract["layers"])
         layer = jax.eval_shape(convert, one)
         shapes = jax.tree.map(
@@ -89,51 +91,44 @@ class Resharder:
         self._seen = False
         self._report: Report | None = None
         self._num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
-        self._mesh = mesh
+        self.mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
         into = jax.tree.map(lambda a: a.sharding, self._target)
         # Old buffers are donated for their memory alone; unused arguments must stay arguments.
         reuse = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-        self._move_ends = reuse(lambda old, new: _cast(new, dtype), out_shardings=_ends(into))
-        self._move_layer = reuse(
-            lambda old, new, i: _cast(convert(jax.tree.map(lambda a: a[i], new)), dtype),
-            out_shardings=into["layers"],
-        )
+        self.jitted: dict[
+            str, Any
+        ] = {  # of the ends `(old, ends)`, of one layer `(old, layers, i)`
+            "ends": reuse(lambda old, new: _cast(new, dtype), out_shardings=_ends(into)),
+            "layer": reuse(
+                lambda old, new, i: _cast(convert(jax.tree.map(lambda a: a[i], new)), dtype),
+                out_shardings=into["layers"],
+            ),
+        }
 
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
         """Numbers of the layers, on the devices."""
         return [jax.device_put(np.int32(i), self._replicated) for i in range(self._num_layers)]
 
-    @property
-    def jitted(self) -> dict[str, Any]:
-        """The jitted functions: of one layer `(old, layers, i)` and of the ends `(old, ends)`."""
-        return {"layer": self._move_layer, "ends": self._move_ends}
-
     def abstract(self) -> Params:
         """Returns shapes and shardings of the rollout parameters."""
         return {**self._target, "layers": (self._target["layers"],) * self._num_layers}
 
     def report(self) -> Report:
-        """Returns the costs of the compiled programs; compiles them once.
-
-        Before the first `reshard` they are those of plain weights in the training layout.
-        """
-        if self._report is None:
-            self._report = self._measured()
-        return self._report
-
-    def _measured(self) -> Report:
+        """Returns the costs of the compiled programs, compiled once; of plain weights at first."""
+        if self._report:
+            return self._report
         index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         layer, given = self._target["layers"], self._given["layers"]
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             programs = [
-                (self._move_layer.lower(layer, given, index).compile(), self._num_layers),
-                (self._move_ends.lower(_ends(self._target), _ends(self._given)).compile(), 1),
+                (self.jitted["layer"].lower(layer, given, index).compile(), self._num_layers),
+                (self.jitted["ends"].lower(_ends(self._target), _ends(self._given)).compile(), 1),
             ]
         moved, dtypes, extra = 0, set(), 0
         for program, times in programs:
-            for collective in traffic.collectives(program.as_text() or ""):
+            for collective in collectives(program.as_text() or ""):
                 moved += times * collective.received_bytes
                 dtypes |= set(collective.dtypes)
             memory: Any = program.memory_analysis()
@@ -141,12 +136,13 @@ class Resharder:
             extra = max(extra, memory.temp_size_in_bytes + max(0, fresh))
 
         def missing(into, held):
-            return traffic.missing_elements(into.shape, held, into.sharding) * into.dtype.itemsize
+            return missing_elements(into.shape, held, into.sharding) * into.dtype.itemsize
 
         least = jax.tree.map(missing, self._target, self._held)
         total = sum(jax.tree.leaves(_ends(least)))
         total += self._num_layers * sum(jax.tree.leaves(least["layers"]))
-        return Report(moved, round(total), extra, tuple(sorted(dtypes)))
+        self._report = Report(moved, round(total), extra, tuple(sorted(dtypes)))
+        return self._report
 
     def empty(self) -> Params:
         """Returns zeros in the rollout layout, to be donated to the first `reshard`."""
@@ -163,11 +159,12 @@ class Resharder:
         if not self._seen:
             self._given = _abstract(params, jax.tree.map(lambda a: a.sharding, params))
             self._seen = True
-        layers = tuple(
-            self._move_layer(layer, params["layers"], i)
-            for i, layer in zip(self._indices, old["layers"], strict=True)
-        )
-        return {**self._move_ends(_ends(old), _ends(params)), "layers": layers}
+        with jax.set_mesh(self.mesh):
+            layers = tuple(
+                self.jitted["layer"](layer, params["layers"], i)
+                for i, layer in zip(self._indices, old["layers"], strict=True)
+            )
+            return {**self.jitted["ends"](_ends(old), _ends(params)), "layers": layers}
 
 
 def _ends(tree: Params) -> Params:
@@ -182,3 +179,68 @@ def _abstract(tree: Params, shardings: Params) -> Params:
 
 def _cast(tree, dtype):
     return jax.tree.map(lambda a: a.astype(dtype), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange of a compiled program."""
+
+    kind: str  # XLA's name, e.g. "all-gather"
+    dtypes: tuple[str, ...]  # of what is sent
+    received_bytes: int  # by each device; an all-reduce is a reduce-scatter and an all-gather
+
+
+def collectives(hlo: str) -> Iterator[Collective]:
+    """Yields the collectives in the text of a compiled program, each as often as it is written.
+
+    >>> line = "%a = bf16[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}"
+    >>> [(c.kind, c.received_bytes) for c in collectives(line)]
+    [('all-gather', 48)]
+    """
+    partitions = re.search(r"num_partitions=(\d+)", hlo)
+    everybody = int(partitions[1]) if partitions else 1
+    for found in _COLLECTIVE.finditer(hlo):
+        arrays = [
+            (dtype, math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8)
+            for dtype, bits, dims in _ARRAY.findall(found["result"])
+        ]
+        kind, group = found["kind"], _group_size(found["rest"], everybody)
+        total = sum(size for _, size in arrays)
+        if found["start"]:  # its text has the inputs beside the outputs
+            total = total * group // (group + 1) if kind == "all-gather" else total // 2
+        received = {
+            "all-gather": total * (group - 1) // group,
+            "all-to-all": total * (group - 1) // group,
+            "ragged-all-to-all": total,
+            "all-reduce": 2 * total * (group - 1) // group,
+            "reduce-scatter": total * (group - 1),
+            "collective-permute": total,
+        }
+        yield Collective(kind, tuple(sorted({dtype for dtype, _ in arrays})), received[kind])
+
+
+def _group_size(attributes: str, everybody: int) -> int:
+    found = _GROUPS.search(attributes)
+    if not found:
+        return everybody
+    if found["size"]:
+        return int(found["size"])
+    if found["list"] is not None:
+        return len(found["list"].split(","))
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", found["axes"]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found["along"]))
+
+
+def missing_elements(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> float:
+    """Returns the elements that a device has in the target but not in the source, on average."""
+    held: Mapping = source.devices_indices_map(shape)
+    wanted: Mapping = target.devices_indices_map(shape)
+
+    def volume(*slices: tuple[slice, ...]) -> int:  # of what all of them have in common
+        dims = zip(shape, *slices, strict=True)
+        spans = [[range(size)[part] for part in parts] for size, *parts in dims]
+        return math.prod(
+            max(0, min(s.stop for s in of_dim) - max(s.start for s in of_dim)) for of_dim in spans
+        )
+
+    return float(np.mean([volume(part) - volume(part, held[d]) for d, part in wanted.items()]))

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from jaxrl_llm import console
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.learner.source import Score
@@ -57,7 +57,7 @@ class Evaluator:
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
-        for wave, prompts in enumerate(screen.each("evaluating", self._waves)):
+        for wave, prompts in enumerate(console.each("evaluating", self._waves)):
             key = jax.random.fold_in(self._key, wave)
             rollouts, _ = episodes.rollout(
                 self._sampler.engine, weights, models.tokenizer, prompts, [sampling] * n, key

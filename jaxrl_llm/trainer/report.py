@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import jax
 
+from jaxrl_llm import console
 from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.metrics import console
 from jaxrl_llm.planning import devices
 from jaxrl_llm.planning.devices import GIB
 from jaxrl_llm.sharding import hosts

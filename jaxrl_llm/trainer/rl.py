@@ -50,6 +50,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
         predictions_of = predict.predictor(config, models, frozen)
         estimates_of = estimate.estimator(config, models.mesh)
         learn = update.updater(config, models, frozen.base, state)
+        has_signal = estimate.signal_check(config)
         devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
         peak_flops = hardware.peak_flops(devices)
         root = jax.random.key(config.seed)
@@ -79,7 +80,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             of_rewards = statistics.of_rewards(rewards, rollouts.group_ids)
             of_updates: dict[str, float] = {}
             allowed = run.alerts.allow_update({**of_estimates, **of_rewards})
-            if allowed and estimate.has_signal(config, of_rewards, estimates):
+            if allowed and has_signal(of_rewards, estimates):
                 state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
 
             # Hand the new weights to the engine.

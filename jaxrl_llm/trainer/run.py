@@ -20,12 +20,12 @@ from typing import Any, Protocol, TypeVar
 import jax
 from absl import logging
 
+from jaxrl_llm import console
 from jaxrl_llm.checkpoint.lock import locked
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.config.folder import check_workdir, claim_workdir
-from jaxrl_llm.console import screen
 from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
@@ -35,7 +35,7 @@ from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
-from jaxrl_llm.sharding import agreement, hosts
+from jaxrl_llm.sharding import hosts
 from jaxrl_llm.trainer import report
 from jaxrl_llm.trainer.interruption import Interruption
 
@@ -90,7 +90,7 @@ class Run(contextlib.ExitStack):
             **{f"config.{group}": value for group, value in to_dict(self.config).items()},
             **{f"dataset {i}": dataset.prompts for i, dataset in enumerate(datasets)},
         }
-        agreement.check("start", begins_with)
+        hosts.agree("start", begins_with)
         if hosts.is_first() and not self._outer:
             self.enter_context(locked(self.workdir))
         claim_workdir(self.config, self.workdir, write=hosts.is_first())
@@ -107,7 +107,7 @@ class Run(contextlib.ExitStack):
         """
         saved: Mapping[str, Any] = {}
         if self._saver.latest_step():
-            with screen.work("reading the last checkpoint"):
+            with console.work("reading the last checkpoint"):
                 state, saved, self.first = self._saver.restore(weights_lib.abstract(state))
             remedy = (
                 "remove this step to go on from the one before it, or start in another --workdir"
@@ -136,7 +136,7 @@ class Run(contextlib.ExitStack):
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are left, from 1; then closes the checkpoints."""
         yield from range(self.first + 1, self.total + 1)
-        with screen.work("saving the last step"):
+        with console.work("saving the last step"):
             self._saver.close()
         self._tell_end()
 

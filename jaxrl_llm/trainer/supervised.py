@@ -20,20 +20,14 @@ from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from jaxrl_llm.algorithms import supervised_losses
+from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint import saver
-from jaxrl_llm.config import (
-    ConfigError,
-    JobConfig,
-    RewardModelingConfig,
-    RLConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
-from jaxrl_llm.data import packing, supervised
+from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
+from jaxrl_llm.config.job import RewardModelingConfig
+from jaxrl_llm.data import datasets, packing
 from jaxrl_llm.data.datasets import Stream
-from jaxrl_llm.data.microbatches import Microbatch, PackedBatch
+from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import planned, predict, update
 from jaxrl_llm.learner import weights as weights_lib
@@ -156,7 +150,7 @@ def _batch(rows: Sequence[Row], packer: Packer) -> Batch:
 
 def _sft(config: JobConfig, models: Models) -> Task:
     """Returns cross-entropy of worked answers: a mean over all of their tokens in a batch."""
-    examples = supervised.worked_examples(config.data, models.tokenizer, "train", config.seed)
+    examples = datasets.worked_examples(config.data, models.tokenizer, "train", config.seed)
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
         log_probs, _, _ = predict.token_statistics(
@@ -170,7 +164,7 @@ def _sft(config: JobConfig, models: Models) -> Task:
         )
         log_probs = microbatch.unpacked(log_probs, batch.lengths, batch.tokens.shape[1])
         mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
-        return supervised_losses.token_cross_entropy(log_probs, mask, denominators)
+        return losses.token_cross_entropy(log_probs, mask, denominators)
 
     return Task("sft", models.mesh, [[example] for example in examples], loss)
 
@@ -182,7 +176,7 @@ def _reward_model(
 
     With `costs` a high score is bad: of each pair the rejected answer gets the higher one.
     """
-    pairs = supervised.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
+    pairs = datasets.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
     if costs:
         pairs = [(prompt, rejected, chosen) for prompt, chosen, rejected in pairs]
 
@@ -193,9 +187,7 @@ def _reward_model(
         count = batch.tokens.shape[0]
         by_sequence = microbatch.put(jnp.zeros(count), scores)
         here = microbatch.put(jnp.zeros(count, bool), jnp.ones(scores.shape, bool))
-        return supervised_losses.bradley_terry(
-            by_sequence[0::2], by_sequence[1::2], here[0::2], count // 2
-        )
+        return losses.bradley_terry(by_sequence[0::2], by_sequence[1::2], here[0::2], count // 2)
 
     rows = [[(prompt, chosen), (prompt, rejected)] for prompt, chosen, rejected in pairs]
     return Task("reward_model", models.meshes["reward"], rows, loss)

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import token_baselines
+from jaxrl_llm.algorithms import masked
 from jaxrl_llm.algorithms.advantages import (
     ESTIMATORS,
     estimate,
@@ -40,7 +40,7 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value():
     advantages, returns = generalized_advantage_estimation(
         rewards, values, mask, gamma=1.0, gae_lambda=1.0
     )
-    to_go = token_baselines.returns_to_go(rewards, mask)
+    to_go = masked.returns_to_go(rewards, mask)
     np.testing.assert_allclose(returns, to_go, atol=1e-5)
     np.testing.assert_allclose(advantages, jnp.where(mask, to_go - values, 0.0), atol=1e-5)
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxrl_llm.algorithms import custom, needs
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.recipes import ADVANTAGES, POLICY_LOSSES
@@ -127,7 +127,7 @@ def test_what_there_is_not_is_refused_before_any_work(name, message, choice, min
 
 
 def test_what_does_not_go_together_is_named(mine):
-    custom.check(NOTHING)
+    needs.check(NOTHING)
     for settings, path, message in (
         ({"safe": True}, "safe", "set advantage='gae'"),
         ({"safe": True, "advantage": mine("plain")}, "safe", "with critics"),
@@ -140,13 +140,13 @@ def test_what_does_not_go_together_is_named(mine):
     ):
         config = AlgorithmConfig(**settings)
         with pytest.raises(ConfigError) as found:
-            custom.check(config)
+            needs.check(config)
         (said,) = found.value.problems
         assert said.startswith(f"config.algorithm.{path}: ") and message in said
         # What a user's function reads is known when it is found, the rest with the config.
         of_config = [f"config.algorithm.{path}: {text}" for path, text in config.problems()]
         assert (said in of_config) == (":" not in config.advantage)
-    custom.check(AlgorithmConfig(safe=True, advantage=mine("with_values")))
+    needs.check(AlgorithmConfig(safe=True, advantage=mine("with_values")))
 
 
 def test_models_that_nothing_reads_are_warned_about(mine):

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.advantages import estimate
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.algorithms.corrections import correct
 from jaxrl_llm.algorithms.losses import policy_objective, value_loss
-from jaxrl_llm.algorithms.safe_rlhf import safe_advantages, shaped_costs
+from jaxrl_llm.algorithms.safe_rlhf import safe_advantages
 from jaxrl_llm.algorithms.shaping import kl_shaped
 from jaxrl_llm.config import AlgorithmConfig
 from jaxrl_llm.config.recipes import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES, RECIPES
@@ -126,14 +126,8 @@ def estimates(config, batch):
         config, batch.old_log_probs, batch.rollout_log_probs, batch.mask
     )
     if config.safe:
-        costs = shaped_costs(
-            config,
-            config.kl_coef,
-            batch.costs,
-            batch.old_log_probs,
-            batch.ref_log_probs,
-            batch.mask,
-        )
+        of_policy = batch.old_log_probs, batch.ref_log_probs, batch.mask
+        costs, _ = kl_shaped(config, -config.kl_coef, batch.costs, *of_policy)
         advantages, returns, cost_returns = safe_advantages(
             config, 0.5, rewards, costs, batch.values, batch.cost_values, batch.mask
         )

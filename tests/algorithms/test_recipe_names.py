@@ -7,7 +7,7 @@ import pytest
 from jaxrl_llm.algorithms.advantages import ESTIMATORS
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
 from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
-from jaxrl_llm.algorithms.losses import POLICY_LOSSES
+from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.algorithms.selection import SELECTIONS
 from jaxrl_llm.config import AlgorithmConfig, recipes
 
@@ -18,7 +18,7 @@ from jaxrl_llm.config import AlgorithmConfig, recipes
         (ESTIMATORS, recipes.ADVANTAGES),
         (POLICY_LOSSES, recipes.POLICY_LOSSES),
         (AGGREGATIONS, recipes.AGGREGATIONS),
-        (KL_ESTIMATORS, recipes.KL_ESTIMATORS),
+        ((*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)), recipes.KL_ESTIMATORS),
     ],
 )
 def test_tables_hold_the_names_of_the_config(table, names):

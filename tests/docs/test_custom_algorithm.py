@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.algorithms.custom import check
+from jaxrl_llm.algorithms.needs import check
 from jaxrl_llm.config import AlgorithmConfig, ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]

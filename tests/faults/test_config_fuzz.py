@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.algorithms import custom
+from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, RLConfig
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.recipes import (
@@ -114,7 +114,7 @@ def tried(found) -> RLConfig | None:
     assert from_config_dict(to_dict(config)) == config
     list(config.warnings())
     try:
-        custom.check(config.algorithm)
+        needs.check(config.algorithm)
         writer.check(config.metrics)
         alerts.check(config.alerts)
         models = models_of(config)

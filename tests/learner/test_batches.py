@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.config import RLConfig, RLTrainerConfig
-from jaxrl_llm.data import microbatches, packing
+from jaxrl_llm.data import packing
 from jaxrl_llm.learner import batches
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.planning import filling
@@ -63,7 +63,7 @@ def there_and_back(packed, tokens, lengths):
     def back(microbatch):
         return microbatch.unpacked(microbatch.packed(tokens), lengths, W)
 
-    return microbatches.by_sequence(packed, back, B, W)
+    return packing.by_sequence(packed, back, B, W)
 
 
 @settings(max_examples=40, deadline=None)
@@ -230,9 +230,7 @@ def test_accumulate_sums_over_what_is_used():
             return {"sum": microbatch.take(weights).sum(), "calls": jnp.float32(1.0)}
 
         like = {"sum": weights[0], "calls": weights[0]}
-        found = jax.jit(lambda p, f=function, like=like: microbatches.accumulate(p, f, like))(
-            packed
-        )
+        found = jax.jit(lambda p, f=function, like=like: packing.accumulate(p, f, like))(packed)
         assert found == {"sum": 66.0, "calls": int(packed.count)}
 
 

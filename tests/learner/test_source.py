@@ -11,8 +11,7 @@ from jaxrl_llm.config import AlgorithmConfig, RLConfig, RLTrainerConfig, Rollout
 from jaxrl_llm.learner import source
 from jaxrl_llm.learner.source import SampledNow, Samples, SamplingError
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.rollout.engine import Statistics
-from jaxrl_llm.rollout.requests import SamplingParams
+from jaxrl_llm.rollout.requests import SamplingParams, Statistics
 from jaxrl_llm.types import Prompt, PromptBatch, Rewards, Rollouts, Weights
 
 

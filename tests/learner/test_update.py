@@ -12,7 +12,6 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import (
-    AlertConfig,
     AlertsConfig,
     AlgorithmConfig,
     ModelConfig,
@@ -20,6 +19,7 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
+from jaxrl_llm.config.records import AlertConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer, predict, update, weights

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import AlertConfig, AlertsConfig, ConfigError
+from jaxrl_llm.config import AlertsConfig, ConfigError
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.config.records import BEFORE_UPDATE, SKIPPABLE
+from jaxrl_llm.config.records import BEFORE_UPDATE, SKIPPABLE, AlertConfig
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.alerts import ALERTS, Alerts

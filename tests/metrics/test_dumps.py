@@ -10,6 +10,8 @@ from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.writer import Writer
 
+QUIET = MetricsConfig(console=False, tensorboard=False)
+
 
 @pytest.fixture
 def sampled():
@@ -45,8 +47,8 @@ def sampled():
 
 
 def test_lines_of_a_dump(tmp_path, sampled):
-    path = writer_lib.write_rollouts(tmp_path / "rollouts", 12, *sampled)
-    assert path == tmp_path / "rollouts" / "12.jsonl"
+    Writer(tmp_path, QUIET).write_rollouts(12, *sampled)
+    path = tmp_path / "rollouts" / "12.jsonl"
     with path.open(encoding="utf-8") as file:
         first, second = (json.loads(line) for line in file)
     assert first == {
@@ -66,7 +68,9 @@ def test_lines_of_a_dump(tmp_path, sampled):
 
 
 def test_a_dump_that_fails_leaves_the_one_before(tmp_path, sampled, monkeypatch):
-    path = writer_lib.write_rollouts(tmp_path, 1, *sampled)
+    writer = Writer(tmp_path, QUIET)
+    writer.write_rollouts(1, *sampled)
+    path = tmp_path / "rollouts" / "1.jsonl"
     before = path.read_bytes()
 
     def crash(source, target):
@@ -74,7 +78,7 @@ def test_a_dump_that_fails_leaves_the_one_before(tmp_path, sampled, monkeypatch)
 
     monkeypatch.setattr(writer_lib.os, "replace", crash)
     with pytest.raises(OSError, match="killed"):
-        writer_lib.write_rollouts(tmp_path, 1, *sampled)
+        writer.write_rollouts(1, *sampled)
     assert path.read_bytes() == before
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm import types
 from jaxrl_llm.config import AlgorithmConfig, DataConfig, RLConfig, RolloutConfig
 from jaxrl_llm.metrics import statistics
-from jaxrl_llm.rollout.engine import Statistics
+from jaxrl_llm.rollout.requests import Statistics
 
 
 def prompt(tokens, source, index):

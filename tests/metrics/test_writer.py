@@ -1,10 +1,8 @@
 """The metrics file of a resumed run equals that of a run never interrupted."""
 
-import io
 import json
 import logging
 import sys
-import time
 import types
 
 import jax
@@ -13,7 +11,6 @@ import pytest
 from tensorboardX import proto
 
 from jaxrl_llm.config import ConfigError, MetricsConfig
-from jaxrl_llm.metrics import console
 from jaxrl_llm.metrics.writer import Writer, check
 
 QUIET = MetricsConfig(console=False, tensorboard=False)
@@ -84,67 +81,6 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
     with Writer(tmp_path, MetricsConfig()) as writer:
         write_steps(writer, [1])
     assert list(tmp_path.iterdir()) == []
-
-
-STEP = {
-    "critic/score/mean": 0.53125, "response_length/mean": 93.25, "actor/ppo_kl": -1e-9,
-    "actor/entropy": 1.2034, "timing_s/step": 4.0, "perf/total_num_tokens": 20_000.0,
-    "something/else": 7.0,
-}  # fmt: skip
-
-
-def test_console_without_a_terminal_is_a_line_a_step(tmp_path, capsys):
-    writer = Writer(tmp_path, MetricsConfig(tensorboard=False), total_steps=800)
-    writer.write(799, STEP)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line == (
-        "step 799/800  reward 0.5312  length 93.25  kl 0  entropy 1.2  4 s  5000 tokens/s"
-        "  4.0 s left"
-    )
-    writer.write(800, {"c": 1.0}, {"val-core/sums/mean@2": 0.5, "val-core/b/c/mean@2": 1})
-    shown = capsys.readouterr().out
-    assert shown == "step 800/800  evaluation: sums mean@2 0.5; b/c mean@2 1\n"
-    writer.close()
-
-
-def test_console_on_a_terminal_shows_a_bar(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    with Writer(tmp_path, MetricsConfig(tensorboard=False), total_steps=8) as writer:
-        writer.write(2, STEP)
-        wait_until(lambda: "reward 0.5312" in terminal.getvalue())
-        writer.write(2, {"val-core/sums/mean@2": 0.5})
-    shown = terminal.getvalue()
-    assert "━" in shown and "step 2/8" in shown and "24.0 s left" in shown
-    assert "step 2/8  evaluation: sums mean@2 0.5\n" in shown
-    assert shown.endswith("24.0 s left\n")  # the bar is gone, the last step stays
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_the_end_compares_the_evaluations_and_names_the_files(tmp_path, capsys):
-    with Writer(tmp_path, QUIET) as writer:
-        for step, value in ((0, 0.25), (1, None), (2, 0.5), (3, 0.75)):
-            found = {"val-core/sums/mean@2": value, "val-core/sums/pass@2": np.nan}
-            writer.write(step, STEP, {} if value is None else found)
-    console.closing(tmp_path, 75.0, [("numbers", tmp_path / "metrics.jsonl")])
-    time_line, heads, rule, mean, passed, numbers = capsys.readouterr().out.splitlines()
-    assert time_line == "done in 1 min 15 s" and heads.split() == ["step", "0", "step", "3"]
-    assert mean.split() == ["sums/mean@2", "0.25", "0.75"]
-    assert passed.split() == ["sums/pass@2", "nan", "nan"] and rule.startswith("──")
-    assert numbers.split() == ["numbers", str(tmp_path / "metrics.jsonl")]
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path):

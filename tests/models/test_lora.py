@@ -16,7 +16,7 @@ import transformers
 from flax import traverse_util
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.config.model import PROJECTIONS
+from jaxrl_llm.config.learner import PROJECTIONS
 from jaxrl_llm.models import huggingface, lora, peft_folder
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.transformer import Network

@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
-from jaxrl_llm.planning import advice, devices, fit
+from jaxrl_llm.planning import devices, fit
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.shapes import SHAPES, known_shape
 
@@ -44,12 +44,12 @@ def plan(device: str, count: int, **groups) -> fit.Plan:
 def test_the_advice_fits_and_is_what_was_asked_where_that_fits():
     fitting = plan("h200", 16, model={"remat": "full"})
     assert fitting.fits
-    assert advice.nearest(fitting).changes == {}
+    assert fit.nearest(fitting).changes == {}
     short = plan("v5e", 16)
     assert not short.fits
-    nearest = advice.nearest(short)
+    nearest = fit.nearest(short)
     assert nearest.plan.num_devices == 16
-    config = advice.changed(short.setting.config, nearest.changes)
+    config = fit.changed(short.setting.config, nearest.changes)
     again = fit.make(config, short.setting.policy, (), DEVICES["v5e"], 16)
     assert again.fits and again.peak == nearest.plan.peak
 
@@ -58,13 +58,13 @@ def test_one_change_is_nearer_than_two():
     """Recomputation alone is enough here, so nothing else is touched."""
     short = plan("h100", 16, model={"remat": "none"})
     assert not short.fits
-    assert list(advice.nearest(short).changes) == ["model.remat"]
+    assert list(fit.nearest(short).changes) == ["model.remat"]
 
 
 def test_an_absurd_request_gets_the_shortfall_and_a_plan():
     short = plan("v5e", 1, model={"path": "Llama-3.1-70B"})
     assert short.room < -1e12
-    nearest = advice.nearest(short)
+    nearest = fit.nearest(short)
     assert nearest.plan.device.name == "v5e" and nearest.plan.fits
     assert nearest.plan.num_devices >= 64
 
@@ -84,7 +84,7 @@ def test_what_rests_on_the_host_is_part_of_the_search():
     whole = plan("v5e", 16, **least)
     moved = plan("v5e", 16, **{**least, "mesh": {**least["mesh"], "on_host": ("reference",)}})
     between = dataclasses.replace(DEVICES["v5e"], memory_bytes=int(moved.peak) + 1)
-    found = advice.nearest(dataclasses.replace(whole, device=between))
+    found = fit.nearest(dataclasses.replace(whole, device=between))
     assert found.changes == {"mesh.on_host": ("reference",)}
     assert """--config.mesh.on_host="('reference',)\"""" in str(found)
 

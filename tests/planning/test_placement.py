@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.planning import advice, fit, placement, report, roofline
+from jaxrl_llm.planning import fit, placement, report
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.shapes import SHAPES
 
@@ -47,7 +47,7 @@ def test_all_placements_are_ranked_and_what_fits_fits(name, count):
     assert times == sorted(times) and ranking[0].fits
     for one in ranking:
         assert all(pool.bytes <= made.device.memory_bytes for pool in one.pools)
-        assert not one.fits or sum(pool.num_devices for pool in one.pools) == count
+        assert not one.fits or sum(pool.setting.num_devices for pool in one.pools) == count
     assert placement.table(ranking).count("devices idle") == sum(one.fits for one in ranking)
 
 
@@ -62,7 +62,7 @@ def test_models_that_a_run_does_not_have_are_not_placed():
 def test_pools_take_as_many_devices_of_every_host():
     made = plan(count=16)
     for place in placement.rank(made.setting, made.device, 16, num_hosts=4):
-        assert all(pool.num_devices % 4 == 0 for pool in place.pools)
+        assert all(pool.setting.num_devices % 4 == 0 for pool in place.pools)
 
 
 def test_too_little_memory_leaves_no_placement():
@@ -83,16 +83,16 @@ def test_time_follows_the_work():
     )
     halved = placement.speed(dataclasses.replace(made, device=faster))
     assert halved.step_s == pytest.approx(step.step_s / 2)
-    assert 0 < step.mfu < roofline.REACHED["flops"]
+    assert 0 < step.mfu < placement.REACHED["flops"]
     kept = plan(model={"compute_dtype": "bfloat16", "remat": "none"})
-    train = roofline.phases(kept.setting, kept.device)["train"]
+    train = placement.phases(kept.setting, kept.device)["train"]
     assert train.flops == train.useful_flops
     assert step.phases["train"].flops == pytest.approx(train.flops * 4 / 3)
 
 
 def test_reports_say_the_same():
     made = plan()
-    found = report.to_json(made, advice.nearest(made), 3.0)
+    found = report.to_json(made, fit.nearest(made), 3.0)
     assert found["peak_bytes"] == max(p["total"] for p in found["programs"].values())
     assert found["dollars"] == pytest.approx(3.0 * 16 * 100 * found["speed"]["step_s"] / 3600)
     assert "MFU" in report.times(made, 3.0) and "dollars" in report.times(made, 3.0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards.base import Scorer
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.types import Prompt, Rollouts

@@ -1,7 +1,8 @@
-"""The cache of the rollout engine: blocks, the tokens beside it, and attention over both."""
+"""The cache of the rollout engine: blocks, recent tokens, attention over both, and its memory."""
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ SHAPE = dataclasses.replace(
     tiny.NETWORK.shape, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8
 )
 SLOTS, BLOCKS = 3, (4, 2, 6)
+# 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes: 256 bytes a token.
+TOKEN_BYTES = 256
 
 
 def random_rows(seed, *shape):
@@ -113,3 +116,50 @@ def test_attention_over_blocks_is_attention_over_the_whole(blocks, width):
         q, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask=seen[:, None]
     )
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_cache_bytes_by_hand():
+    one = tiny.make_mesh()
+    assert cache_lib.cache_bytes(tiny.NETWORK, one, 8, 100) == 8 * 100 * TOKEN_BYTES
+    split = tiny.make_mesh(fsdp=2, tensor=2)
+    assert cache_lib.cache_bytes(tiny.NETWORK, split, 8, 100) == 8 * 100 * TOKEN_BYTES // 4
+
+
+def test_logits_bytes_by_hand():
+    vocab = tiny.NETWORK.shape.vocab_size
+    assert cache_lib.logits_bytes(tiny.NETWORK, tiny.make_mesh(), 8) == 8 * vocab * 4
+    split = tiny.make_mesh(fsdp=2, tensor=2)
+    assert cache_lib.logits_bytes(tiny.NETWORK, split, 8) == 8 * vocab * 4 // 4
+
+
+def test_every_guess_has_logits_of_its_own():
+    mesh = tiny.make_mesh()
+    network = tiny.with_sizes(vocab_size=1 << 20)  # three times 4 MiB a place and slot
+    found = [cache_lib.fitting_slots(network, mesh, 100, 64, guesses) for guesses in (0, 1, 4)]
+    assert found == [64, 32, 16]
+
+
+def test_a_cpu_decodes_up_to_64_within_a_gigabyte():
+    mesh = tiny.make_mesh()
+    assert cache_lib.fitting_slots(tiny.NETWORK, mesh, 100, 48) == 48
+    assert cache_lib.fitting_slots(tiny.NETWORK, mesh, 100, 1000) == 64
+    room = (1 << 30) // TOKEN_BYTES
+    assert cache_lib.fitting_slots(tiny.NETWORK, mesh, room // 24, 64) == 16
+    assert cache_lib.fitting_slots(tiny.NETWORK, mesh, 10 * room, 64) == 1
+
+
+@pytest.mark.parametrize(
+    ("stats", "slots"),
+    [
+        ({"bytes_limit": 4 * 32 * 100 * TOKEN_BYTES, "bytes_in_use": 0}, 32),
+        ({"bytes_limit": 4 * 32 * 100 * TOKEN_BYTES, "bytes_in_use": 1}, 16),
+        (None, 256),
+    ],
+    ids=str,
+)
+def test_a_device_that_tells_sets_the_limit(stats, slots, monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    monkeypatch.setattr(cache_lib, "cache_bytes", lambda network, mesh, s, t: s * t * TOKEN_BYTES)
+    monkeypatch.setattr(cache_lib, "logits_bytes", lambda network, mesh, rows: 0)
+    assert cache_lib.fitting_slots(tiny.NETWORK, mesh, 100, 1000) == slots

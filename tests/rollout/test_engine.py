@@ -22,7 +22,8 @@ from engine_work import (
 
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.on_cpu import kernels, products
-from jaxrl_llm.rollout import capacity, prefill, scheduler
+from jaxrl_llm.rollout import cache as cache_lib
+from jaxrl_llm.rollout import prefill, scheduler
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -461,6 +462,8 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
     params = rollout_params()
     names = [program.name for program in engine.jitted.programs(8, 40, filters=(False, True))]
     assert len(set(names)) == len(names) >= 7
+    halved = Engine(tiny.NETWORK, ONE, num_slots=48, max_tokens=LIMIT)
+    assert halved.jitted.slot_counts == (12, 24, 48)
     # What a first short request needs comes first.
     assert names[1].startswith("prefill of 1 x 64 tokens") and "filtered" in names[-1]
     numbers, found = [engine.submit(r) for r in workload()], {}
@@ -557,7 +560,7 @@ def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, tpu_devices):
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
     compiled = engine.jitted.lower_generate(mover.abstract(), window=window).compile()
     memory = compiled.memory_analysis()
-    cache = capacity.cache_bytes(network, mesh, 64, 2048)
+    cache = cache_lib.cache_bytes(network, mesh, 64, 2048)
     assert memory.temp_size_in_bytes < 0.05 * cache
     assert memory.alias_size_in_bytes >= cache
 

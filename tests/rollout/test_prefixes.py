@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.rollout import prefill
 from jaxrl_llm.rollout import scheduler as scheduler_lib
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.requests import Request, SamplingParams, Statistics
 from jaxrl_llm.rollout.scheduler import Reader, Scheduler
 
 MOST = 600
@@ -76,12 +76,13 @@ def read_all(lengths):
     scheduler = Scheduler(len(lengths), "".join)
     for prompt in prompts_of(lengths):
         scheduler.add(Request(prompt, np.zeros((1, 2), np.uint32), (SamplingParams(1),)))
-    reader, params = Reader(read, MOST), {"weight": np.zeros(1)}
+    done, params = Statistics(), {"weight": np.zeros(1)}
+    reader = Reader(read, MOST, done)
     samples = scheduler.admit()
-    for _, indices, placed in reader.split(params, samples, scheduler):
-        assert indices == list(range(len(placed)))
-    assert reader.num_tokens == sum(lengths)
-    return reader.num_positions, shapes
+    for _, indices in reader.split(params, samples, scheduler):
+        assert list(indices.values()) == list(range(len(indices)))
+    assert done.prefill_tokens == sum(lengths)
+    return done.prefill_positions, shapes
 
 
 def one_a_row(lengths):

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 from distributions import FILTERS, assert_drawn_from, distribution
 
-from jaxrl_llm.config.rollout import MIN_TEMPERATURE
+from jaxrl_llm.config.samples import MIN_TEMPERATURE
 from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.sampling import SamplerState
 

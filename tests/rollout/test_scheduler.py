@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_llm.rollout import scheduler as scheduler_lib
 from jaxrl_llm.rollout.programs import Outputs
-from jaxrl_llm.rollout.requests import Progress, Request, SamplingParams
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Progress, Request, SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
 
 
@@ -193,3 +194,28 @@ def test_filters_are_seen():
     assert not SamplingParams(1, temperature=0.3).is_filtered
     for params in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(1, **params).is_filtered
+
+
+def test_an_insert_of_two_samples_in_room_for_three():
+    entering = [
+        (1, 6, np.array([1, 2], np.uint32), SamplingParams(7, 0.5, top_k=3, stop_tokens=(9, 4))),
+        (1, 0, np.array([3, 4], np.uint32), SamplingParams(5, top_p=0.9, min_p=0.1)),
+    ]
+    found = scheduler_lib.admission(entering, size=3, num_slots=8)
+    # The third goes past the last slot: nowhere.
+    assert found.slots.tolist() == [6, 0, 8]
+    assert found.prompts.tolist() == [1, 1, 0]
+    assert found.limits.tolist() == [7, 5, 1]
+    assert found.stops.shape == (3, NUM_STOP_TOKENS)
+    assert found.stops[0, :3].tolist() == [9, 4, -1]
+    assert (found.stops[1:] == -1).all()
+    assert found.sampler.keys.tolist() == [[1, 2], [3, 4], [0, 0]]
+    assert found.sampler.temperature.tolist() == [0.5, 1.0, 1.0]
+    assert found.sampler.top_k.tolist() == [3, 0, 0]
+    np.testing.assert_allclose(found.sampler.top_p, [1.0, 0.9, 1.0])
+    np.testing.assert_allclose(found.sampler.min_p, [0.0, 0.1, 0.0])
+
+
+def test_an_insert_of_nobody():
+    found = scheduler_lib.admission([], 2, 4)
+    assert found.slots.tolist() == [4, 4]

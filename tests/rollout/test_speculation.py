@@ -22,9 +22,9 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout import prefill, programs, scheduler, speculation
+from jaxrl_llm.rollout import prefill, programs, sampling, scheduler
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 
 THREE = SpeculationConfig(draft_tokens=3)
@@ -36,8 +36,8 @@ def one_window(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.scheduler.SMALLEST_WIDTH", LIMIT)
 
 
-guess = jax.jit(speculation.propose, static_argnames=("draft_tokens", "ngram_tokens"))
-kept = jax.jit(speculation.kept)
+guess = jax.jit(sampling.guesses, static_argnames=("draft_tokens", "ngram_tokens"))
+kept = jax.jit(sampling.kept_draws)
 
 
 def propose(sequences, draft_tokens=4, ngram_tokens=3, behind=7):
@@ -118,9 +118,9 @@ def after_a_prompt(slots=4000):
         np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
     )
     admission = programs.Admission(
-        column(0), np.arange(slots), column(9), np.full((slots, 1), -1), sampler
+        column(0), np.arange(slots), column(9), np.full((slots, NUM_STOP_TOKENS), -1), sampler
     )
-    state = programs.empty_state(tiny.NETWORK, slots, [16], 1, "float32", keeps_history=True)
+    state = programs.empty_state(tiny.NETWORK, slots, [16], keeps_history=True)
     state, first = jax.jit(functools.partial(programs.insert, filtered=False, num_top=0))(
         state, prefix, admission
     )

@@ -10,21 +10,20 @@ import pytest
 from serving_engine import CountingEngine
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.serving.app import Limits, make_app
+from jaxrl_llm.serving.app import make_app
 from jaxrl_llm.serving.driver import Driver
 from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.wanted import Served
+from jaxrl_llm.serving.protocol import Served
 
 SERVED = Served("m", character_tokenizer(), (1,), vocab_size=104, max_tokens=100)
-LIMITS = Limits()
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 5}
 
 
 @contextlib.asynccontextmanager
-async def running(engine, limits=LIMITS, max_waiting=2, served=SERVED):
+async def running(engine, max_waiting=2, served=SERVED, **limits):
     """Gives a client of an application in this event loop, and its driver."""
     driver = Driver(engine, 0.0, max_waiting=max_waiting)
-    app = make_app(served, driver, Metrics(driver), limits)
+    app = make_app(served, driver, Metrics(driver), **limits)
     driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -95,7 +94,7 @@ def test_stopping_is_503():
 def test_a_request_that_takes_too_long_is_504_and_given_up(stream):
     async def scenario():
         engine = CountingEngine()
-        async with running(engine, Limits(request_s=0.05)) as (client, driver):
+        async with running(engine, request_s=0.05) as (client, driver):
             engine.may_step.clear()
             reply = await complete(client, stream=stream)
             if stream:  # the status is long sent
@@ -193,7 +192,7 @@ def test_a_body_that_never_arrives_is_408():
         await asyncio.sleep(30)
 
     async def scenario():
-        async with running(CountingEngine(), Limits(body_s=0.05)) as (client, _):
+        async with running(CountingEngine(), body_s=0.05) as (client, _):
             headers = {"content-type": "application/json"}
             reply = await client.post("/v1/completions", content=body(), headers=headers)
             assert reply.status_code == 408
@@ -212,7 +211,7 @@ def test_a_body_that_is_too_large_is_413_before_it_is_whole():
             yield b" " * 1000
 
     async def scenario():
-        async with running(CountingEngine(), Limits(body_bytes=5000)) as (client, _):
+        async with running(CountingEngine(), body_bytes=5000) as (client, _):
             headers = {"content-type": "application/json"}
             reply = await client.post("/v1/completions", content=body(), headers=headers)
             assert reply.status_code == 413 and sent < 10

@@ -14,7 +14,7 @@ from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.transcript import decoder
+from jaxrl_llm.serving.replies import decoder
 
 pytestmark = pytest.mark.slow
 LIMIT = 128

@@ -15,8 +15,8 @@ from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.models import huggingface
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.serving.transcript import Transcript, decoder
-from jaxrl_llm.serving.wanted import random_keys
+from jaxrl_llm.serving.protocol import random_keys
+from jaxrl_llm.serving.replies import Transcript, decoder
 
 PROMPT = "The quick brown"
 LIMIT = 256
@@ -243,7 +243,12 @@ def test_filters_leave_the_likeliest(client):
         ({"prompt": {"a": 1}}, 400, "prompt", "prompt"),
         ({"model": "../../etc/passwd"}, 404, "model", "is not served here; use 'tiny-model'"),
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2; got 3"),
-        ({"temperature": 1e-10}, 400, "temperature", "at least 0.0001, or 0 for greedy, got 1e-10"),
+        (
+            {"temperature": 1e-10},
+            400,
+            "temperature",
+            "0 or in [0.0001, inf) (0: greedy), got 1e-10",
+        ),
         ({"temperature": "hot"}, 400, "temperature", "valid number; got 'hot'"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from jaxrl_llm.sharding import cluster
-from jaxrl_llm.sharding.cluster import ALL_DEVICES, Address, ClusterError, Start
+from jaxrl_llm.sharding.cluster import ALL_DEVICES, ClusterError, Start
 
 SLURM = {
     "SLURM_JOB_ID": "4100",
@@ -29,9 +29,9 @@ OPENMPI = {
 GKE_TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
 
 
-def find(environ, *how, **told):
+def find(environ, *args, **told):
     with mock.patch.dict(os.environ, environ, clear=True):
-        return cluster.find(*how, **told)
+        return cluster.find(*args, **told)
 
 
 def test_alone_without_a_launcher():
@@ -80,7 +80,7 @@ def test_open_mpi_without_the_address_of_its_first_host():
     environ = {k: v for k, v in OPENMPI.items() if "hnp" not in k}
     with pytest.raises(ClusterError, match=r"OMPI_MCA_orte_hnp_uri not set.*--coordinator"):
         find(environ)
-    start = find(environ, told=Address(coordinator="head:1234"))
+    start = find(environ, coordinator="head:1234")
     assert start == Start("openmpi", "head:1234", 4, 3)
 
 
@@ -125,22 +125,22 @@ def test_no_metadata_is_said():
 def test_addresses_from_flags_and_environment():
     environ = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert find(environ) == Start("addresses", "h:1", 2, 1)
-    assert find(environ, told=Address("g:2", 3, 0)) == Start("addresses", "g:2", 3, 0)
+    assert find(environ, "auto", "g:2", 3, 0) == Start("addresses", "g:2", 3, 0)
 
 
 @pytest.mark.parametrize(
     "told, missing",
     [
-        (Address("h:1"), r"--num_processes \(JAX_NUM_PROCESSES\) and --process_id"),
-        (Address("h:1", 2), r"--start=addresses: --process_id \(JAX_PROCESS_ID\) not given"),
-        (Address("", 2, 0), r"--coordinator \(JAX_COORDINATOR_ADDRESS\) not given"),
-        (Address("h:1", 2, 2), "2 is none of the 2 processes; they are numbered from 0 to 1"),
-        (Address("h", 2, 1), "'h' has no port"),
+        (("h:1",), r"--num_processes \(JAX_NUM_PROCESSES\) and --process_id"),
+        (("h:1", 2), r"--start=addresses: --process_id \(JAX_PROCESS_ID\) not given"),
+        (("", 2, 0), r"--coordinator \(JAX_COORDINATOR_ADDRESS\) not given"),
+        (("h:1", 2, 2), "2 is none of the 2 processes; they are numbered from 0 to 1"),
+        (("h", 2, 1), "'h' has no port"),
     ],
 )
 def test_what_is_missing_is_named(told, missing):
     with pytest.raises(ClusterError, match=missing):
-        find({}, told=told)
+        find({}, "auto", *told)
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,44 @@
-"""The watch over the other processes, and what is shared; two real processes at the end."""
+"""The watch over other processes, what is shared and compared; two real processes at the end."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import processes
 import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import hosts
-from jaxrl_llm.sharding.hosts import SILENCE_S, Watch
+from jaxrl_llm.sharding.hosts import (
+    SILENCE_S,
+    DivergenceError,
+    Watch,
+    compare,
+    digest,
+    digests_of_parts,
+)
 
 
 class Board:
-    """A board in memory that can break."""
+    """jax's coordination service in memory, which can break."""
 
     def __init__(self):
-        self.words: dict[int, str] = {}
+        self.words: dict[str, str] = {}
         self.broken = False
 
-    def write(self, process, text):
+    def key_value_set(self, name, text, allow_overwrite):
         if self.broken:
             raise ConnectionError("connection refused")
-        self.words[process] = text
+        assert allow_overwrite
+        self.words[name] = text
 
-    def read(self):
+    def key_value_dir_get(self, folder):
         if self.broken:
             raise ConnectionError("connection refused")
-        return dict(self.words)
+        return [item for item in self.words.items() if item[0].startswith(folder)]
 
 
 class Time:
@@ -86,7 +101,7 @@ def test_one_that_left_is_missed_by_nobody(scene):
     for _ in range(20):
         assert later(time, (first, second)) == ["", ""]
     third.look()
-    assert board.words[2] == "left"
+    assert board.words["jaxrl_llm/alive/2"] == "left"
 
 
 def test_a_board_that_breaks_is_waited_for_and_then_process_0_is_named(scene):
@@ -126,12 +141,99 @@ def test_parts_cover_all_rows_once(monkeypatch, count, num_processes):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@dataclasses.dataclass
+class Row:
+    tokens: np.ndarray
+    text: str
+
+
+def test_a_digest_sees_every_kind_of_change():
+    values = [
+        Row(np.arange(3), "a"),
+        Row(np.arange(3), "b"),
+        Row(np.arange(3).astype(np.int32), "a"),
+        Row(np.arange(3)[None], "a"),
+        Row(np.array([0, 2, 1]), "a"),
+        [1, "2"],
+        ["1", 2],
+        ["ab", "c"],
+        ["a", "bc"],
+        [["a"], "b"],
+        [["a", "b"]],
+        {"a": 1},
+        {"a": True},
+        {"b": 1},
+        0.0,
+        -0.0,
+        "\ud800",  # half of a surrogate pair, as a tokenizer may give
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest(Row(np.arange(3), "a")) == digest(Row(np.arange(3), "a"))
+
+
+def test_the_first_item_that_differs_is_named_with_who_holds_what():
+    same = {"config": "0", "tokens": "1", "rewards": "2"}
+    compare("step 1", [same, same, same])
+    other = {**same, "rewards": "9", "tokens": "8"}
+    text = r"step 2: .* first about tokens \(processes 0, 2: 1; process 1: 8\); look for a host"
+    with pytest.raises(DivergenceError, match=text):
+        compare("step 2", [same, other, same])
+
+
+def test_what_only_some_hold_is_compared_among_them():
+    compare("x", [{"a[0:1]": "1"}, {"a[1:2]": "2"}])
+    with pytest.raises(DivergenceError, match=r"a\[0:1\] \(process 0: 1; process 2: 3\)"):
+        compare("x", [{"a[0:1]": "1"}, {"a[1:2]": "2"}, {"a[0:1]": "3"}])
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return tiny.make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def test_every_part_has_one_digest_however_often_it_is_held(mesh):
+    array = jax.device_put(
+        np.arange(24.0).reshape(4, 6), NamedSharding(mesh, PartitionSpec("fsdp"))
+    )
+    scalar = jax.device_put(np.int32(3), NamedSharding(mesh, PartitionSpec()))
+    found = dict(digests_of_parts({"w": array, "n": scalar}))
+    assert list(found) == ["['n'][]", "['w'][0:2,0:6]", "['w'][2:4,0:6]"]
+    assert found["['n'][]"] == "00000003"
+    assert len(set(found.values())) == 3
+
+
+def test_a_copy_that_differs_within_a_process_is_found(mesh):
+    sharding = NamedSharding(mesh, PartitionSpec())
+    good = np.ones((2, 2), np.float32)
+    pieces = [
+        jax.device_put(good + (i == 5) * 1e-7, device) for i, device in enumerate(mesh.devices.flat)
+    ]
+    array = jax.make_array_from_single_device_arrays((2, 2), sharding, pieces)
+    (item,) = digests_of_parts({"w": array})
+    with pytest.raises(DivergenceError, match=r"about \['w'\]\[0:2,0:2\] \(process 0: unequal cop"):
+        compare("step 1", [dict([item])])
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "uint8"])
+def test_one_changed_element_changes_an_arrays_digest(dtype, place):
+    numbers = np.arange(12) % 2
+    array = jnp.asarray(numbers, dtype)
+    changed = jnp.asarray(np.where(np.arange(12) == place, 1 - numbers, numbers), dtype)
+    assert hosts._array_digest(array) != hosts._array_digest(changed)
+
+
+def test_two_elements_that_change_places_change_it_too():
+    a = jnp.array([1.0, 2.0, 3.0])
+    assert hosts._array_digest(a) != hosts._array_digest(a[jnp.array([1, 0, 2])])
+
+
 PROGRAM = """
 import os, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding import agreement, cluster, hosts
+from jaxrl_llm.sharding import cluster, hosts
 
 hosts.join(cluster.find())
 me = jax.process_index()
@@ -155,19 +257,18 @@ def copies(odd):
     def array(sharding, other):
         numbers = np.arange(8, dtype=np.float32).reshape(shape) + other * (me == 1)
         return jax.make_array_from_callback(shape, sharding, lambda index: numbers[index])
-    arrays = {"a": array(whole, 0.0), "b": array(split, odd), "c": array(whole, odd)}
-    return agreement.Copies(arrays)
-agreement.check("before", {"tokens": np.arange(4), "state": copies(0.0)})
+    return {"a": array(whole, 0.0), "b": array(split, odd), "c": array(whole, odd)}
+hosts.agree("before", {"tokens": np.arange(4), "state": copies(0.0)})
 try:
-    agreement.check("step 3", {"tokens": np.arange(4), "state": copies(0.5)})
-except agreement.DivergenceError as error:
+    hosts.agree("step 3", {"tokens": np.arange(4), "state": copies(0.5)})
+except hosts.DivergenceError as error:
     text = "step 3: the processes disagree, first about state['b'][0:2,0:2] (process 0: "
     assert str(error).startswith(text), error
 else:
     raise AssertionError
 try:
-    agreement.check("step 4", {"tokens": np.arange(4) + me, "rewards": me})
-except agreement.DivergenceError as error:
+    hosts.agree("step 4", {"tokens": np.arange(4) + me, "rewards": me})
+except hosts.DivergenceError as error:
     assert "first about tokens (process 0: " in str(error), error
 else:
     raise AssertionError

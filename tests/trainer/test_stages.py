@@ -13,9 +13,9 @@ import runs
 
 from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.checkpoint.seal import SEAL
-from jaxrl_llm.config import OptimizerConfig, StageConfig
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.data import supervised as examples
+from jaxrl_llm.config.learner import OptimizerConfig, StageConfig
+from jaxrl_llm.data import datasets
 from jaxrl_llm.errors import Interrupted
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer, predict, update, weights
@@ -238,7 +238,7 @@ def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
     policy = weights.initial_policy(CONFIG, models)
     trained = reward_models(models, policy, tmp_path)
     frozen = weights.frozen(CONFIG, models, policy, trained)
-    pairs = examples.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
+    pairs = datasets.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
     sequences = [(prompt, answer) for prompt, *both in pairs for answer in both]
     with rewards_lib.Scorer(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
         scores = scorer.score(as_rollouts(sequences)).scores.reshape(-1, 2)

@@ -1,13 +1,27 @@
-"""The rollout engine as `engine_api.Engine` of google-jetstream 0.2.
+"""The rollout engine as `engine_api.Engine` of google-jetstream 0.2, which is repaired first.
 
 JetStream's orchestrator owns queues, slots and threads and calls prefill, insert and generate.
 Prefer `launch/serve.py`: JetStream does not free the slot of a client that left, and its requests
 have no temperature or seed, so the server sets them for all.
+
+Importing this module imports JetStream and changes it:
+
+- `jetstream.engine` imports `seqio` (and so TensorFlow) and `tiktoken` for tokenizers that are not
+  used here. Where they are missing, empty modules take their place.
+- `orchestrator.delete_pytree` calls `jax.tree_map`, which jax no longer has. Now it does nothing.
+- Importing the orchestrator makes the root logger print everything. That is undone.
+- An error in one of its threads ends the process by SIGKILL. `CheckedOrchestrator` refuses requests
+  that would raise one, such as those without content.
 """
 
+import abc
 import dataclasses
+import importlib.util
 import itertools
-from collections.abc import Callable
+import logging
+import sys
+import types
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jax
@@ -15,22 +29,73 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import scheduler
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.programs import DecodeState
 from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
-from jaxrl_llm.serving.jetstream import library
-from jaxrl_llm.serving.transcript import TokenNames
-from jaxrl_llm.serving.wanted import Served
+from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.replies import TokenNames
 from jaxrl_llm.sharding import mesh as mesh_lib
+
+
+def _stand_in(name: str, **contents: Any) -> None:
+    sys.modules[name] = types.ModuleType(name)
+    vars(sys.modules[name]).update(contents)
+
+
+class _Unavailable:
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise UserError("this tokenizer of JetStream needs seqio and tiktoken, not installed here")
+
+
+_packages = ("jetstream", "grpc", "prometheus_client", "shortuuid")
+if _missing := [name for name in _packages if importlib.util.find_spec(name) is None]:
+    raise UserError(
+        f"{', '.join(_missing)} not installed: pip install --no-deps google-jetstream &&"
+        " pip install grpcio prometheus-client protobuf shortuuid"
+    )
+if importlib.util.find_spec("seqio") is None:
+    _stand_in("seqio")
+    _stand_in("seqio.vocabularies", Vocabulary=abc.ABC, SentencePieceVocabulary=_Unavailable)
+if importlib.util.find_spec("tiktoken") is None:
+    _stand_in("tiktoken", Encoding=_Unavailable)
+    _stand_in("tiktoken.load", load_tiktoken_bpe=_Unavailable)
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, list(_root.handlers)
+
+import grpc  # noqa: E402
+from jetstream.core import config_lib, orchestrator, server_lib  # noqa: E402
+from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2  # noqa: E402
+
+_root.setLevel(_level)
+_root.handlers = _handlers
+
+orchestrator.delete_pytree = lambda prefix: None
+
+
+class CheckedOrchestrator(orchestrator.LLMOrchestrator):
+    """JetStream's service, behind a check of each request."""
+
+    async def Decode(
+        self, request: Any, context: grpc.aio.ServicerContext | None = None
+    ) -> AsyncIterator[Any]:
+        """Answers one request; INVALID_ARGUMENT for what the engine cannot serve."""
+        (engine,) = self._driver._generate_engines
+        if problem := engine.problem(request):
+            await orchestrator._abort_or_raise(context, grpc.StatusCode.INVALID_ARGUMENT, problem)
+        async for response in super().Decode(request, context):
+            yield response
+
+
+orchestrator.LLMOrchestrator = CheckedOrchestrator
 
 # JetStream puts its tokenizer's BOS before a client's token ids. This BOS is no token, so that
 # `prefill` can tell it from an id that the client sent.
 _NO_TOKEN = -1
-_SMALLEST_PREFILL = 16  # JetStream's buckets begin here and double
-_LARGEST_PREFILL = 32768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +107,11 @@ class Slots:
     num_given: Int[Array, " S"]  # tokens of the slot's sample
 
 
-class JetStreamEngine(library.engine_api.Engine):
+class JetStreamEngine(engine_api.Engine):
     """Prefill, insert and generate over the slots of an engine that decodes step by step."""
 
     colocated_cpus, samples_per_slot = None, 1
-    # Set when it is made.
-    max_concurrent_decodes = max_prefill_length = 0
+    max_concurrent_decodes = max_prefill_length = 0  # set when it is made, as the mesh
     mesh: Any = None
 
     def __init__(
@@ -58,18 +122,13 @@ class JetStreamEngine(library.engine_api.Engine):
         sampling: SamplingParams,
         seed: int = 0,
     ):
-        """
-        Args:
-          engine: Its `chunk_steps` are 1.
-          load: Returns rollout parameters.
-          sampling: How every reply is drawn; JetStream ends it at the request's own limit.
-        """
+        """`engine` has `chunk_steps=1`; JetStream ends a reply at its request's own limit."""
         self._engine, self._served, self._load = engine, served, load
         self._sampling, self._seed = sampling, seed
         self._num_inserted = itertools.count()
         self.mesh, self.max_concurrent_decodes = engine.mesh, engine.num_slots
         # The first of JetStream's buckets that holds any prompt and its own token.
-        self.max_prefill_length = min(_bucket(served.max_tokens + 1), _LARGEST_PREFILL)
+        self.max_prefill_length = min(_bucket(served.max_tokens + 1), 32768)
 
     def problem(self, request: Any) -> str:
         """Returns why a DecodeRequest cannot be served; "" if it can."""
@@ -84,13 +143,13 @@ class JetStreamEngine(library.engine_api.Engine):
             tokens = self._served.tokenizer(request.text_content.text)["input_ids"]
         if len(tokens) >= self.max_prefill_length:
             return f"a prompt of {len(tokens)} tokens; at most {self.max_prefill_length - 1}"
-        keys = np.zeros((1, 2), np.uint32)
-        asked = Request(tuple(tokens), keys, (SamplingParams(request.max_tokens),))
+        params = (SamplingParams(request.max_tokens),)
         try:
+            asked = Request(tuple(tokens), np.zeros((1, 2), np.uint32), params)
             self._engine.limits.check(asked, "request")
+            return ""
         except RequestError as error:
             return str(error)
-        return ""
 
     def prefill(
         self, *, params: Params, existing_prefix: Any = None, padded_tokens: Any, true_length: int
@@ -107,12 +166,11 @@ class JetStreamEngine(library.engine_api.Engine):
     def insert(self, prefix: tuple[Prefix, int], decode_state: Slots, slot: int) -> Slots:
         """Puts a prompt into a slot and samples its first token, which `generate` will give."""
         read, length = prefix
-        entropy = [self._seed, next(self._num_inserted)]
-        key = np.random.SeedSequence(entropy).generate_state(2)
+        key = np.random.SeedSequence([self._seed, next(self._num_inserted)]).generate_state(2)
         # The engine ends a reply at the cache's end only.
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
-        entering = scheduler.admission([(key, params)], [slot], [0], 1, self.max_concurrent_decodes)
+        entering = scheduler.admission([(0, slot, key, params)], 1, self.max_concurrent_decodes)
         with jax.set_mesh(self.mesh):
             state, outputs = self._engine.jitted.insert(
                 decode_state.state, read, entering, filtered=params.is_filtered, num_top=0
@@ -135,10 +193,8 @@ class JetStreamEngine(library.engine_api.Engine):
                 num_top=0,
             )
             slots = Slots(state, outputs.tokens[0], data[:, 2])
-        columns = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3)}
-        return slots, library.engine_api.ResultTokens(
-            data=data, **columns, samples_per_slot=self.samples_per_slot
-        )
+        columns = (0, 1), (1, 2), (2, 3)  # of the token, whether it is one, how many with it
+        return slots, engine_api.ResultTokens(data, *columns, self.samples_per_slot)
 
     def load_params(self, *args: Any, **kwargs: Any) -> Params:
         return self._load()
@@ -153,7 +209,7 @@ class JetStreamEngine(library.engine_api.Engine):
         return mesh_lib.replicated(self.mesh)
 
     def get_tokenizer(self) -> Any:
-        return library.tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
+        return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
         return JetStreamTokenizer(self._served)
@@ -161,16 +217,15 @@ class JetStreamEngine(library.engine_api.Engine):
 
 @jax.jit
 def _given(due: Int[Array, " S"], num_given: Int[Array, " S"]) -> Int[Array, "S 3"]:
-    """Returns (token, whether it is one, how many with it) of each slot."""
     is_due = (due >= 0).astype(jnp.int32)
     return jnp.stack([jnp.maximum(due, 0), is_due, num_given + is_due], axis=1)
 
 
 def _bucket(num_tokens: int) -> int:
-    return max(_SMALLEST_PREFILL, 1 << (num_tokens - 1).bit_length())
+    return max(16, 1 << (num_tokens - 1).bit_length())  # as JetStream's
 
 
-class JetStreamTokenizer(library.tokenizer_api.Tokenizer):
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """The model's own tokenizer behind JetStream's interface."""
 
     pad_id, bos_id = 0, _NO_TOKEN
@@ -192,8 +247,7 @@ class JetStreamTokenizer(library.tokenizer_api.Tokenizer):
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
         """Returns a token's text; of a single byte, the name that JetStream joins to others.
 
-        A token of two or three bytes that are no character has no such name and is shown as
-        broken: clients that need every character must send and decode token ids.
+        A token of two or three bytes that are no character has no such name and is shown broken.
         """
         if token_ids[0] in self._special:
             return ""
@@ -207,9 +261,9 @@ class JetStreamTokenizer(library.tokenizer_api.Tokenizer):
 def run(engine: JetStreamEngine, host: str, port: int) -> Any:
     """Starts JetStream's own server over the engine; returns it, to be waited for or stopped."""
     devices = list(engine.mesh.devices.flat)
-    config = library.config_lib.ServerConfig(
+    config = config_lib.ServerConfig(
         interleaved_slices=(f"{devices[0].platform}={len(devices)}",),
         interleaved_engine_create_fns=(lambda _: engine,),
     )
-    library.server_lib._HOST = host
-    return library.server_lib.run(port=port, config=config, devices=devices, jax_padding=False)
+    server_lib._HOST = host
+    return server_lib.run(port=port, config=config, devices=devices, jax_padding=False)

@@ -1,17 +1,12 @@
-"""The networks of a run: weights, shape, dtypes, memory, and adapters of the policy."""
+"""The networks of a run and how they learn: weights, dtypes, adapters, optimizers, steps."""
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import File, Folder, Group, Name, Range, Tokens
-from jaxrl_llm.config.trainer import OptimizerConfig
-from jaxrl_llm.errors import Problem
+from jaxrl_llm.config.ranges import Count, Every, File, Folder, Group, Name, Problems, Range, Tokens
 
 Width = Annotated[int, Range("[1, 16777216]")]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Group):
     """The policy network: a Hugging Face folder, or random weights of a given shape."""
 
@@ -34,19 +29,13 @@ class ModelConfig(Group):
     # Rematerialization: which activations the backward pass recomputes or offloads
     # (docs/performance.md). "auto": the plan takes the least recomputation that fits.
     remat: Literal[
-        "auto",
-        "none",
-        "full",
-        "attention",
-        "projections",
-        "dots",
-        "offload_full",
+        "auto", "none", "full", "attention", "projections", "dots", "offload_full",
         "offload_attention",
-    ] = "auto"
+    ] = "auto"  # fmt: skip
     attention: Literal["auto", "xla", "splash", "cudnn"] = "auto"  # kernel for packed rows
     vocab_chunk: Tokens = 512  # tokens whose logits exist at the same time
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         if self.num_heads % self.num_kv_heads:
             message = f"{self.num_kv_heads} does not divide num_heads={self.num_heads}"
             yield "num_kv_heads", message
@@ -59,7 +48,6 @@ class ModelConfig(Group):
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(Group):
     """Low-rank adapters on a frozen policy (arXiv:2106.09685): W + alpha / rank * A B.
 
@@ -75,7 +63,7 @@ class LoraConfig(Group):
         """The factor of the product A B."""
         return self.alpha / self.rank
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self) -> Problems:
         for name in self.targets:
             if name not in PROJECTIONS:
                 yield "targets", f"unknown projection {name!r}; known: {', '.join(PROJECTIONS)}"
@@ -83,7 +71,24 @@ class LoraConfig(Group):
             yield "targets", "names no projection; nothing would be trained"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Group):
+    """AdamW with warm-up, decay and clipping of the global gradient norm."""
+
+    learning_rate: Annotated[float, Range("[0, 1000]")] = 1e-6
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Every = 0  # optimizer updates, not RL steps
+    # Lowest value of the decay, relative to learning_rate.
+    min_lr_ratio: Annotated[float, Range("[0, 1]")] = 0.0
+    weight_decay: Annotated[float, Range("[0, 1000]")] = 0.01
+    # 1 - beta must be larger than the rounding error of float32.
+    beta1: Annotated[float, Range("[0, 0.999999]")] = 0.9
+    beta2: Annotated[float, Range("[0, 0.999999]")] = 0.999
+    # With a smaller eps, a gradient whose square is 0 in float32 could make a step of any size.
+    eps: Annotated[float, Range("[1e-18, 1000]")] = 1e-8
+    max_grad_norm: Annotated[float, Range("(0, inf]", "inf: off")] = 1.0
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 class CriticConfig(Group):
     """The value network; used by advantages that read `values`, such as `gae`."""
 
@@ -92,8 +97,43 @@ class CriticConfig(Group):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(Group):
     """The frozen reference policy of the KL terms."""
 
     path: Folder = ""  # "": the weights of the policy at the start of RL
+
+
+class TrainerConfig(Group):
+    """The number of steps, the microbatches and the optimizer."""
+
+    num_steps: Count = 100
+    # Per device, including padding; a hard limit.
+    max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: chosen by the plan")] = 0
+    shared_prompts: Literal["auto", "off"] = "auto"  # compute the prompt of a group once
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class RLTrainerConfig(TrainerConfig):
+    """Sizes of a step: prompts x samples, split into minibatches (one update each)."""
+
+    prompts_per_step: Annotated[int, Range("[1, 1000000]")] = 8
+    # Sequences of one update.
+    minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
+    epochs: Count = 1
+
+
+class SupervisedTrainerConfig(TrainerConfig):
+    """Sizes of supervised training: a step is one batch and one update."""
+
+    batch_size: Annotated[int, Range("[1, 1000000]")] = 64  # rows: examples or pairs
+    max_sequence_tokens: Tokens = 2048  # prompt and answer; a longer row is an error
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+
+class StageConfig(Group):
+    """A supervised job before RL: warm start of the policy, or training of reward models."""
+
+    num_steps: Annotated[int, Range("[0, 2147483647]", "0: no such stage")] = 0
+    batch_size: Annotated[int, Range("[1, 1000000]")] = 64
+    save_every: Every = 200  # steps between checkpoints of the stage
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)

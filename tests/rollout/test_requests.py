@@ -1,18 +1,22 @@
-"""What an engine refuses, each with the number and the rule."""
+"""What an engine refuses, each with the number and the rule; stop strings, however text is cut."""
 
 import math
 
 import numpy as np
 import pytest
 from engine_work import engine_of, rollout_params, workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxrl_llm.config.rollout import MIN_TEMPERATURE
+from jaxrl_llm.config.samples import MIN_TEMPERATURE
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollout import requests
 from jaxrl_llm.rollout.requests import Limits, Request, RequestError, SamplingParams
 
 LIMITS = Limits(max_tokens=64, vocab_size=96, takes_stop_strings=True)
 KEY = np.zeros((1, 2), np.uint32)
 NAN, INF = math.nan, math.inf
+PIECES = ["a", "b", "ab", "", "ba", "abba", "é"]  # token 3 has no text
 
 
 def check(tokens=(1,), keys=KEY, **params):
@@ -22,10 +26,16 @@ def check(tokens=(1,), keys=KEY, **params):
 @pytest.mark.parametrize(
     ("rule", "values"),
     [
-        ("temperature must be .* 0.0001, or 0 for greedy", (-1, -1e-9, NAN, INF, 1e-10, 9e-5, "x")),
-        ("top_k must be an integer from 0", (-1, 2**31, 2.5, NAN, None)),
-        ("top_p must be above 0 and at most 1", (0, -0.5, 1.01, NAN, INF)),
-        ("min_p must be at least 0 .* below 1", (-0.1, 1.0, NAN, INF)),
+        (
+            r"temperature must be 0 or in \[0.0001, inf\) \(0: greedy\)",
+            (-1, -1e-9, NAN, INF, 1e-10, 9e-5, "x"),
+        ),
+        (
+            r"top_k=.* \(0: off\) must lie between 0 and 2147483647 and be an integer",
+            (-1, 2**31, 2.5, NAN, None),
+        ),
+        (r"top_p must be in \(0, 1\] \(1: off\)", (0, -0.5, 1.01, NAN, INF)),
+        (r"min_p must be in \[0, 1\) \(0: off\)", (-0.1, 1.0, NAN, INF)),
         ("max_tokens=.* must lie between 1 and 63", (0, -1, 64, 2.5, NAN, "x")),
         ("num_top_log_probs=.* must lie between 0 and 32", (-1, 33, 1.5)),
         ("stop_tokens: token id .* outside the vocabulary of 96", ((-1,), (1, 96), (10**12,))),
@@ -65,3 +75,33 @@ def test_nothing_is_queued_of_a_refused_request():
         bad = Request((1,), KEY, (SamplingParams(1, temperature=-1),))
         engine.generate(rollout_params(), [good, bad])
     assert engine.num_waiting == 0
+
+
+def decode(tokens):
+    return "".join(PIECES[t] for t in tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 4, 5, 6]), max_size=30),
+    stops=st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=3),
+    chunks=st.lists(st.integers(1, 7), min_size=1),
+)
+def test_the_first_token_that_completes_one_is_found(tokens, stops, chunks):
+    want = next(
+        (n for n in range(len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stops)), 0
+    )
+    seen = found = 0
+    while seen < len(tokens) and not found:
+        end = seen + chunks[seen % len(chunks)]
+        found = requests.num_tokens_to_stop(tokens[:end], seen, stops, decode)
+        seen = end
+    assert found == want
+    text = requests.text_before(decode(tokens), stops)
+    assert not any(s in text for s in stops)
+    assert decode(tokens).startswith(text)
+    assert (text == decode(tokens)) == (want == 0)
+
+
+def test_tokens_without_text_are_bridged():
+    assert requests.num_tokens_to_stop([0, 3, 3, 3, 1], 4, ["ab"], decode) == 5

@@ -11,8 +11,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.rollout.stopping import text_before
-from jaxrl_llm.serving.transcript import TokenNames, Transcript, decoder
+from jaxrl_llm.rollout.requests import text_before
+from jaxrl_llm.serving.replies import TokenNames, Transcript, decoder
 
 BYTES = serving_model.byte_tokenizer()
 
@@ -104,6 +104,8 @@ def test_text_is_not_held_back_longer_than_it_must_be():
     tokenizer = character_tokenizer()
     told = pieces_of(tokenizer, tokenizer.encode("no Qu Qui"), range(9), ("Quit", "uit"))
     assert told == ["n", "o", " ", "", "", "Qu ", "", "", "Qui"]
+    transcript = Transcript(decoder(tokenizer), (), ("or not", "be?"))
+    assert transcript.extend(tokenizer.encode("to be, o"), "") == "to be, "
 
 
 def test_bytes_that_never_become_a_character_are_told_nevertheless():

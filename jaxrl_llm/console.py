@@ -1,23 +1,28 @@
-"""Shows the work of a program while it goes on, and writes the log.
+"""What a program shows: its long work while it goes on, the steps of a run, and the log.
 
 On a terminal: bars at the bottom, removed when the work is done, with the log above them.
 Elsewhere: lines, for long work only.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
+import pathlib
 import re
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax import monitoring
+from rich import box, progress
 from rich import console as rich_console
-from rich import progress
+from rich import table as rich_table
 
 PATIENCE_S = 2.0  # shorter work is not shown
 LONGEST_SILENCE_S = 60.0
@@ -27,6 +32,19 @@ _LOOK_S = 0.2
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+
+_EVALUATION = "val-core/"
+_SPEED_STEPS = 20  # that the time left is reckoned from
+_WIDTH = 100  # where there is no terminal
+# Label, metric, format.
+_SHOWN = (
+    ("reward", "critic/score/mean", "{:.4g}"),
+    ("length", "response_length/mean", "{:.4g}"),
+    ("kl", "actor/ppo_kl", "{:.3g}"),
+    ("entropy", "actor/entropy", "{:.3g}"),
+    ("", "timing_s/step", "{:.3g} s"),
+    ("", "tokens/s", "{:.0f} tokens/s"),
+)
 
 T = TypeVar("T")
 
@@ -61,7 +79,6 @@ class Screen:
         return sys.stderr.isatty() and sys.stdout.isatty()
 
     def begin(self, work: Work) -> None:
-        """Shows a work from now on."""
         with self._lock:
             self._works.append(work)
             if self._thread is None:
@@ -137,10 +154,7 @@ SCREEN = Screen()
 
 @contextlib.contextmanager
 def work(what: str, total: int = 0) -> Iterator[Callable[[int], None]]:
-    """Shows the work inside, if it takes longer than `PATIENCE_S`.
-
-    Yields a function to call with the number of steps done since the last call.
-    """
+    """Shows long work; yields a function for the number of steps done since its last call."""
     mine = Work(what, total)
 
     def advance(steps: int) -> None:
@@ -204,7 +218,88 @@ class LogHandler(logging.StreamHandler):
     stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record."""
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{when} {level}{super().format(record)}"
+
+
+class StepLines:
+    """Shows the steps of a run as their numbers come: on a terminal in a bar, else as lines."""
+
+    def __init__(self, first_step: int, total_steps: int):
+        self._total = total_steps
+        self._terminal = SCREEN.is_terminal()
+        self._seconds: collections.deque[float] = collections.deque(maxlen=_SPEED_STEPS)
+        self._bar = Work("", total_steps, "waits for its first step", max(0, first_step - 1))
+        SCREEN.begin(self._bar)
+
+    def show(self, step: int, data: Mapping[str, float]) -> None:
+        """Shows the numbers of one step, an evaluation on a line of its own."""
+        if line := step_line(data):
+            if "timing_s/step" in data:
+                self._seconds.append(data["timing_s/step"])
+            if left := max(0, self._total - step) * statistics.median_low(self._seconds or [0.0]):
+                line += f"  {duration(left)} left"
+            self._bar.done = step
+            self._bar.note = f"step {step}/{self._total}  {line}"
+            if not self._terminal:
+                print(self._bar.note, flush=True)
+        sources: dict[str, list[str]] = collections.defaultdict(list)
+        for name, value in _results(data).items():
+            source, _, kind = name.rpartition("/")
+            sources[source].append(f"{kind} {value:.4g}")
+        if sources:
+            found = "; ".join(f"{source} {', '.join(parts)}" for source, parts in sources.items())
+            print(f"step {step}/{self._total}  evaluation: {found}", flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away; the line of the last step stays."""
+        SCREEN.end(self._bar)
+        if self._terminal and self._bar.done:
+            print(self._bar.note, flush=True)
+
+
+def step_line(data: Mapping[str, float]) -> str:
+    """Returns the most important numbers of a step on one line.
+
+    >>> step_line({"critic/score/mean": 0.5, "timing_s/step": 2.0, "perf/total_num_tokens": 300})
+    'reward 0.5  2 s  150 tokens/s'
+    """
+    if {"perf/total_num_tokens", "timing_s/step"} <= data.keys():
+        data = {**data, "tokens/s": data["perf/total_num_tokens"] / data["timing_s/step"]}
+    return "  ".join(
+        f"{label} {form.format(round(data[name], 4) + 0.0)}".strip()  # no "-0", no "1e-08"
+        for label, name, form in _SHOWN
+        if name in data
+    )
+
+
+def _results(data: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns what an evaluation found, by name; NaN is null in the file."""
+    found = {k.removeprefix(_EVALUATION): v for k, v in data.items() if k.startswith(_EVALUATION)}
+    return {name: float("nan") if value is None else value for name, value in found.items()}
+
+
+def closing(
+    workdir: pathlib.Path, seconds: float, files: Sequence[tuple[str, pathlib.Path]]
+) -> None:
+    """Prints the result of a run: first and last evaluation, seconds of this start, its files."""
+    path = workdir / "metrics.jsonl"
+    records = map(json.loads, path.read_text("utf-8").splitlines() if path.exists() else ())
+    of_steps = [(record["step"], _results(record["data"])) for record in records]
+    evaluations = [(step, results) for step, results in of_steps if results]
+    first_and_last = evaluations[:1] + evaluations[1:][-1:]
+    table = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for step, _ in first_and_last:
+        table.add_column(f"step {step}", justify="right", overflow="fold")
+    for name in evaluations[-1][1] if evaluations else ():
+        values = (results.get(name, float("nan")) for _, results in first_and_last)
+        table.add_row(name, *(f"{value:.4g}" for value in values))
+    width = None if SCREEN.is_terminal() else _WIDTH
+    console = rich_console.Console(highlight=False, width=width, soft_wrap=True)
+    console.print(f"done in {duration(seconds)}")
+    if evaluations:
+        console.print(table)
+    for what, path in files:
+        console.print(f"{what:<12}{path}", markup=False)

@@ -1,0 +1,176 @@
+"""The samples of a step: prompts, how responses are sampled, scored and evaluated."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+from jaxrl_llm.config.ranges import File, Folder, Group, Name, Problems, Range, Real, Tokens
+
+# The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
+# temperature this error would decide which token is sampled.
+MIN_TEMPERATURE = 1e-4
+Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
+Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
+
+
+class DataConfig(Group):
+    """The source of prompts."""
+
+    task: Literal["arithmetic", "gsm8k", "files"] = "arithmetic"
+    train_files: tuple[File, ...] = ()  # parquet or jsonl
+    eval_files: tuple[File, ...] = ()
+    prompt_column: Name = "prompt"
+    max_prompt_tokens: Tokens = 256
+    filter_long_prompts: bool = True  # drop them; False: a longer prompt is an error
+    shuffle: bool = True
+    chat_template: bool = True  # False: message contents are joined by newlines
+    num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
+    # The built-in task: sums of digits, with step-by-step solutions.
+    arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
+    arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
+    arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
+    # Share of worked examples with an error.
+    arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
+
+    def rules(self) -> Problems:
+        if self.task != "arithmetic" and not self.train_files:
+            yield "train_files", f"task={self.task!r} reads files, none given"
+        wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
+        if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} and arithmetic_eval_prompts="
+                f"{self.arithmetic_eval_prompts} are {wanted} different prompts, but"
+                f" arithmetic_terms={self.arithmetic_terms} digits make only"
+                f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
+            )
+
+
+class SpeculationConfig(Group):
+    """Speculative decoding: draft tokens from the sequence itself, checked in one pass.
+
+    It is faster if responses repeat their prompts or themselves and few slots decode. The samples
+    do not change.
+    """
+
+    draft_tokens: Annotated[int, Range("[0, 16]", "0: off")] = 0  # draft tokens per decode step
+    # Maximum length of the suffix that is searched in the sequence.
+    ngram_tokens: Annotated[int, Range("[1, 16]")] = 3
+
+
+NO_SPECULATION = SpeculationConfig()
+
+
+class RolloutConfig(Group):
+    """How responses are sampled."""
+
+    max_response_tokens: Tokens = 256
+    temperature: Temperature = 1.0
+    top_k: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+    min_p: Annotated[float, Range("[0, 1)")] = 0.0
+    stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
+    # Sequences decoded at the same time; 0: chosen from the workload and the memory.
+    num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
+    # Decode steps between two checks by the host.
+    chunk_steps: Annotated[int, Range("[1, 128]")] = 16
+    dtype: Literal["compute", "float32", "bfloat16"] = "compute"
+    speculation: SpeculationConfig = NO_SPECULATION
+
+    def rules(self) -> Problems:
+        for name in ("stop_tokens", "stop_strings"):
+            if (count := len(getattr(self, name))) > 8:
+                yield name, f"at most 8, got {count}"
+        if "" in self.stop_strings:
+            yield "stop_strings", "one is empty and would end every response; leave it out"
+
+
+class RewardFunctionConfig(Group):
+    """One reward function and its weight in the score."""
+
+    function: str = ""  # arithmetic, gsm8k, math, code, format, length; or an import or file path
+    weight: Real = 1.0
+    data_source: Name = "*"  # rows that it scores; "*": all
+
+    def rules(self) -> Problems:
+        if not self.function:
+            yield "function", "required: a built-in name or 'path/file.py:function'"
+
+
+class RewardModelConfig(Group):
+    """One reward (or cost) model on the mesh and its weight in the score."""
+
+    path: Folder = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
+    weight: Real = 1.0
+    data_source: Name = "*"
+
+
+class RewardsConfig(Group):
+    """The score of a response: the weighted sum of all terms for its data source."""
+
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
+    timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call
+    # Address space of a worker process.
+    memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
+    environment: tuple[Name, ...] = ()  # environment variables that the workers may see
+    on_failure: Literal["stop", "score"] = "stop"
+    failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
+
+    def rules(self) -> Problems:
+        if not self.functions and not self.models:
+            yield "functions", "no reward at all; add rewards.functions or rewards.models"
+        for kind in ("", "cost_"):
+            functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
+            if shared := set(functions) & set(models):
+                yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
+
+
+class EvaluationConfig(Group):
+    """Held-out evaluation: mean@k, pass@k and maj@k per data source."""
+
+    # Reward functions of the evaluation. Empty: those of `rewards`.
+    functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+    # RL steps.
+    every: Annotated[int, Range("[0, 2147483647]", "0: only before and after")] = 0
+    before: bool = True
+    after: bool = True
+    num_prompts: Annotated[int, Range("[0, 2147483647]", "0: all")] = 0
+    samples_per_prompt: Annotated[int, Range("[1, 65536]")] = 1
+    temperature: Temperature = 0.0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run has any evaluation."""
+        return self.before or self.after or self.every > 0
+
+    def rules(self) -> Problems:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            message = f"{self.samples_per_prompt} greedy samples are all the same"
+            yield "samples_per_prompt", f"{message}; set evaluation.temperature above 0"
+
+
+def chosen_slots(
+    num_sequences: int,
+    platform: str,
+    num_devices: int,
+    free_bytes: float,
+    needed_bytes: Callable[[int], float],
+) -> int:
+    """Returns how many sequences are decoded at the same time if the config does not say.
+
+    The sequences of a step, at most 64 on a CPU and 256 elsewhere (more do not decode faster). The
+    number is halved until they need a quarter of the memory that is free on a device when the
+    engine is made. The devices of a CPU count as 4 GiB together.
+    """
+    if platform == "cpu":
+        free_bytes = (4 << 30) / num_devices
+    slots = min(num_sequences, 64 if platform == "cpu" else 256)
+    while slots > 1 and needed_bytes(slots) > 0.25 * free_bytes:
+        slots = -(-slots // 2)
+    return slots
