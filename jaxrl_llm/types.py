@@ -8,7 +8,7 @@ are zero.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,20 @@ class PromptBatch:
 
     prompts: tuple[Prompt, ...]  # P of them
     longest: int = 0  # tokens of the longest prompt of any wave; 0: not known
+
+
+class Example(NamedTuple):
+    """A sequence to learn from."""
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]  # which tokens bear loss
+
+
+class Pair(NamedTuple):
+    """Two sequences, of which the first is preferred."""
+
+    chosen: Example
+    rejected: Example
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
 from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens, token_bound
-from jaxrl_llm.types import Prompt, PromptBatch
+from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -153,8 +153,8 @@ class PromptIterator(Stream[Prompt]):
 
 def worked_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
-) -> list[tuple[Tokens, Tokens]]:
-    """Returns prompt and worked answer of every row, as tokens; answers end with the end token.
+) -> list[Example]:
+    """Returns every row with its worked answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
     time wrong in one step with that probability.
@@ -170,14 +170,13 @@ def worked_examples(
             draw = random.Random(f"teacher {seed} {attempt} {prompt.extra_info['question']}")
             if draw.random() < config.arithmetic_errors:
                 texts[i] = _wrong_answer(prompt, seed, attempt)
-    tokens = [prompt.tokens for prompt in prompts]
-    return list(zip(tokens, _responses(tokenizer, texts), strict=True))
+    return _examples(prompts, _responses(tokenizer, texts))
 
 
 def preference_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int, name: str = ""
-) -> list[tuple[Tokens, Tokens, Tokens]]:
-    """Returns prompt, chosen and rejected answer, as tokens, two pairs of every arithmetic row.
+) -> list[Pair]:
+    """Returns two pairs of every arithmetic row: its prompt with a chosen and a rejected answer.
 
     The chosen answer is the worked one. The rejected answer of a row's first pair is wrong by 1 to
     9 in one step, never below zero, and later steps continue from there; that of the second pair
@@ -193,8 +192,17 @@ def preference_pairs(
     salt = f"{name} {seed}".strip()
     wrong = [_wrong_answer(prompt, salt) for prompt in prompts]
     wrong += [_misread_answer(prompt, salt) for prompt in prompts]
-    tokens = [prompt.tokens for prompt in prompts]
-    return list(zip(tokens * 2, chosen * 2, _responses(tokenizer, wrong), strict=True))
+    right, wrong = (
+        _examples(prompts * 2, answers) for answers in (chosen * 2, _responses(tokenizer, wrong))
+    )
+    return [Pair(*both) for both in zip(right, wrong, strict=True)]
+
+
+def _examples(prompts: Sequence[Prompt], responses: list[Tokens]) -> list[Example]:
+    return [
+        Example(prompt.tokens + answer, (False,) * len(prompt.tokens) + (True,) * len(answer))
+        for prompt, answer in zip(prompts, responses, strict=True)
+    ]
 
 
 def _wrong_answer(prompt: Prompt, seed: int | str, attempt: int = 0) -> str:

@@ -38,9 +38,10 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.types import Example, Pair
 
-# Sequences (prompt, answer) that must be in one microbatch: an example, or the two of a pair.
-Row = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+# Sequences that must be in one microbatch: an example, or the two of a pair.
+Row = Sequence[Example]
 
 
 class Batch(NamedTuple):
@@ -48,7 +49,7 @@ class Batch(NamedTuple):
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]
-    mask: Bool[Array, "B T"]  # the answers' tokens
+    mask: Bool[Array, "B T"]  # tokens that bear loss
     packed: PackedBatch
 
 
@@ -131,16 +132,16 @@ def _update_program(config: SupervisedConfig, task: Task, state: Trainable):
 
 def _batch(rows: Sequence[Row], packer: Packer) -> Batch:
     """Returns rows as right-padded arrays, packed; sequences of a row share a packed row."""
-    sequences = [pair for row in rows for pair in row]
-    lengths = np.array([len(prompt) + len(answer) for prompt, answer in sequences], np.int32)
+    sequences = [example for row in rows for example in row]
+    lengths = np.array([len(example.tokens) for example in sequences], np.int32)
     in_row = len(rows[0])
     longest = int(lengths.reshape(-1, in_row).sum(1).max())
     width = packing.bucket(longest, smallest=32)
     tokens = np.zeros((len(sequences), width), np.int32)
     mask = np.zeros((len(sequences), width), bool)
-    for i, (prompt, answer) in enumerate(sequences):
-        tokens[i, : lengths[i]] = [*prompt, *answer]
-        mask[i, len(prompt) : lengths[i]] = True
+    for i, example in enumerate(sequences):
+        tokens[i, : lengths[i]] = example.tokens
+        mask[i, : lengths[i]] = example.mask
     groups = np.repeat(np.arange(len(rows)), in_row)
     together = packing.Beginnings(groups, np.zeros_like(groups), together=in_row > 1)
     packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
@@ -178,7 +179,7 @@ def _reward_model(
     """
     pairs = datasets.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
     if costs:
-        pairs = [(prompt, rejected, chosen) for prompt, chosen, rejected in pairs]
+        pairs = [Pair(chosen=pair.rejected, rejected=pair.chosen) for pair in pairs]
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
         scores = predict.sequence_scores(
@@ -189,8 +190,7 @@ def _reward_model(
         here = microbatch.put(jnp.zeros(count, bool), jnp.ones(scores.shape, bool))
         return losses.bradley_terry(by_sequence[0::2], by_sequence[1::2], here[0::2], count // 2)
 
-    rows = [[(prompt, chosen), (prompt, rejected)] for prompt, chosen, rejected in pairs]
-    return Task("reward_model", models.meshes["reward"], rows, loss)
+    return Task("reward_model", models.meshes["reward"], pairs, loss)
 
 
 _TASKS: Mapping[type[SupervisedConfig], Callable[[JobConfig, Models], Task]] = {
@@ -201,7 +201,7 @@ _TASKS: Mapping[type[SupervisedConfig], Callable[[JobConfig, Models], Task]] = {
 
 def _longest(task: Task) -> int:
     """Returns the tokens of the longest row."""
-    return max(sum(len(prompt) + len(answer) for prompt, answer in row) for row in task.rows)
+    return max(sum(len(example.tokens) for example in row) for row in task.rows)
 
 
 def _check_longest(config: SupervisedConfig, task: Task) -> None:

@@ -140,15 +140,23 @@ def test_a_stream_needs_rows():
         Stream([], seed=0)
 
 
+def parts(example):
+    """Returns the tokens of prompt and answer, which alone bears the loss."""
+    num = example.mask.index(True)
+    assert all(example.mask[num:])
+    return example.tokens[:num], example.tokens[num:]
+
+
 def test_worked_examples_are_the_prompts_with_their_answers(tokenizer):
     dataset = load_dataset(SUMS, tokenizer, "train", 7)
     examples = worked_examples(SUMS, tokenizer, "train", 7)
-    assert [prompt for prompt, _ in examples] == [prompt.tokens for prompt in dataset.prompts]
-    for (_, response), prompt in zip(examples, dataset.prompts, strict=True):
+    pairs = [parts(example) for example in examples]
+    assert [prompt for prompt, _ in pairs] == [prompt.tokens for prompt in dataset.prompts]
+    for (_, response), prompt in zip(pairs, dataset.prompts, strict=True):
         assert response[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(response[:-1]) == prompt.extra_info["answer"]
     held_out = {prompt.tokens for prompt in load_dataset(SUMS, tokenizer, "eval", 7).prompts}
-    assert not held_out & {prompt for prompt, _ in examples}
+    assert not held_out & {prompt for prompt, _ in pairs}
 
 
 def test_worked_examples_of_gsm8k(tokenizer, tmp_path):
@@ -159,7 +167,8 @@ def test_worked_examples_of_gsm8k(tokenizer, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(task="gsm8k", train_files=(str(path),), max_prompt_tokens=100)
-    ((prompt, response),) = worked_examples(config, tokenizer, "train", 0)  # one is too long
+    (example,) = worked_examples(config, tokenizer, "train", 0)  # one is too long
+    prompt, response = parts(example)
     assert tokenizer.decode(response) == "It is 2.\n#### 2<eos>"
     assert tokenizer.decode(prompt).startswith("<bos><user>1+1? Let's think")
 
@@ -169,10 +178,11 @@ def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
     pairs = preference_pairs(SUMS, tokenizer, "train", 0)
     assert len(pairs) == 400
     wrong_steps, misread_places = set(), set()
-    for i, (prompt, chosen, rejected) in enumerate(pairs):
+    for i, pair in enumerate(pairs):
+        (prompt, chosen), (other, rejected) = map(parts, pair)
         row = dataset.prompts[i % 200]
         good, bad = tokenizer.decode(chosen[:-1]), tokenizer.decode(rejected[:-1])
-        assert prompt == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
+        assert prompt == other == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
         assert arithmetic("", good, row.ground_truth, {})["score"] == 1.0
         assert arithmetic("", bad, row.ground_truth, {})["score"] == 0.0
         assert int(bad.partition("#")[2]) >= 0

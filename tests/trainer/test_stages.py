@@ -239,7 +239,7 @@ def test_a_reward_model_tells_right_from_wrong(models, tmp_path):
     trained = reward_models(models, policy, tmp_path)
     frozen = weights.frozen(CONFIG, models, policy, trained)
     pairs = datasets.preference_pairs(CONFIG.data, models.tokenizer, "train", CONFIG.seed, "judge")
-    sequences = [(prompt, answer) for prompt, *both in pairs for answer in both]
+    sequences = [example for pair in pairs for example in pair]
     with rewards_lib.Scorer(CONFIG.rewards, predict.model_scorers(models, frozen)) as scorer:
         scores = scorer.score(as_rollouts(sequences)).scores.reshape(-1, 2)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.9
