@@ -192,13 +192,14 @@ def preference_pairs(
     salt = f"{name} {seed}".strip()
     wrong = [_wrong_answer(prompt, salt) for prompt in prompts]
     wrong += [_misread_answer(prompt, salt) for prompt in prompts]
-    right, wrong = (
-        _examples(prompts * 2, answers) for answers in (chosen * 2, _responses(tokenizer, wrong))
-    )
-    return [Pair(*both) for both in zip(right, wrong, strict=True)]
+    answers = zip(chosen * 2, _responses(tokenizer, wrong), strict=True)
+    return [
+        Pair(*_examples([prompt] * 2, both))
+        for prompt, both in zip(prompts * 2, answers, strict=True)
+    ]
 
 
-def _examples(prompts: Sequence[Prompt], responses: list[Tokens]) -> list[Example]:
+def _examples(prompts: Sequence[Prompt], responses: Sequence[Tokens]) -> list[Example]:
     return [
         Example(prompt.tokens + answer, (False,) * len(prompt.tokens) + (True,) * len(answer))
         for prompt, answer in zip(prompts, responses, strict=True)

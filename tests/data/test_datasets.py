@@ -182,7 +182,9 @@ def test_both_rejected_answers_are_wrong_each_in_its_way(tokenizer):
         (prompt, chosen), (other, rejected) = map(parts, pair)
         row = dataset.prompts[i % 200]
         good, bad = tokenizer.decode(chosen[:-1]), tokenizer.decode(rejected[:-1])
-        assert prompt == other == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
+        assert (
+            prompt == other == row.tokens and chosen[-1] == rejected[-1] == tokenizer.eos_token_id
+        )
         assert arithmetic("", good, row.ground_truth, {})["score"] == 1.0
         assert arithmetic("", bad, row.ground_truth, {})["score"] == 0.0
         assert int(bad.partition("#")[2]) >= 0
