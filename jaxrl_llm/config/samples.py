@@ -16,7 +16,7 @@ Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 class DataConfig(Group):
     """The source of prompts."""
 
-    task: Literal["arithmetic", "gsm8k", "files"] = "arithmetic"
+    task: Literal["arithmetic", "stories", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet or jsonl
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
@@ -25,7 +25,7 @@ class DataConfig(Group):
     shuffle: bool = True
     chat_template: bool = True  # False: message contents are joined by newlines
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
-    # The built-in task: sums of digits, with step-by-step solutions.
+    # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions.
     arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
     arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
     arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
@@ -33,7 +33,7 @@ class DataConfig(Group):
     arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
 
     def rules(self) -> Problems:
-        if self.task != "arithmetic" and not self.train_files:
+        if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
         if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:

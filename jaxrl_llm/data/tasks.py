@@ -67,6 +67,55 @@ def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
     return f"{','.join(steps)}#{total}"
 
 
+_NAMES = ("Ana", "Ben", "Eva", "Leo", "Max", "Mia", "Tom", "Zoe")
+_THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
+_EVENTS = {"+": ("buys", "finds", "gets"), "-": ("gives away", "loses", "sells")}
+
+
+def _story(name: str, things: str, sign: str, event: str, a: int, b: int) -> tuple[str, str, str]:
+    """Returns a word problem, its worked answer and its result."""
+    more = " more" if sign == "+" else ""
+    question = f"{name} has {a} {things} and {event} {b}{more}. How many {things} has {name} now?"
+    result = str(a + b if sign == "+" else a - b)
+    return question, f"{a} {sign} {b} = {result} #{result}", result
+
+
+_EXAMPLES = (
+    _story("Kim", "nuts", "+", "finds", 6, 9),
+    _story("Kim", "nuts", "-", "loses", 14, 5),
+)
+
+
+def _stories_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    """Returns different word problems of one sum or difference of numbers up to 20.
+
+    Each comes after two that are answered, in the same dialogue. The worked answer is
+    `6 + 9 = 15 #15`. The splits share no problem.
+    """
+    num_eval = config.arithmetic_eval_prompts
+    draw = random.Random(f"stories {seed}")
+    found: dict[str, tuple[str, str]] = {}
+    while len(found) < num_eval + config.arithmetic_train_prompts:
+        sign = draw.choice("+-")
+        a, b = draw.randint(2, 20), draw.randint(2, 20)
+        if sign == "-":
+            a, b = max(a, b), min(a, b)
+        parts = draw.choice(_NAMES), draw.choice(_THINGS), sign, draw.choice(_EVENTS[sign])
+        question, answer, result = _story(*parts, a, b)
+        found[question] = answer, result
+    problems = list(found.items())
+    problems = problems[:num_eval] if split == "eval" else problems[num_eval:]
+    before = []
+    for question, answer, _ in _EXAMPLES:
+        before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    rows = []
+    for index, (question, (answer, result)) in enumerate(problems):
+        extra_info = {"split": split, "index": index, "question": question, "answer": answer}
+        row = _row("stories", question, result, extra_info)
+        rows.append({**row, "prompt": [*before, *row["prompt"]]})
+    return rows
+
+
 def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns the rows of GSM8K's own files: JSON lines with `question` and `answer`.
 
@@ -107,4 +156,4 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
-TASKS = {"arithmetic": _arithmetic_rows, "gsm8k": _gsm8k_rows, "files": _file_rows}
+TASKS = {"arithmetic": _arithmetic_rows, "stories": _stories_rows, "gsm8k": _gsm8k_rows, "files": _file_rows}

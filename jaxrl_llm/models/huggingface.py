@@ -25,6 +25,7 @@ from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 
 Block = tuple[slice, ...]  # of one array, with start and stop
+Contents = Callable[[TensorName, int], np.ndarray]  # one tensor of a layer, as a file stores it
 
 _MAX_LISTED = 8
 
@@ -216,23 +217,48 @@ def save(
     process must call this; the first one writes.
 
     Args:
-      source_config: config.json the model came from, whose other keys are kept.
-      max_shard_bytes: Larger weights are split into several files.
+      source_config, max_shard_bytes, eos_token_ids: As `write` takes them.
       dtype: Of the stored tensors; None is the dtype of the parameters.
-      eos_token_ids: Tokens that end a response; () takes `source_config`'s, else the tokenizer's.
 
     Raises:
       CheckpointFormatError: If the folder holds something else, or the tokenizer has more
         tokens than the model.
     """
+    leaves = traverse_util.flatten_dict(params)
+    dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
+
+    def contents(name: TensorName, layer: int) -> np.ndarray:
+        return written_folder.fetch(leaves[name.path], name, layer, dtype)
+
+    write(
+        folder, network, contents, dtype, tokenizer, source_config, max_shard_bytes, eos_token_ids
+    )
+
+
+def write(
+    folder: str | pathlib.Path,
+    network: Network,
+    contents: Contents,
+    dtype: np.dtype,
+    tokenizer: Any = None,
+    source_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    eos_token_ids: Sequence[int] = (),
+) -> None:
+    """Writes a folder as `save` does, of tensors that are computed when they are written.
+
+    Args:
+      source_config: config.json the model came from, whose other keys are kept.
+      max_shard_bytes: Larger weights are split into several files.
+      eos_token_ids: Tokens that end a response; () takes `source_config`'s, else the tokenizer's.
+    """
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)
     if tokenizer is not None:
         check_vocabulary(network.shape, tokenizer)
-    dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
     config = families.to_hf_config(network.shape, network.head, dtype.name, source_config)
     _set_token_ids(config, tokenizer, eos_token_ids)
-    files = _split(list(_tensors_to_write(network, params, dtype)), max_shard_bytes)
+    files = _split(list(_tensors_to_write(network, contents, dtype)), max_shard_bytes)
 
     documents = {"config.json": config}
     if network.head == "lm":
@@ -251,17 +277,17 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
         config["eos_token_id"] = list(eos_token_ids) if several else eos_token_ids[0]
 
 
-def _tensors_to_write(network: Network, params: Params, dtype) -> Iterator[TensorToWrite]:
+def _tensors_to_write(network: Network, contents: Contents, dtype) -> Iterator[TensorToWrite]:
     """Yields every tensor, those of a layer together, so that a file holds whole layers."""
-    leaves = traverse_util.flatten_dict(params)
+    leaves = traverse_util.flatten_dict(network.abstract())
     names = families.tensor_names(network.shape, network.head)
 
     def entry(name: TensorName, layer: int) -> TensorToWrite:
         leaf = leaves[name.path]
         shape = leaf.shape[1:] if name.stacked else leaf.shape
-        contents = functools.partial(written_folder.fetch, leaf, name, layer, dtype)
         shape = shape[::-1] if name.transposed else shape
-        return TensorToWrite(name.name.format(layer), dtype, tuple(shape), contents)
+        read = functools.partial(contents, name, layer)
+        return TensorToWrite(name.name.format(layer), dtype, tuple(shape), read)
 
     yield from (entry(name, 0) for name in names if not name.stacked)
     for layer in range(network.shape.num_layers):

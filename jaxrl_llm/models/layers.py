@@ -194,10 +194,10 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary_table(
-    positions: Int[Array, "B T"], head_size: int, theta: float, scaling: RopeScaling
-) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-    """Returns cosine and sine of every position's rotation angles (arXiv:2104.09864), float32.
+def rotary_frequencies(
+    head_size: int, theta: float, scaling: RopeScaling
+) -> Float[Array, " half"]:
+    """Returns the angle per position of every pair of a head (arXiv:2104.09864), float32.
 
     Scaling is Llama 3's (arXiv:2407.21783, Sec. 3.2): frequencies of wavelengths longer than
     original/low_freq_factor are divided by `factor`, those of wavelengths shorter than
@@ -210,6 +210,14 @@ def rotary_table(
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
+    return frequencies
+
+
+def rotary_table(
+    positions: Int[Array, "B T"], head_size: int, theta: float, scaling: RopeScaling
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """Returns cosine and sine of every position's rotation angles, float32."""
+    frequencies = rotary_frequencies(head_size, theta, scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
