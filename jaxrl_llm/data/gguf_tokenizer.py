@@ -91,7 +91,7 @@ def _byte_level(
     found: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tuple[Tokenizer, bool]:
     """Returns a tokenizer of bytes in words, as GPT-2's; whether texts begin with a token."""
-    split = found.get("pre")
+    split = str(found.get("pre"))
     if split not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise DataError(f"{where}: tokenizer.ggml.pre is {split!r}, known: {known}; {_REMEDY}")
@@ -146,7 +146,6 @@ def _add_around(backend: Tokenizer, before: Sequence[str], after: Sequence[str])
     """Makes the tokenizer put tokens around a plain text; a chat template writes its own."""
     if before or after:
         ids = [(text, backend.token_to_id(text)) for text in {*before, *after}]
-        pattern = [*before, "$A", *after]
         backend.post_processor = processors.TemplateProcessing(
-            single=pattern, pair=[*pattern, *(f"{part}:1" for part in pattern)], special_tokens=ids
+            single=[*before, "$A", *after], special_tokens=ids
         )

@@ -156,4 +156,9 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
-TASKS = {"arithmetic": _arithmetic_rows, "stories": _stories_rows, "gsm8k": _gsm8k_rows, "files": _file_rows}
+TASKS = {
+    "arithmetic": _arithmetic_rows,
+    "stories": _stories_rows,
+    "gsm8k": _gsm8k_rows,
+    "files": _file_rows,
+}

@@ -80,7 +80,7 @@ def read_shape(file: GGUFFile) -> Shape:
       CheckpointFormatError: On an unknown architecture, a missing number, or a field that would
         change the arithmetic in a way that is not implemented.
     """
-    name = file.fields.get("general.architecture")
+    name = str(file.fields.get("general.architecture"))
     if name not in FAMILIES:
         raise file.fault(f"architecture is {name!r}; known: {', '.join(FAMILIES)}")
     if "token_embd.weight" not in file.tensors:
@@ -123,9 +123,9 @@ def read_shape(file: GGUFFile) -> Shape:
         tie_embeddings="output.weight" not in file.tensors,
     )
     for key, value in file.fields.items():
-        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in read:
-            if value not in (0, False, "none"):
-                raise file.fault(f"{key} is {value!r:.80}; it is not implemented for {name}")
+        unread = key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in read
+        if unread and value not in (0, "none"):
+            raise file.fault(f"{key} is {value!r:.80}; it is not implemented for {name}")
     return shape
 
 
@@ -194,7 +194,9 @@ def _check_readable(file: GGUFFile, tensor: gguf.ReaderTensor) -> None:
     try:
         gguf.dequantize(first, tensor.tensor_type)
     except NotImplementedError as error:
-        raise file.fault(f"{tensor.name} is stored as {tensor.tensor_type.name}: {error}") from error
+        raise file.fault(
+            f"{tensor.name} is stored as {tensor.tensor_type.name}: {error}"
+        ) from error
 
 
 def _halves(array: np.ndarray, head_size: int) -> np.ndarray:

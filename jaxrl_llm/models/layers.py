@@ -194,9 +194,7 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary_frequencies(
-    head_size: int, theta: float, scaling: RopeScaling
-) -> Float[Array, " half"]:
+def rotary_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
     """Returns the angle per position of every pair of a head (arXiv:2104.09864), float32.
 
     Scaling is Llama 3's (arXiv:2407.21783, Sec. 3.2): frequencies of wavelengths longer than

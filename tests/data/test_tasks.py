@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -139,3 +140,21 @@ def test_every_answer_of_gsm8k_scores(split, count):
     rows = task_rows(config, split, 0)
     assert len(rows) == count
     assert sum(score("gsm8k", row, row["extra_info"]["answer"]) for row in rows) == count
+
+
+def test_stories_are_right_disjoint_and_come_after_examples():
+    config = DataConfig(task="stories", arithmetic_train_prompts=300, arithmetic_eval_prompts=50)
+    train, held_out = (task_rows(config, split, 1) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (300, 50)
+    assert len({row["extra_info"]["question"] for row in (*train, *held_out)}) == 350
+    assert train == task_rows(config, "train", 1) != task_rows(config, "train", 2)
+    for row in train:
+        asked = [m["content"] for m in row["prompt"] if m["role"] == "user"]
+        answers = [m["content"] for m in row["prompt"] if m["role"] == "assistant"]
+        assert asked[-1] == row["extra_info"]["question"] and len(asked) == 3
+        assert answers == ["6 + 9 = 15 #15", "14 - 5 = 9 #9"]
+        worked, truth = row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+        assert eval(worked.partition("=")[0]) == int(truth) >= 0
+        assert score("arithmetic", row, worked) == 1.0
+        numbers = re.findall(r"\d+", asked[-1])
+        assert numbers == worked.split()[:3:2]
