@@ -61,7 +61,7 @@ class SupervisedConfig(JobConfig):
 
     # Settings and groups of every job that have no effect in this one.
     unread = frozenset({
-        "lora", "data.eval_files", "data.prompt_column", "mesh.rollout", "mesh.on_host",
+        "lora", "data.eval_files", "mesh.rollout", "mesh.on_host",
         "trainer.shared_prompts", "evaluation", "metrics.rollouts_every",
         "alerts.kl", "alerts.reference_kl", "alerts.entropy", "alerts.log_prob_difference",
         "alerts.constant_reward", "alerts.reward_failures",
@@ -202,11 +202,8 @@ class RLConfig(JobConfig):
                 if not model.path and not self.preference.num_steps:
                     message = "required: a folder, or preference.num_steps > 0 to train one first"
                     yield f"rewards.{group}.{name}.path", message
-        if self.warm_start.num_steps and self.data.task == "files":
-            message = "data.task='files' has none, use 'arithmetic' or 'gsm8k'"
-            yield "warm_start.num_steps", f"needs worked examples; {message}"
-        if self.preference.num_steps and self.data.task != "arithmetic":
-            message = f"data.task={self.data.task!r} has none, use 'arithmetic'"
+        if self.preference.num_steps and self.data.task == "gsm8k":
+            message = f"data.task={self.data.task!r} has none, use 'arithmetic' or 'files'"
             yield "preference.num_steps", f"needs preference pairs; {message}"
 
     def warnings(self) -> Iterator[str]:

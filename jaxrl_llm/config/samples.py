@@ -17,11 +17,13 @@ class DataConfig(Group):
     """The source of prompts."""
 
     task: Literal["arithmetic", "stories", "gsm8k", "files"] = "arithmetic"
-    train_files: tuple[File, ...] = ()  # parquet or jsonl
+    train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
     max_prompt_tokens: Tokens = 256
-    filter_long_prompts: bool = True  # drop them; False: a longer prompt is an error
+    # Prompts of more than `max_prompt_tokens`, and rows with answers of more than
+    # `trainer.max_sequence_tokens`: dropped, an error, or cut at that side.
+    long_rows: Literal["drop", "error", "left", "right", "middle"] = "drop"
     shuffle: bool = True
     chat_template: bool = True  # False: message contents are joined by newlines
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead

@@ -1,10 +1,11 @@
 """Prompts in tokens, the endless seeded stream of them, and examples with answers."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -13,8 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.tasks import Split, task_rows, worked_sum
-from jaxrl_llm.data.tokenizer import prompt_texts, prompt_tokens, token_bound
+from jaxrl_llm.data.files import Row, read_rows
+from jaxrl_llm.data.formats import example_of, pair_of
+from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
+from jaxrl_llm.data.masks import example
+from jaxrl_llm.data.tasks import Split, files_of, task_rows, worked_sum
+from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
 
 T = TypeVar("T")
@@ -52,24 +57,28 @@ class Dataset:
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
 ) -> Dataset:
-    """Returns the prompts of a split, tokenized, those of at most `max_prompt_tokens`.
+    """Returns the prompts of a split, tokenized, of at most `max_prompt_tokens`.
 
-    `seed` draws the prompts of the arithmetic task; use the same one for both splits. A text that
-    is too long by its number of characters is not tokenized. A prompt that is empty, or too long
-    while `filter_long_prompts` is off, is a DataError, and so is that no prompt is left.
+    `seed` draws the prompts of the arithmetic task; use the same one for both splits. Where long
+    prompts are not cut, a text that is too long by its number of characters is not tokenized. A
+    prompt that is empty, or too long while `long_rows` is "error", is a DataError, and so is that
+    no prompt is left.
     """
     rows = task_rows(config, split, seed)
 
     def fits(index: int, num_tokens: int, at_least: str = "") -> bool:
-        if num_tokens <= config.max_prompt_tokens or config.filter_long_prompts:
-            return num_tokens <= config.max_prompt_tokens
+        if num_tokens <= config.max_prompt_tokens or config.long_rows != "error":
+            return num_tokens <= config.max_prompt_tokens or config.long_rows != "drop"
         raise DataError(
             f"{split} split, row {index}: the prompt has {at_least}{num_tokens} tokens, more than"
-            f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or set"
-            " data.filter_long_prompts=True"
+            f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or choose"
+            " data.long_rows 'drop', 'left', 'right' or 'middle'"
         )
 
-    texts = prompt_texts(tokenizer, [row["prompt"] for row in rows], config.chat_template)
+    texts = [
+        prompt_text(tokenizer, row["prompt"], config.chat_template, row.get("options", EMPTY))
+        for row in rows
+    ]
     bound = token_bound(tokenizer)
     fewest = [bound(text) for text in texts]  # tokens of each, at least
     candidates = [i for i, num in enumerate(fewest) if fits(i, num, "at least ")]
@@ -87,6 +96,9 @@ def load_dataset(
                 if not tokens:
                     raise DataError(f"{split} split, row {index}: the prompt has no tokens")
                 if fits(index, len(tokens)):
+                    if len(tokens) > config.max_prompt_tokens:
+                        tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
+                        text = str(tokenizer.decode(list(tokens)))
                     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
                     prompts.append(Prompt(tokens, text, row["data_source"], truth, info, index))
                 advance(len(text))
@@ -152,15 +164,20 @@ class PromptIterator(Stream[Prompt]):
 
 
 def worked_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
-) -> list[Example]:
-    """Returns every row with its worked answer, which ends with the end token and bears the loss.
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    seed: int,
+    max_tokens: int = 0,
+) -> Sequence[Example]:
+    """Returns every row with its answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
-    time wrong in one step with that probability.
+    time wrong in one step with that probability. Rows of files with more than `max_tokens` (0: any
+    number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
-        raise DataError("config.data.task: 'files' has no worked answers; use another task")
+        return _of_files(config, split, functools.partial(_example, config, tokenizer, max_tokens))
     prompts = load_dataset(config, tokenizer, split, seed).prompts
     texts = [prompt.extra_info["answer"] for prompt in prompts]
     if config.task == "arithmetic" and config.arithmetic_errors:
@@ -174,18 +191,28 @@ def worked_examples(
 
 
 def preference_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int, name: str = ""
-) -> list[Pair]:
-    """Returns two pairs of every arithmetic row: its prompt with a chosen and a rejected answer.
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    seed: int,
+    name: str = "",
+    max_tokens: int = 0,
+) -> Sequence[Pair]:
+    """Returns the pairs of files, or two of every arithmetic row: its prompt with two answers.
 
-    The chosen answer is the worked one. The rejected answer of a row's first pair is wrong by 1 to
-    9 in one step, never below zero, and later steps continue from there; that of the second pair
-    adds correctly, but misreads a digit. So both end in a wrong result. All first pairs come before
-    all second ones. The model `name` that learns from the pairs, the seed and the row choose the
-    mistakes.
+    Of files, pairs with more than `max_tokens` together (0: any number) are treated as
+    `config.long_rows` says.
+
+    Of the arithmetic task, the chosen answer is the worked one. The rejected answer of a row's
+    first pair is wrong by 1 to 9 in one step, never below zero, and later steps continue from
+    there; that of the second pair adds correctly, but misreads a digit. So both end in a wrong
+    result. All first pairs come before all second ones. The model `name` that learns from the
+    pairs, the seed and the row choose the mistakes.
     """
+    if config.task == "files":
+        return _of_files(config, split, functools.partial(_pair, config, tokenizer, max_tokens))
     if config.task != "arithmetic":
-        message = f"{config.task!r} has no preference pairs; use 'arithmetic'"
+        message = f"{config.task!r} has no preference pairs; use 'arithmetic' or 'files'"
         raise DataError(f"config.data.task: {message}")
     prompts = load_dataset(config, tokenizer, split, seed).prompts
     chosen = _responses(tokenizer, [prompt.extra_info["answer"] for prompt in prompts])
@@ -197,6 +224,38 @@ def preference_pairs(
         Pair(*_examples([prompt] * 2, both))
         for prompt, both in zip(prompts * 2, answers, strict=True)
     ]
+
+
+def _of_files(
+    config: DataConfig, split: Split, made: Callable[[Row, str], T | None]
+) -> Sequence[T]:
+    """Returns what becomes of every row of a split's files; that nothing is left is a DataError."""
+    found = [made(row, where) for where, row in read_rows(files_of(config, split))]
+    kept = [each for each in found if each is not None]
+    if not kept:
+        raise DataError(
+            f"config.data.{split}_files: all {len(found)} rows have more tokens than"
+            " trainer.max_sequence_tokens, or no answer after data.long_rows has cut them; raise it"
+        )
+    if num_dropped := len(found) - len(kept):
+        message = "%s split: dropped %d of %d rows longer than trainer.max_sequence_tokens"
+        logger.warning(message, split, num_dropped, len(found))
+    return kept
+
+
+def _example(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, most: int, row: Row, where: str
+) -> Example | None:
+    found = example(tokenizer, example_of(row, where, config.prompt_column), config.chat_template)
+    return shortened(found, most, config.long_rows, where)
+
+
+def _pair(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, most: int, row: Row, where: str
+) -> Pair | None:
+    both = pair_of(row, where, config.prompt_column)
+    found = Pair(*(example(tokenizer, one, config.chat_template) for one in both))
+    return shortened_pair(found, most, config.long_rows, where)
 
 
 def _examples(prompts: Sequence[Prompt], responses: Sequence[Tokens]) -> list[Example]:

@@ -1,6 +1,8 @@
-"""Rows in verl's schema from parquet and JSON lines files, checked when they are read."""
+"""Rows of parquet, JSON and JSON lines files, and those of prompts in verl's schema, checked."""
 
+import codecs
 import collections
+import itertools
 import json
 import math
 import pathlib
@@ -27,10 +29,11 @@ _TOKEN = re.compile(
 def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """Yields the origin `FILE, row N` and the content of each row, file after file.
 
-    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. A
-    file that is missing, empty, broken or unsupported, or a line that is no object, is a DataError.
+    N counts from 1 and is the line number in a JSON lines file, whose blank lines are skipped. Of a
+    folder, all files in it and below are read, in the order of their names. A file that is missing,
+    empty, broken or unsupported, or a line that is no object, is a DataError.
     """
-    for path in paths:
+    for path in itertools.chain.from_iterable(map(files_in, paths)):
         suffix = pathlib.Path(path).suffix.lower()
         if suffix not in READERS:
             known = ", ".join(sorted(READERS))
@@ -46,6 +49,18 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 yield f"{path}, row {number}", dict(row)
         if not number:
             raise DataError(f"{path}: no rows in this file")
+
+
+def files_in(path: str) -> list[str]:
+    """Returns the files of known suffix in a folder and below, by name; of a file, itself."""
+    if not pathlib.Path(path).is_dir():
+        return [path]
+    below = sorted(pathlib.Path(path).rglob("*"))
+    found = [str(each) for each in below if each.suffix.lower() in READERS and each.is_file()]
+    if not found:
+        known = ", ".join(sorted(READERS))
+        raise DataError(f"{path}: no files with rows in this folder; known: {known}")
+    return found
 
 
 def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt") -> Row:
@@ -71,7 +86,7 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
             extra_info[f"row/{name}" if name in extra_info else name] = value
     return {
         "data_source": data_source,
-        "prompt": _messages(row.get(prompt_column), f"{where}: {prompt_column}"),
+        "prompt": checked_messages(row.get(prompt_column), f"{where}: {prompt_column}"),
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": extra_info,
     }
@@ -91,29 +106,41 @@ def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
+    """Returns a list of messages; a text is one message of `role`. Errors begin with `where`."""
     rule = "must be a list of {role, content} messages or one text"
-    if prompt is None:
+    if value is None:
         raise DataError(f"{where} is missing; it {rule}")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise DataError(f"{where} {rule}, got {type(prompt).__name__}")
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise DataError(f"{where} {rule}, got {type(value).__name__}")
     messages = []
-    for number, message in enumerate(prompt, start=1):
+    for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
             raise DataError(f"{where} {rule}, message {number} is {type(message).__name__}")
+        # A template may read more (`tool_calls`, `name`); parquet holds null for what is missing.
+        message = without_nulls(message)
+        calls = message.get("tool_calls")
         for key in ("role", "content"):
-            if not is_text(message.get(key)):
+            if not is_text(message.get(key)) and not (calls and key == "content" not in message):
                 raise DataError(
                     f"{where} {rule}, {key} of message {number} must be a text,"
                     f" got {message.get(key)!r:.60}"
                 )
-        # A template may read more (`tool_calls`, `name`); parquet holds null for what is missing.
-        messages.append({key: value for key, value in message.items() if value is not None})
-    if not any(message["content"].strip() for message in messages):
+        messages.append(message)
+    if not any(message.get("tool_calls") or message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty")
     return messages
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns the value without the nulls that parquet holds for keys that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
@@ -123,7 +150,23 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, _json_value(line)
                 except ValueError as error:
-                    raise DataError(f"{path}, row {number}: broken JSON {error}") from error
+                    rule = "each line must hold one whole JSON object"
+                    raise DataError(f"{path}, row {number}: broken JSON {error}; {rule}") from error
+
+
+def _json_array(path: str) -> Iterator[tuple[int, Any]]:
+    """Yields the elements of the array that a file holds; a file of lines is read as such."""
+    with open(path, "rb") as file:
+        content = file.read()
+    if not content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _json_lines(path)
+        return
+    try:
+        rows = _json_value(content)
+    except ValueError as error:
+        rule = "; the file must hold one array of objects, or an object in each line"
+        raise DataError(f"{path}: broken JSON {error}{rule}") from error
+    yield from enumerate(rows, start=1)
 
 
 def _json_value(line: bytes) -> Any:
@@ -142,8 +185,7 @@ def _json_value(line: bytes) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        rule = "each line must hold one whole JSON object"
-        raise ValueError(f"in column {error.colno}: {error.msg}; {rule}") from error
+        raise ValueError(f"in {_place(text, error.pos)}: {error.msg}") from error
     except ValueError as error:
         raise ValueError(_fault(text)) from error
 
@@ -165,11 +207,18 @@ def _float(number: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=int)
 
 
+def _place(text: str, position: int) -> str:
+    """Returns the column of a character, and its line if that is not the first."""
+    column = position - text.rfind("\n", 0, position)
+    line = text.count("\n", 0, position) + 1
+    return f"line {line}, column {column}" if line > 1 else f"column {column}"
+
+
 def _fault(text: str) -> str:
     """Returns column, reason and remedy of the first thing that is JSON but refused here."""
     open_keys: list[set[str]] = []  # keys of each open bracket
     for token in _TOKEN.finditer(text):
-        word, at = token[0], f"in column {token.start() + 1}: "
+        word, at = token[0], f"in {_place(text, token.start())}: "
         if token["opening"]:
             open_keys.append(set())
             if len(open_keys) > _MAX_DEPTH:
@@ -225,4 +274,5 @@ def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:
 
 
 Reader = Callable[[str], Iterator[tuple[int, Any]]]
-READERS: Mapping[str, Reader] = {".jsonl": _json_lines, ".parquet": _parquet}
+READERS: Mapping[str, Reader]
+READERS = {".json": _json_array, ".jsonl": _json_lines, ".parquet": _parquet}

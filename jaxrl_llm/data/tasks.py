@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, is_text, read_rows
+from jaxrl_llm.data.formats import template_options
 
 Split = Literal["train", "eval"]
 
@@ -123,7 +124,7 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     given answer, without commas.
     """
     rows = []
-    for index, (where, source) in enumerate(read_rows(_files(config, split))):
+    for index, (where, source) in enumerate(read_rows(files_of(config, split))):
         question = _text(source, "question", where)
         answer = _text(source, "answer", where)
         numbers = GSM8K_ANSWER.findall(answer)
@@ -136,11 +137,14 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 
 
 def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
-    rows = read_rows(_files(config, split))
-    return [checked_row(row, where, config.prompt_column) for where, row in rows]
+    return [
+        {**checked_row(row, where, config.prompt_column), "options": template_options(row, where)}
+        for where, row in read_rows(files_of(config, split))
+    ]
 
 
-def _files(config: DataConfig, split: Split) -> tuple[str, ...]:
+def files_of(config: DataConfig, split: Split) -> tuple[str, ...]:
+    """Returns the files of a split; that there are none is a DataError."""
     files = config.train_files if split == "train" else config.eval_files
     if not files:
         message = f"config.data.{split}_files: task={config.task!r} reads files, none given"

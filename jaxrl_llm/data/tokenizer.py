@@ -3,10 +3,10 @@
 Nothing is downloaded and no code from a folder is run.
 """
 
-import functools
 import json
 import math
 import pathlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from jaxrl_llm.data.errors import DataError
 
-Message = Mapping[str, str]  # role, content
+Message = Mapping[str, Any]  # role, content, and what else a template reads
+
+EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -95,49 +97,61 @@ def _of_folder(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    options: Mapping[str, Any] = EMPTY,
+    **kwargs: Any,
+) -> Any:
+    """Returns what the chat template makes of messages; a DataError if there is none or it refuses.
+
+    `options` are `tools` and other variables of the template, `kwargs` of `apply_chat_template`.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template; set model.chat_template to a Jinja file,"
+            " or data.chat_template=False for plain text"
+        )
+    given = [dict(message) for message in messages]
+    try:
+        return tokenizer.apply_chat_template(given, **options, **kwargs)
+    except Exception as error:  # Jinja's, or what the template itself raises
+        raise DataError(
+            f"the chat template refuses {str(given)[:200]}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def render_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[Message]],
     chat_template: bool = True,
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Returns the tokens and the text of each prompt, ready for the model to continue.
-
-    With `chat_template` the tokenizer's template formats the messages and begins the assistant's
-    turn; that there is none, or that it refuses a prompt, is a DataError. Else the contents are
-    joined by newlines, with the special tokens that the tokenizer puts around plain text.
-    """
-    texts = prompt_texts(tokenizer, prompts, chat_template)
+    """Returns the tokens and the text of each prompt, as `prompt_text` writes it."""
+    texts = [prompt_text(tokenizer, prompt, chat_template) for prompt in prompts]
     return prompt_tokens(tokenizer, texts, chat_template), texts
 
 
-def prompt_texts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]], chat_template: bool
-) -> list[str]:
-    """Returns the text of each prompt; see `render_prompts`."""
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Message],
+    chat_template: bool = True,
+    options: Mapping[str, Any] = EMPTY,
+) -> str:
+    """Returns the text of a prompt, ready for the model to continue.
+
+    With `chat_template` the tokenizer's template formats the messages and begins the assistant's
+    turn. Else the contents are joined by newlines, and `prompt_tokens` adds the special tokens that
+    the tokenizer puts around plain text.
+    """
     if not chat_template:
-        return ["\n".join(message["content"] for message in prompt) for prompt in prompts]
-    if prompts and not tokenizer.chat_template:
-        raise DataError(
-            "the tokenizer has no chat template; set model.chat_template to a Jinja file,"
-            " or data.chat_template=False for plain text"
-        )
-    texts = []
-    for prompt in prompts:
-        messages = [dict(message) for message in prompt]
-        render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-        try:
-            texts.append(str(render(messages, add_generation_prompt=True)))
-        except Exception as error:  # Jinja's, or what the template itself raises
-            raise DataError(
-                f"the chat template refuses {str(messages)[:200]}: {type(error).__name__}: {error}"
-            ) from error
-    return texts
+        return "\n".join(message.get("content", "") for message in prompt)
+    return str(rendered(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
 
 
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], chat_template: bool
 ) -> list[tuple[int, ...]]:
-    """Returns the tokens of each text that `prompt_texts` gave."""
+    """Returns the tokens of each text that `prompt_text` gave."""
     if not texts:
         return []
     # A template writes the special tokens itself.

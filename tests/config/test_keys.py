@@ -93,7 +93,7 @@ DATA = {
         READ | {"data.eval_files": ("FILE",)},
     ),
     "config.data.max_prompt_tokens": (probe.prompts, 8),
-    "config.data.filter_long_prompts": (probe.prompts, False, {"data.max_prompt_tokens": 8}),
+    "config.data.long_rows": (probe.prompts, "left", {"data.max_prompt_tokens": 8}),
     "config.data.shuffle": (probe.prompts, False),
     "config.data.chat_template": (probe.prompts, False),
     "config.data.num_workers": (probe.prompts, 2),

@@ -124,7 +124,7 @@ def test_a_missing_column_is_named(key):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.csv", b"x", "unsupported suffix '.csv'; known: .jsonl, .parquet"),
+        ("a.csv", b"x", "unsupported suffix '.csv'; known: .json, .jsonl, .parquet"),
         ("a.jsonl", None, "a.jsonl: no such file"),
         ("a.parquet", None, "a.parquet: no such file"),
         ("a.jsonl", b"", "a.jsonl: no rows in this file"),
@@ -147,6 +147,9 @@ def test_a_missing_column_is_named(key):
             "a.jsonl, row 1: broken JSON in column 49: the key 'a' a second time in one",
         ),
         ("a.jsonl", b"{}\n[1, 2]\n", "a.jsonl, row 2: must be a mapping of columns, got list"),
+        ("a.json", b"[{},\n{]", "a.json: broken JSON in line 2, column 2: Expecting property name"),
+        ("a.json", b"[{},\n 3]", "a.json, row 2: must be a mapping of columns, got int"),
+        ("a.json", b"{}\n{", "a.json, row 2: broken JSON in column 2"),
         ("a.jsonl", b"null\n", "a.jsonl, row 1: must be a mapping of columns, got NoneType"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_row_that_cannot_fit_is_not_tokenized(tmp_path):
         train_files=(str(file),),
         max_prompt_tokens=64,
         chat_template=False,
-        filter_long_prompts=False,
+        long_rows="error",
     )
     with pytest.raises(DataError, match=r"row 1: the prompt has at least \d{6,7} tokens, more"):
         load_dataset(strict, PROVED["composed"], "train", 0)

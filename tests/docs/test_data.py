@@ -28,7 +28,7 @@ def test_every_task_has_its_row():
 
 
 def test_the_rows_are_read_as_it_says(tmp_path):
-    (lines,), (wanted, _) = blocks("json"), blocks("python")
+    (lines, _), (wanted, _) = blocks("json"), blocks("python")
     (tmp_path / "two.jsonl").write_text(lines)
     first, second = read(tmp_path / "two.jsonl")
     assert first["prompt"] == [{"role": "user", "content": "3+4+2="}]

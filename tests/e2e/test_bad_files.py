@@ -150,7 +150,7 @@ def test_no_prompt_that_is_short_enough(tmp_path):
 
 def test_a_prompt_longer_than_allowed(tmp_path):
     rows = GOOD, GOOD | {"prompt": "1+" * 10}
-    settings = from_rows(tmp_path, *rows) | {"data.filter_long_prompts": False}
+    settings = from_rows(tmp_path, *rows) | {"data.long_rows": "error"}
     said = refused(tmp_path, settings, DataError)
     assert (
         "train split, row 1: the prompt has 20 tokens, more than data.max_prompt_tokens=16" in said

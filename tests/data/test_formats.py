@@ -1,0 +1,186 @@
+"""The layouts of rows with answers, from every kind of file, and what becomes of long rows."""
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
+from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.types import Example, Pair
+
+ASK, GOOD, BAD = "1+1=", "2", "3"
+QUESTION = [{"role": "user", "content": ASK}]
+RIGHT = [{"role": "assistant", "content": GOOD}]
+WRONG = [{"role": "assistant", "content": BAD}]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+EXAMPLES = [
+    {"messages": QUESTION + RIGHT},
+    {"prompt": ASK, "completion": GOOD},
+    {"prompt": QUESTION, "completion": RIGHT},
+    {"prompt": QUESTION, "completion": GOOD, "source": 1},
+]
+PAIRS = [
+    {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
+    {"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG},
+    {"chosen": QUESTION + RIGHT, "rejected": QUESTION + WRONG},
+    {"prompt": ASK, "chosen": QUESTION + RIGHT, "rejected": QUESTION + WRONG},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer()
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(rows, suffix="jsonl", **options):
+        path = tmp_path / f"rows.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif suffix == "json":
+            path.write_text(json.dumps(rows, indent=1))
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataConfig(task="files", train_files=(str(tmp_path),), **options)
+
+    return write
+
+
+def shown(tokenizer, found):
+    """Returns the text of an example, and of its tokens that bear loss."""
+    masked = [token for token, bears in zip(*found, strict=True) if bears]
+    return tokenizer.decode(found.tokens), tokenizer.decode(masked)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("row", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_every_layout_of_an_example(tokenizer, config, row, suffix):
+    found = worked_examples(config([row, row], suffix), tokenizer, "train", 0)
+    wanted = "<bos><user>1+1=<eos><assistant>2<eos>", "2<eos>"
+    assert [shown(tokenizer, each) for each in found] == [wanted] * 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("row", PAIRS, ids=range(len(PAIRS)))
+def test_every_layout_of_a_pair(tokenizer, config, row, suffix):
+    (pair,) = preference_pairs(config([row], suffix), tokenizer, "train", 0)
+    begin = "<bos><user>1+1=<eos><assistant>"
+    assert shown(tokenizer, pair.chosen) == (f"{begin}2<eos>", "2<eos>")
+    assert shown(tokenizer, pair.rejected) == (f"{begin}3<eos>", "3<eos>")
+
+
+def test_plain_text_has_no_template(tokenizer, config):
+    (found,) = worked_examples(config([EXAMPLES[1]], chat_template=False), tokenizer, "train", 0)
+    assert shown(tokenizer, found) == ("1+1=2<eos>", "2<eos>")
+    (pair,) = preference_pairs(config([PAIRS[0]], chat_template=False), tokenizer, "train", 0)
+    assert shown(tokenizer, pair.rejected) == ("1+1=3<eos>", "3<eos>")
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_template_sees_tools_and_variables(config, suffix, as_text):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].function.name }}{{ tone }}" + tokenizer.chat_template
+    options = {"tools": TOOLS, "chat_template_kwargs": {"tone": "!"}}
+    options = {name: json.dumps(value) if as_text else value for name, value in options.items()}
+    others = {"tools": TOOLS, "chat_template_kwargs": {"tone": "?", "else": 1}}
+    others = {name: json.dumps(value) if as_text else value for name, value in others.items()}
+    rows = [{"data_source": "s", **EXAMPLES[1], **each} for each in (options, others)]
+    written = config(rows, suffix)
+    examples = worked_examples(written, tokenizer, "train", 0)
+    assert [tokenizer.decode(each.tokens)[:4] for each in examples] == ["add!", "add?"]
+    prompts = load_dataset(written, tokenizer, "train", 0).prompts
+    assert [prompt.text[:4] for prompt in prompts] == ["add!", "add?"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "row", "message"),
+    [
+        (
+            False,
+            {"text": "x"},
+            "this job needs the columns messages, or prompt and completion, got",
+        ),
+        (False, PAIRS[0], "['chosen', 'prompt', 'rejected']; these rows are for job='dpo'"),
+        (False, {"prompt": "x"}, "prompts without answers are for job='rl'"),
+        (False, {"conversations": []}, "write them as messages of role and content"),
+        (False, {"messages": QUESTION}, "no token of the assistant"),
+        (False, {"messages": "x"}, "no token of the assistant"),
+        (False, {"messages": [{"role": "user"}]}, "content of message 1 must be a text"),
+        (False, {"prompt": ASK, "completion": ""}, "completion is empty"),
+        (False, {**EXAMPLES[0], "tools": "{"}, "tools must be a list of JSON schemas, or one wr"),
+        (False, {**EXAMPLES[0], "tools": {"a": 1}}, "tools must be a list of JSON schemas, got d"),
+        (False, {**EXAMPLES[0], "tools": ["add"]}, "tool 1 is str"),
+        (False, {**EXAMPLES[0], "chat_template_kwargs": [1]}, "must be a mapping, got list"),
+        (False, {**EXAMPLES[0], "chat_template_kwargs": {"tokenize": 1}}, "not 'tokenize'; leave"),
+        (True, EXAMPLES[1], "needs the columns chosen and rejected, and prompt, got ['completion'"),
+        (True, {"chosen": GOOD, "rejected": BAD}, "chosen is a text, so that where its prompt"),
+        (True, {"chosen": RIGHT, "rejected": WRONG}, "begin with 0 equal messages of 1 and 1"),
+        (True, {"chosen": QUESTION, "rejected": QUESTION}, "begin with 1 equal messages of 1 and"),
+    ],
+)
+def test_rows_that_cannot_be_used(tokenizer, config, pairs, row, message):
+    read = preference_pairs if pairs else worked_examples
+    with pytest.raises(DataError) as error:
+        read(config([(PAIRS if pairs else EXAMPLES)[0], row]), tokenizer, "train", 0)
+    assert "rows.jsonl, row 2" in str(error.value) and message in str(error.value)
+
+
+ROW = Example(tuple(range(6)), (False, False, True, True, False, False))
+
+
+def test_rows_are_cut_at_the_chosen_side():
+    assert [cut("abcdef", n, "left") for n in (1, 5)] == [("f",), tuple("bcdef")]
+    assert [cut("abcdef", n, "right") for n in (1, 5)] == [("a",), tuple("abcde")]
+    assert [cut("abcdef", n, "middle") for n in (1, 4, 5)] == [
+        ("f",),
+        tuple("abef"),
+        tuple("abdef"),
+    ]
+    assert shortened(ROW, 3, "right", "").tokens == (0, 1, 2)
+    assert shortened(ROW, 3, "left", "").mask == (True, False, False)
+    assert shortened(ROW, 4, "middle", "") is None  # nothing of the answer is left
+    assert shortened(ROW, 6, "error", "") == shortened(ROW, 0, "error", "") == ROW
+    with pytest.raises(DataError, match=r"row 7: 6 tokens, more than 5; raise trainer\.max_seq"):
+        shortened(ROW, 5, "error", "row 7")
+
+
+def test_of_a_pair_the_longer_one_is_cut_first():
+    short = Example(ROW.tokens[:3], ROW.mask[:3])
+    found = shortened_pair(Pair(ROW, short), 7, "right", "")
+    assert [len(each.tokens) for each in found] == [4, 3]
+    assert [len(each.tokens) for each in shortened_pair(Pair(ROW, ROW), 6, "left", "")] == [3, 3]
+    assert shortened_pair(Pair(ROW, short), 8, "drop", "") is None
+    assert shortened_pair(Pair(ROW, short), 9, "error", "") == Pair(ROW, short)
+
+
+def test_long_rows_of_files(tokenizer, config, caplog):
+    rows = [{"prompt": "1+1=", "completion": "2" * n} for n in (1, 9)]
+    read = lambda how, most: worked_examples(  # noqa: E731
+        config(rows, chat_template=False, long_rows=how), tokenizer, "train", 0, most
+    )
+    assert len(read("drop", 6)) == 1 and "dropped 1 of 2 rows" in caplog.text
+    assert [tokenizer.decode(each.tokens) for each in read("right", 6)] == ["1+1=2<eos>", "1+1=22"]
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: 14 tokens, more than 6; raise"):
+        read("error", 6)
+    with pytest.raises(DataError, match=r"all 2 rows have more tokens than trainer\.max_seq"):
+        read("drop", 5)
+
+
+@pytest.mark.parametrize(("how", "text"), [("left", "345"), ("right", "123"), ("middle", "145")])
+def test_long_prompts_of_rl_are_cut(tokenizer, config, how, text):
+    written = config(
+        [{"data_source": "s", "prompt": "12345"}],
+        chat_template=False,
+        max_prompt_tokens=3,
+        long_rows=how,
+    )
+    (prompt,) = load_dataset(written, tokenizer, "train", 0).prompts
+    assert prompt.text == text and tokenizer.decode(prompt.tokens) == text
