@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.models import casting
 from jaxrl_llm.models.on_cpu import products as on_cpu
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
@@ -31,7 +32,7 @@ NETWORK = Network(SHAPE)
 def make_mesh(**sizes: int):
     """Returns a mesh of as many of the fake devices as the sizes multiply to."""
     config = MeshConfig(**{"fsdp": 1, **sizes})
-    count = config.data * config.fsdp * config.sequence * config.tensor
+    count = config.data * config.fsdp * config.expert * config.sequence * config.tensor
     return mesh_lib.make_mesh(config, jax.devices()[:count])
 
 
@@ -57,8 +58,18 @@ def sharded(weights, mesh, network=NETWORK):
 def resharder(mesh, network=NETWORK, dtype="float32", layout="tensor", rollout=None):
     """Args: rollout: The network that decodes, if not `network`."""
     rollout = rollout or network
-    given = network.abstract(), network.logical_axes(), network.units, mesh, dtype, layout
-    return Resharder(*given, rollout.stored, rollout.logical_axes())
+    stacks = network.shape.stacks
+    return Resharder(
+        network.abstract(),
+        network.logical_axes(),
+        network.units,
+        mesh,
+        functools.partial(casting.dtypes, dtype=dtype),
+        layout,
+        {name: stack.numbers for name, stack in stacks.items()},
+        lambda name, layer: rollout.stored(layer, stacks[name].layer),
+        rollout.logical_axes(),
+    )
 
 
 def rollout_params(weights, mesh, network=NETWORK, **settings):

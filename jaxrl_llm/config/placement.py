@@ -30,6 +30,7 @@ class MeshConfig(Group):
 
     data: Axis = 1
     fsdp: Axis = -1
+    expert: Axis = 1  # experts; what has none is split as by fsdp
     sequence: Axis = 1
     tensor: Axis = 1
     # Attention of rows that are split by length: all-to-all over heads, or ring attention.
@@ -40,7 +41,9 @@ class MeshConfig(Group):
     on_host: tuple[Name, ...] = ()  # in host memory between uses: "optimizer", "reference"
 
     def rules(self) -> Problems:
-        sizes = {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "tensor")}
+        sizes = {
+            name: getattr(self, name) for name in ("data", "fsdp", "expert", "sequence", "tensor")
+        }
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "fsdp", f"at most one axis may be -1 (the rest), got {sizes}"
         if unknown := set(self.on_host) - {"optimizer", "reference"}:
@@ -53,6 +56,7 @@ class PoolConfig(Group):
     devices: Axis = -1  # on all hosts together, the same number on each
     data: PoolAxis = 0
     fsdp: PoolAxis = 0
+    expert: PoolAxis = 0
     sequence: PoolAxis = 0
     tensor: PoolAxis = 0
 

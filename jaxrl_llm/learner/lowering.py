@@ -102,7 +102,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         packed = abstract_packed(config, models, everything)
         return program.lower(*params, batch.tokens, batch.lengths, packed, **choices)
 
-    ends = lambda tree: {k: v for k, v in tree.items() if k != "layers"}  # noqa: E731
+    reshard = resharder.lowered(policy)
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
         "prefill": lambda: engine.jitted.lower_prefill(
             rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
@@ -111,10 +111,8 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         "score": lambda: score(of_policy, base, state.policy.params, entropy="value"),
         "score_critic": lambda: score(of_critic, state.critic.params),
         "train": train,
-        "reshard": lambda: resharder.jitted["ends"].lower(ends(rollout_params), ends(policy)),
-        "reshard_layer": lambda: resharder.jitted["layer"].lower(
-            rollout_params["layers"][0], policy["layers"], _array(models, (), jnp.int32)
-        ),
+        "reshard": reshard["ends"],
+        "reshard_layer": list(reshard.values())[-1],  # experts, if there are any, come last
     }
     if not state.critic.params:
         del programs["score_critic"]

@@ -108,5 +108,8 @@ def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:
 
     Modules are embed, attention, mlp, norms, head. Their squares add up to the global norm's.
     """
-    modules = {k: v for k, v in gradients.items() if k != "layers"} | gradients.get("layers", {})
+    modules = {k: [v] for k, v in gradients.items() if k != "layers"}
+    for stack in gradients.get("layers", {}).values():
+        for name, part in stack.items():
+            modules.setdefault(name, []).append(part)
     return {f"{prefix}/{name}": optax.tree.norm(part) for name, part in sorted(modules.items())}

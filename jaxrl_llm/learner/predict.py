@@ -50,6 +50,7 @@ def token_statistics(
     """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens."""
     packed, hidden, weight = _read(network, params, tokens, microbatch)
     settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
+    settings["cap"] = network.shape.logit_cap
     if microbatch.scores_everything:
         return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
     scored, before = microbatch.scored, microbatch.before

@@ -1,6 +1,7 @@
 """The sampling side of a policy: an engine, and how trained weights get to it."""
 
 import dataclasses
+import functools
 
 import jax
 from absl import logging
@@ -10,7 +11,7 @@ from jaxrl_llm.config import RLConfig, RolloutConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import casting, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache
 from jaxrl_llm.rollout.engine import Engine
@@ -77,7 +78,7 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
     speculation = config.rollout.speculation
     sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
     num_slots = config.rollout.num_slots or cache.fitting_slots(network, target, *sizes)
-    merge = models_lib.merge_adapters(config.lora)
+    merge, stacks = models_lib.merge_adapters(config.lora), policy.shape.stacks
     return Sampler(
         models=models,
         engine=Engine(
@@ -95,9 +96,10 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
             policy.logical_axes(),
             policy.units,
             pools.staging(mesh, target),
-            network.compute_dtype,
+            functools.partial(casting.dtypes, dtype=network.compute_dtype),
             layout,
-            lambda layer: network.stored(merge(layer)),
+            {name: stack.numbers for name, stack in stacks.items()},
+            lambda name, layer: network.stored(merge(layer), stacks[name].layer),
             network.logical_axes(),
         ),
         base=base,

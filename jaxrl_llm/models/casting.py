@@ -15,6 +15,22 @@ from jaxtyping import Array, Float, Int
 Params = dict[str, Any]
 
 _TILE = 128  # numbers side by side in a TPU's memory
+_WIDE = "router"  # modules whose weights are never cast: a rounded router chooses other experts
+
+
+def cast(tree: Params, dtype) -> Params:
+    """Returns the tree in a dtype; routers stay as they are."""
+    return jax.tree.map_with_path(lambda path, a: a if _wide(path) else a.astype(dtype), tree)
+
+
+def dtypes(tree: Params, dtype) -> Params:
+    """Returns the dtypes that `cast` gives the arrays of a tree."""
+    chosen = jnp.dtype(dtype)
+    return jax.tree.map_with_path(lambda path, a: a.dtype if _wide(path) else chosen, tree)
+
+
+def _wide(path) -> bool:
+    return any(isinstance(key, jax.tree_util.DictKey) and key.key == _WIDE for key in path)
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +49,11 @@ def variables(params: Params, compute_dtype: str) -> Params:
     """
     bits = jnp.dtype(compute_dtype).itemsize
 
-    def variable(w: Array) -> Array:
-        narrower = w.ndim > 2 and bits < w.dtype.itemsize
+    def variable(path, w: Array) -> Array:
+        narrower = w.ndim > 2 and bits < w.dtype.itemsize and not _wide(path)
         return jnp.zeros(w.shape, compute_dtype) if narrower else w
 
-    return {**params, "layers": jax.tree.map(variable, params["layers"])}
+    return {**params, "layers": jax.tree.map_with_path(variable, params["layers"])}
 
 
 def bound(params: Params, found: Params) -> Params:
@@ -51,18 +67,18 @@ def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params
     # optimization barrier, and done for all layers at once.
     one = index >= 0
 
-    def cast(w: Array | Cast) -> Array:
+    def narrow(path, w: Array | Cast) -> Array:
         if isinstance(w, Cast):
             return _as_variable(_as_stored(w.weight) * one.astype(w.weight.dtype), w.variable)
-        if w.ndim < 2:
+        if w.ndim < 2 or _wide(path):
             return w
         w = _as_stored(w)
         return w if w.dtype == compute_dtype else (w * one.astype(w.dtype)).astype(compute_dtype)
 
-    return jax.tree.map(cast, layer, is_leaf=lambda w: isinstance(w, Cast))
+    return jax.tree.map_with_path(narrow, layer, is_leaf=lambda w: isinstance(w, Cast))
 
 
-def _as_stored(w: Float[Array, "I O"]) -> Float[Array, "I O"]:
+def _as_stored(w: Float[Array, "*E I O"]) -> Float[Array, "*E I O"]:
     """Returns a matrix of one layer, constrained to lie in memory by rows, as its stack does.
 
     Otherwise the compiler transposes all layers before the loop, as columns are cheapest to gather.
@@ -71,7 +87,7 @@ def _as_stored(w: Float[Array, "I O"]) -> Float[Array, "I O"]:
     devices = jax.sharding.get_abstract_mesh().size
     if devices <= 1 or w.shape[-1] % (devices * _TILE):
         return w
-    return with_layout_constraint(w, Layout((0, 1)))
+    return with_layout_constraint(w, Layout(tuple(range(w.ndim))))
 
 
 @jax.custom_vjp

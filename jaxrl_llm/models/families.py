@@ -7,11 +7,11 @@ tables below where its blocks differ.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.shape import RopeScaling, Shape
+from jaxrl_llm.models.shape import RopeScaling, Shape, Stack
 
 
 class CheckpointFormatError(UserError, ValueError):
@@ -269,45 +269,50 @@ class TensorName:
     path: tuple[str, ...]  # keys into the parameter tree
     name: str  # "{}" stands for the layer where the parameter is stacked
     transposed: bool = False  # [out, in] in the file, [in, out] in the tree
+    numbers: range = range(0)  # of the layers that are stacked
 
     @property
     def stacked(self) -> bool:
         return self.path[0] == "layers"
 
-    def file_names(self, num_layers: int) -> list[str]:
-        """Returns the names in a file: one for each layer, or a single one."""
-        return [self.name.format(i) for i in range(num_layers)] if self.stacked else [self.name]
+    @property
+    def file_names(self) -> list[str]:
+        """The names in a file: one for each layer, or a single one."""
+        return [self.name.format(i) for i in self.numbers] if self.stacked else [self.name]
 
 
 def tensor_names(shape: Shape, head: str = "lm") -> tuple[TensorName, ...]:
     """Returns every parameter of a network with its name in a Hugging Face file."""
     names = [TensorName(("embed",), "model.embed_tokens.weight")]
-
-    def add(path: str, module: str, bias: bool = False) -> None:
-        keys, name = ("layers", *path.split(".")), f"model.layers.{{}}.{module}"
-        if path.endswith("norm"):
-            names.append(TensorName((*keys, "scale"), f"{name}.weight"))
-            return
-        names.append(TensorName((*keys, "kernel"), f"{name}.weight", transposed=True))
-        if bias:
-            names.append(TensorName((*keys, "bias"), f"{name}.bias"))
-
-    add("attention_norm", "input_layernorm")
-    for ours in "qkv":
-        add(f"attention.{ours}", f"self_attn.{ours}_proj", shape.qkv_bias)
-    add("attention.o", "self_attn.o_proj")
-    if shape.qk_norm:
-        add("attention.q_norm", "self_attn.q_norm")
-        add("attention.k_norm", "self_attn.k_norm")
-    add("mlp_norm", "post_attention_layernorm")
-    for ours in ("gate", "up", "down"):
-        add(f"mlp.{ours}", f"mlp.{ours}_proj")
+    for stack in shape.stacks.values():
+        names += _of_stack(shape, stack)
     names.append(TensorName(("norm", "scale"), "model.norm.weight"))
     if head == "scalar":
         names.append(TensorName(("score",), "score.weight"))
     elif not shape.tie_embeddings:
         names.append(TensorName(("head",), "lm_head.weight"))
     return tuple(names)
+
+
+def _of_stack(shape: Shape, stack: Stack) -> Iterator[TensorName]:
+    """Yields the parameters of equal layers."""
+
+    def name(path: str, module: str, part: str) -> TensorName:
+        keys = ("layers", stack.name, *path.split("."), part)
+        theirs = f"model.layers.{{}}.{module}.{'bias' if part == 'bias' else 'weight'}"
+        return TensorName(keys, theirs, part == "kernel", stack.numbers)
+
+    yield name("attention_norm", "input_layernorm", "scale")
+    for ours in "qkvo":
+        yield name(f"attention.{ours}", f"self_attn.{ours}_proj", "kernel")
+        if shape.qkv_bias and ours != "o":
+            yield name(f"attention.{ours}", f"self_attn.{ours}_proj", "bias")
+    if shape.qk_norm:
+        yield name("attention.q_norm", "self_attn.q_norm", "scale")
+        yield name("attention.k_norm", "self_attn.k_norm", "scale")
+    yield name("mlp_norm", "post_attention_layernorm", "scale")
+    for ours in ("gate", "up", "down"):
+        yield name(f"mlp.{ours}", f"mlp.{ours}_proj", "kernel")
 
 
 def may_be_unused(name: str, shape: Shape, head: str) -> bool:

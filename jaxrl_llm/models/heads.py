@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models.attention import capped
 from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
 
 _MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
@@ -103,19 +104,22 @@ class _Pieces:
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _logits(hidden: Float[Array, "B T D"], piece: Float[Array, "outer inner piece D"], temperature):
+def _logits(
+    hidden: Float[Array, "B T D"], piece: Float[Array, "outer inner piece D"], temperature, cap
+):
     """Returns float32 logits [B, T, outer, inner, piece], split over the vocabulary."""
     logits = jnp.einsum("btd,oird->btoir", hidden, piece, preferred_element_type=jnp.float32)
-    return constrain(logits / temperature, "batch", "length", "vocab", None, None)
+    logits = capped(logits, cap) / temperature
+    return constrain(logits, "batch", "length", "vocab", None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy, cap):
     """Returns log-prob of `targets[:, t]` under `hidden[:, t]`, entropy, and sum of p**2."""
-    return _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy)[0]
+    return _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy, cap)[0]
 
 
-def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy):
+def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy, cap):
     pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
     # Sums of each outer shard [B, T, outer], merged at the end: no reduction inside the loop.
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
@@ -126,7 +130,7 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
     def body(carry, numbered):
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
         number, tokens = numbered
-        logits = _logits(hidden, pieces.piece(rows, number), temperature)
+        logits = _logits(hidden, pieces.piece(rows, number), temperature, cap)
         is_target = targets[..., None, None, None] == tokens
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
         top = jnp.max(logits, (-2, -1))
@@ -174,7 +178,7 @@ def _merged(top, chosen, total, weighted, squares):
     )
 
 
-def _statistics_backward(chunk, entropy, residuals, cotangents):
+def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
     hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
     log_prob_bar, entropy_bar, _ = (
         jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents
@@ -191,13 +195,17 @@ def _statistics_backward(chunk, entropy, residuals, cotangents):
         hidden_bar, weight_bar = bars
         number, tokens = numbered
         rows = pieces.piece(weight_rows, number)
-        log_p = _logits(h, rows, temperature) - top - log_sum
+        logits = _logits(h, rows, temperature, cap)
+        log_p = logits - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
         bar = log_prob_bar * ((targets[..., None, None, None] == tokens) - probs)
         if entropy == "gradient":
             bar -= entropy_bar * probs * (log_p + entropies)
-        bar = (bar / temperature).astype(h.dtype)
+        bar = bar / temperature
+        if cap:
+            bar *= 1.0 - jnp.square(logits * (temperature / cap))
+        bar = bar.astype(h.dtype)
         bar = constrain(bar, "batch", "length", "vocab", None, None)
         # Each outer shard keeps its own sum: one reduction at the end, none per piece.
         hidden_bar += jnp.einsum("btoir,oird->obtd", bar, rows, preferred_element_type=jnp.float32)
@@ -242,6 +250,7 @@ def token_statistics(
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
     entropy: Entropy = "gradient",
+    cap: float = 0.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns log-prob, entropy and sum of squared probabilities of every token.
 
@@ -256,11 +265,12 @@ def token_statistics(
       temperature: Divides the logits; above 0. Has no gradient.
       chunk: Tokens whose logits exist at one time on each shard of the batch; at least 1.
       entropy: "none" returns 0 for the two other results; "value" gives them no gradient.
+      cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
     """
     valid = _continues(segment_ids)
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(hidden, weight, targets, valid, temperature, chunk, entropy)
+    found = _statistics(hidden, weight, targets, valid, temperature, chunk, entropy, cap)
     log_probs, entropies, squared = (_after(x) for x in found)
     return log_probs, entropies, jax.lax.stop_gradient(squared)
 
@@ -275,6 +285,7 @@ def chosen_statistics(
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
     entropy: Entropy = "gradient",
+    cap: float = 0.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns what `token_statistics` does at some positions of every row, zero elsewhere.
 
@@ -289,7 +300,7 @@ def chosen_statistics(
     follows = jnp.take_along_axis(hidden, before[..., None], axis=1)
     targets = jnp.take_along_axis(tokens, inside, axis=1)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(follows, weight, targets, valid, temperature, chunk, entropy)
+    found = _statistics(follows, weight, targets, valid, temperature, chunk, entropy, cap)
     rows = jnp.arange(tokens.shape[0])[:, None]
     log_probs, entropies, squared = (
         constrain(

@@ -84,7 +84,7 @@ def load(
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)
         else:
-            tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
+            tensors = [stored[file] for file in name.file_names]
             read = functools.partial(_read_block, name, tensors, dtype)
         arrays[name.path] = _assemble(leaves[name.path].shape, split[name.path], read)
     params = traverse_util.unflatten_dict(arrays)
@@ -127,7 +127,7 @@ def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> 
     for name in names:
         expected = leaves[name.path].shape[1 if name.stacked else 0 :]
         expected = expected[::-1] if name.transposed else expected
-        for file_name in name.file_names(network.shape.num_layers):
+        for file_name in name.file_names:
             used.add(file_name)
             tensor = stored.get(file_name)
             if tensor is None:
@@ -291,7 +291,7 @@ def _tensors_to_write(network: Network, contents: Contents, dtype) -> Iterator[T
 
     yield from (entry(name, 0) for name in names if not name.stacked)
     for layer in range(network.shape.num_layers):
-        yield from (entry(name, layer) for name in names if name.stacked)
+        yield from (entry(name, layer) for name in names if layer in name.numbers)
 
 
 def _split(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:

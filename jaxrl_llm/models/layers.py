@@ -6,8 +6,9 @@ Every parameter has the logical names of its dims in the metadata `logical_axes`
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models.shape import RopeScaling, Shape
+from jaxrl_llm.models.attention import PLAIN as PLAIN_SCORING
+from jaxrl_llm.models.attention import Scoring
+from jaxrl_llm.models.shape import Layer, RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain
 
-# attend(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> (mixed values [B,T,N,H], whatever it keeps)
-Attend = Callable[[Array, Array, Array], tuple[Array, object]]
+
+class Attention(NamedTuple):
+    """What one layer attends to, and how."""
+
+    q: Float[Array, "B T N H"]  # rotated by their positions, as the keys
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K V"] | None  # None: the first dims of the keys
+    cached: tuple[Array, ...]  # what later tokens need of these: one head of keys, or k and v
+    scoring: Scoring = PLAIN_SCORING
+    window: int = 0
+    chunk: int = 0
+    value_size: int = 0  # dims of the keys that are values, if `v` is None
+
+
+# Returns mixed values [B, T, N, V] and whatever it keeps.
+Attend = Callable[[Attention], tuple[Array, object]]
+Rotary = dict[str, tuple[Array, ...]]  # by name in `Layer.rope`
 
 NO_ADAPTERS = LoraConfig()
 _NORMAL = nnx.initializers.normal(0.02)
@@ -137,7 +155,7 @@ class Build:
         return self.param(_ZEROS, shape, axes)
 
 
-def _as_peft(key: jax.Array, shape: tuple[int, int], dtype) -> Float[Array, "I rank"]:
+def as_peft(key: jax.Array, shape: tuple[int, ...], dtype) -> Float[Array, "I rank"]:
     """Returns the first factor of an adapter, uniform as `peft` draws it; the second is zero."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -169,9 +187,19 @@ class Linear(nnx.Module):
         if lora.rank and name in lora.targets:
             # float32 whatever the dtype of the frozen kernel: few numbers, and small steps.
             first, second = (axes[0], "rank"), ("rank", axes[1])
-            self.lora_a = build.param(_as_peft, (in_size, lora.rank), first, jnp.float32)
+            self.lora_a = build.param(as_peft, (in_size, lora.rank), first, jnp.float32)
             self.lora_b = build.param(_ZEROS, (lora.rank, out_size), second, jnp.float32)
             self.scale = lora.scale
+
+    def weight(self, dtype) -> Float[Array, "I O"]:
+        """Returns the matrix that `x` is multiplied with, adapters included."""
+        kernel = self.kernel[...].astype(dtype)
+        if self.product is not product:
+            kernel = kernel.T
+        if hasattr(self, "lora_a"):
+            a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
+            kernel = kernel + a @ b * self.scale
+        return kernel
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         y = self.product(x, self.kernel[...].astype(x.dtype))
@@ -184,89 +212,200 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square normalization over the last dim, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, build: Build, size: int, eps: float):
-        self.scale = build.param(nnx.initializers.ones_init(), (size,), ("norm",))
-        self.eps = eps
+    def __init__(self, build: Build, size: int, shape: Shape):
+        # At first it multiplies with one.
+        init = nnx.initializers.constant(1.0 - shape.norm_offset)
+        self.scale = build.param(init, (size,), ("norm",))
+        self.eps, self.offset = shape.norm_eps, shape.norm_offset
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        if self.offset:
+            scale = scale + self.offset
+        return (unit(x.astype(jnp.float32), self.eps) * scale).astype(x.dtype)
 
 
-def rotary_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
-    """Returns the angle per position of every pair of a head (arXiv:2104.09864), float32.
+def unit(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Returns `x` scaled to a mean square of 1 over its last dim."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
 
-    Scaling is Llama 3's (arXiv:2407.21783, Sec. 3.2): frequencies of wavelengths longer than
-    original/low_freq_factor are divided by `factor`, those of wavelengths shorter than
-    original/high_freq_factor are kept, between them the two are blended.
-    """
-    frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+
+def rotary_frequencies(size: int, theta: float, scaling: RopeScaling) -> Float[Array, " half"]:
+    """Returns the angle per position of every pair (arXiv:2104.09864), float32."""
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if scaling.factor != 1.0:
-        wavelengths = 2 * jnp.pi / frequencies
-        turns = scaling.original_max_positions / wavelengths
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        keep = _kept_frequencies(frequencies, theta, scaling)
         frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
     return frequencies
 
 
 def rotary_table(
-    positions: Int[Array, "B T"], head_size: int, theta: float, scaling: RopeScaling
+    positions: Int[Array, "B T"], size: int, theta: float, scaling: RopeScaling
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """Returns cosine and sine of every position's rotation angles, float32."""
-    frequencies = rotary_frequencies(head_size, theta, scaling)
+    frequencies = rotary_frequencies(size, theta, scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling.magnitude != 1.0:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return cos, sin
 
 
-def rotate(x: Float[Array, "B T N H"], rotary) -> Float[Array, "B T N H"]:
-    """Returns `x` with each pair (i, i + H/2) rotated by its position's angle."""
-    cos, sin = rotary
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    return rotated.astype(x.dtype)
+def _kept_frequencies(
+    frequencies: Float[Array, " half"], theta: float, scaling: RopeScaling
+) -> Float[Array, " half"]:
+    """Returns which share of each frequency is not divided by the factor, see `RopeScaling`."""
+    if scaling.kind == "linear":
+        return jnp.zeros_like(frequencies)
+    original = scaling.original_max_positions
+    if scaling.kind == "llama3":
+        turns = original / (2 * jnp.pi / frequencies)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    half = frequencies.shape[0]
+
+    def dim_that_turns(times: float) -> float:
+        return half * math.log(original / (times * 2 * math.pi)) / math.log(theta)
+
+    first, last = dim_that_turns(scaling.fast_turns), dim_that_turns(scaling.slow_turns)
+    if scaling.whole_dims:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    ramp = (jnp.arange(half, dtype=jnp.float32) - first) / max(last - first, 0.001)
+    return 1.0 - jnp.clip(ramp, 0.0, 1.0)
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention; `attend` keeps keys and values where it likes."""
+def rotate(x: Float[Array, "B T N H"], table, interleaved: bool = False):
+    """Returns `x` with pairs of its first dims rotated by its position's angles.
 
-    def __init__(self, build: Build, shape: Shape):
+    Pairs are (i, i + half) of the rotated dims, or neighbours if `interleaved`, which come out as
+    (i, i + half): products of queries and keys are the same.
+    """
+    cos, sin = table
+    size = 2 * cos.shape[-1]
+    wide = x[..., :size].astype(jnp.float32)
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if size < x.shape[-1]:
+        rotated.append(x[..., size:].astype(jnp.float32))
+    return jnp.concatenate(rotated, -1).astype(x.dtype)
+
+
+class GroupedAttention(nnx.Module):
+    """Attention in which several query heads share keys and values (arXiv:2305.13245)."""
+
+    def __init__(self, build: Build, shape: Shape, layer: Layer):
         d, h = shape.hidden_size, shape.head_size
         queries, keys = shape.num_heads * h, shape.num_kv_heads * h
         self.q = Linear(build, "q", d, queries, ("embed", "heads"), shape.qkv_bias)
         self.k = Linear(build, "k", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
         self.v = Linear(build, "v", d, keys, ("embed", "kv_heads"), shape.qkv_bias)
-        self.o = Linear(build, "o", queries, d, ("heads", "embed"))
+        self.o = Linear(build, "o", queries, d, ("heads", "embed"), shape.o_bias)
         if shape.qk_norm:
-            self.q_norm = RMSNorm(build, h, shape.norm_eps)
-            self.k_norm = RMSNorm(build, h, shape.norm_eps)
-        self.head_size = h
+            self.q_norm = RMSNorm(build, h, shape)
+            self.k_norm = RMSNorm(build, h, shape)
+        if shape.sinks:
+            self.sinks = build.normal((shape.num_heads,), ("norm",))
+        self.shape, self.layer = shape, layer
 
-    def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
-        heads = (*x.shape[:-1], -1, self.head_size)
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend, compressed: bool = False
+    ):
+        shape, layer = self.shape, self.layer
+        heads = (*x.shape[:-1], -1, shape.head_size)
         q, k, v = (f(x).reshape(heads) for f in (self.q, self.k, self.v))
-        if hasattr(self, "q_norm"):
+        if shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = constrain(rotate(q, rotary), "batch", "length", "heads", None)
-        k = constrain(rotate(k, rotary), "batch", "length", "kv_heads", None)
+        if layer.rope != "none":
+            table, pairs = rotary[layer.rope], shape.rope_interleaved
+            q, k = rotate(q, table, pairs), rotate(k, table, pairs)
+            if shape.unit_qk:
+                q, k = (unit(a.astype(jnp.float32), shape.norm_eps).astype(a.dtype) for a in (q, k))
+        elif shape.long_query_scale:
+            q = (q * rotary["none"][0]).astype(q.dtype)
+        q = constrain(q, "batch", "length", "heads", None)
+        k = constrain(k, "batch", "length", "kv_heads", None)
         v = constrain(v, "batch", "length", "kv_heads", None)
         q, k, v = (checkpoint_name(x, name) for x, name in zip((q, k, v), "qkv", strict=True))
-        mixed, kept = attend(q, k, v)
+        sinks = self.sinks[...] if shape.sinks else None
+        scoring = Scoring(shape.query_scale, shape.score_cap, sinks)
+        mixed, kept = attend(Attention(q, k, v, (k, v), scoring, layer.window, layer.chunk))
         mixed = checkpoint_name(mixed, "mixed")
         return self.o(mixed.reshape(*x.shape[:-1], -1)), kept
 
 
-class MLP(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202)."""
+class LatentAttention(nnx.Module):
+    """Attention whose keys and values come from one short vector a token (arXiv:2405.04434).
+
+    That vector and the rotated part of the key, which all heads share, are what decoding keeps.
+    `compressed`: queries are taken to that vector's space, in which all heads share one key, and
+    what they mix is taken back (Sec. 2.1.2 there). It is the same function.
+    """
 
     def __init__(self, build: Build, shape: Shape):
-        d, f = shape.hidden_size, shape.mlp_size
-        self.gate = Linear(build, "gate", d, f, ("embed", "mlp"))
-        self.up = Linear(build, "up", d, f, ("embed", "mlp"))
-        self.down = Linear(build, "down", f, d, ("mlp", "embed"))
+        latent = shape.latent
+        assert latent is not None
+        d, heads, rank = shape.hidden_size, shape.num_heads, latent.kv_rank
+        self.rotated = shape.head_size - latent.plain_size
+        queries, both = heads * shape.head_size, heads * (latent.plain_size + latent.value_size)
+        if latent.q_rank:
+            self.q_a = Linear(build, "q", d, latent.q_rank, ("whole", "rank"))
+            self.q_norm = RMSNorm(build, latent.q_rank, shape)
+            self.q_b = Linear(build, "q", latent.q_rank, queries, ("rank", "heads"))
+        else:
+            self.q = Linear(build, "q", d, queries, ("embed", "heads"))
+        self.kv_a = Linear(build, "k", d, rank + self.rotated, ("whole", "rank"))
+        self.kv_norm = RMSNorm(build, rank, shape)
+        self.kv_b = Linear(build, "v", rank, both, ("rank", "key_value_heads"))
+        self.o = Linear(build, "o", heads * latent.value_size, d, ("value_heads", "embed"))
+        self.shape, self.latent = shape, latent
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend, compressed: bool = False
+    ):
+        shape, latent = self.shape, self.latent
+        plain, rank = latent.plain_size, latent.kv_rank
+        table, pairs = rotary["main"], shape.rope_interleaved
+        q = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
+        q = q.reshape(*x.shape[:-1], -1, shape.head_size)
+        turned = rotate(q[..., plain:], table, pairs)
+        down = self.kv_a(x)
+        short = self.kv_norm(down[..., :rank])
+        shared = rotate(down[..., None, rank:], table, pairs)
+        kept = jnp.concatenate([short[..., None, :], shared], -1)
+        scoring = Scoring(shape.query_scale or shape.head_size**-0.5)
+        if compressed:
+            up = self.kv_b.weight(x.dtype).reshape(rank, -1, plain + latent.value_size)
+            inner = jnp.einsum("btnd,rnd->btnr", q[..., :plain], up[..., :plain])
+            asked = jnp.concatenate([inner, turned], -1)
+            mixed, found = attend(Attention(asked, kept, None, (kept,), scoring, value_size=rank))
+            mixed = jnp.einsum("btnr,rnd->btnd", mixed, up[..., plain:])
+        else:
+            up = self.kv_b(short).reshape(*x.shape[:-1], -1, plain + latent.value_size)
+            rotated = jnp.broadcast_to(shared, (*up.shape[:-1], self.rotated))
+            q = jnp.concatenate([q[..., :plain], turned], -1)
+            k, v = jnp.concatenate([up[..., :plain], rotated], -1), up[..., plain:]
+            q, k, v = (constrain(a, "batch", "length", "heads", None) for a in (q, k, v))
+            q, k, v = (checkpoint_name(a, name) for a, name in zip((q, k, v), "qkv", strict=True))
+            mixed, found = attend(Attention(q, k, v, (kept,), scoring))
+            mixed = checkpoint_name(mixed, "mixed")
+        return self.o(mixed.reshape(*x.shape[:-1], -1)), found
+
+
+class MLP(nnx.Module):
+    """Gated MLP: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202), or with GELU."""
+
+    def __init__(self, build: Build, shape: Shape, size: int):
+        d = shape.hidden_size
+        self.gate = Linear(build, "gate", d, size, ("embed", "mlp"))
+        self.up = Linear(build, "up", d, size, ("embed", "mlp"))
+        self.down = Linear(build, "down", size, d, ("mlp", "embed"))
         adapted = any(hasattr(linear, "lora_a") for linear in (self.gate, self.up, self.down))
-        self.fused = None if adapted else build.products.mlp
+        self.fused = None if adapted or shape.act != "silu" else build.products.mlp
+        self.act = shape.act
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.fused is not None:
@@ -274,21 +413,5 @@ class MLP(nnx.Module):
             return self.fused(x, *(linear.kernel[...].astype(x.dtype) for linear in linears))
         gate = checkpoint_name(self.gate(x), "gate")
         up = checkpoint_name(self.up(x), "up")
-        return self.down(constrain(gated(gate, up), "batch", "length", "mlp"))
-
-
-class Block(nnx.Module):
-    """One pre-norm decoder layer."""
-
-    def __init__(self, build: Build, shape: Shape):
-        self.attention_norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
-        self.attention = Attention(build, shape)
-        self.mlp_norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
-        self.mlp = MLP(build, shape)
-
-    def __call__(self, x: Float[Array, "B T D"], rotary, attend: Attend):
-        x = checkpoint_name(x, "stream")
-        mixed, kept = self.attention(self.attention_norm(x), rotary, attend)
-        x = x + mixed
-        x = x + self.mlp(self.mlp_norm(x))
-        return constrain(x, "batch", "length", "embed"), kept
+        inner = gated(gate, up) if self.act == "silu" else jax.nn.gelu(gate) * up
+        return self.down(constrain(inner, "batch", "length", "mlp"))

@@ -34,9 +34,12 @@ def save(
     def tensors() -> Iterator[TensorToWrite]:
         for layer in range(network.shape.num_layers):
             for path, leaf in leaves.items():
-                module = modules[path[:-1]].name.removesuffix(".weight").removesuffix(".bias")
+                ours = modules[path[:-1]]
+                if layer not in ours.numbers:
+                    continue
+                module = ours.name.removesuffix(".weight").removesuffix(".bias")
                 theirs = f"base_model.model.{module}.{_FACTORS[path[-1]]}.weight"
-                name = TensorName(path, theirs, transposed=True)
+                name = TensorName(path, theirs, True, ours.numbers)
                 shape = leaf.shape[:0:-1]
                 read = functools.partial(written_folder.fetch, leaf, name, layer, leaf.dtype)
                 yield TensorToWrite(theirs.format(layer), np.dtype(leaf.dtype), shape, read)

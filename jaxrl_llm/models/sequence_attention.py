@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -28,15 +29,17 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
     segment_ids: Int[Array, "B T"],
     form: Form,
-    whole_rows: Callable[[Array, Array, Array, Array], Array],
-) -> Float[Array, "B T N H"]:
+    whole_rows: Callable[..., Array],
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B T N V"]:
     """Returns causal attention inside each segment; segment 0 is padding.
 
-    `whole_rows` is attention of rows that are not split: without a sequence axis, and of each
-    device's own heads in the form "all_to_all".
+    `whole_rows(q, k, v, segment_ids, sinks)` is attention of rows that are not split: without
+    a sequence axis, and of each device's own heads in the form "all_to_all". The ring is for plain
+    attention: scores scaled by H ** -0.5, no window, cap or sinks, values as long as keys.
 
     Raises:
       ValueError: If length or heads do not divide; see `row_width` and `problem`.
@@ -44,7 +47,7 @@ def attention(
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     shards = sizes.get(AXIS, 1)
     if shards == 1:
-        return whole_rows(q, k, v, segment_ids)
+        return whole_rows(q, k, v, segment_ids, sinks)
     num_heads, length = q.shape[2], q.shape[1]
     if length % (2 * shards):
         raise ValueError(f"rows of {length} tokens over {shards} sequence shards: see `row_width`")
@@ -62,9 +65,15 @@ def attention(
         "all_to_all": functools.partial(_over_heads, whole_rows),
         "ring": functools.partial(_around, shards),
     }[form]
-    specs = rows, rows, rows, tokens
+    given = () if sinks is None else (sinks,)
+    specs = rows, rows, rows, tokens, *(P(_and_sequence(rows[2])) for _ in given)
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
-    return mapped(q, k, v, segment_ids)
+    return mapped(q, k, v, segment_ids, *given)
+
+
+def _and_sequence(axes) -> tuple[str, ...]:
+    """Returns the axes of heads during an exchange: those of the tensor axis, then the row's."""
+    return (*((axes,) if isinstance(axes, str) else axes or ()), AXIS)
 
 
 def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
@@ -90,11 +99,12 @@ def row_width(width: int, shards: int) -> int:
     return -(-width // multiple) * multiple
 
 
-def _over_heads(whole_rows, q, k, v, segment_ids):
+def _over_heads(whole_rows, q, k, v, segment_ids, sinks=None):
     exchange = functools.partial(lax.all_to_all, axis_name=AXIS, tiled=True)
     q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
     whole_ids = lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
-    return exchange(whole_rows(q, k, v, whole_ids), split_axis=1, concat_axis=2)
+    mixed = whole_rows(q, k, v, whole_ids, sinks)
+    return exchange(mixed, split_axis=1, concat_axis=2)
 
 
 # The ring. S devices hold 2S pieces of a row as (0, 1), (2, 3), ...: with a causal mask, the last

@@ -1,26 +1,81 @@
 """The numbers that make one decoder differ from another; no arrays here."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
+
+_LONGEST_PATTERN = 12  # layers
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths beyond the original context.
+    """How rotary wavelengths are stretched beyond the original context.
 
-    `factor` 1 leaves every wavelength as it is.
+    `factor` 1 leaves every wavelength as it is. "linear" divides all frequencies by the factor;
+    "llama3" those of long wavelengths (arXiv:2407.21783, Sec. 3.2); "yarn" those that turn less
+    than `slow_turns` times in the original context (arXiv:2309.00071, Sec. 3.2).
     """
 
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    fast_turns: float = 32.0  # yarn
+    slow_turns: float = 1.0
+    whole_dims: bool = True  # yarn: the blend begins and ends at whole dims
+    magnitude: float = 1.0  # yarn: of the rotated vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one layer may have that others of its network have not."""
+
+    window: int = 0  # tokens back from a query, itself included, that it sees; 0: all
+    chunk: int = 0  # positions that see one another, from a multiple of it on; 0: all
+    rope: Literal["main", "local", "none"] = "main"
+    experts: bool = False  # instead of one MLP
+
+
+EVERYWHERE = Layer()  # a layer of a network whose layers are all the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Latent attention (arXiv:2405.04434, Sec. 2.1): keys and values from one short vector."""
+
+    kv_rank: int  # of that vector, which alone is cached, with the rotated part of the keys
+    plain_size: int  # dims of a query or key that are not rotated; they come first
+    value_size: int
+    q_rank: int = 0  # of the vector that queries come from; 0: from the hidden state
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """MLPs of which each token visits a few, and the router that chooses them."""
+
+    num: int
+    per_token: int
+    size: int  # of one expert's inner vector
+    shared_size: int = 0  # of the MLP that all tokens visit as well; 0: none
+    # The weight of an expert is its score: softmax over all experts, or the sigmoid of its logit.
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True  # the weights of a token's experts sum to 1
+    scale: float = 1.0  # of the weights, afterwards
+    weighs_input: bool = False  # the weight scales what an expert reads, not what it returns
+    selection_bias: bool = False  # added to scores to choose, not to weigh (arXiv:2408.15664)
+    groups: int = 1  # of experts; a token's experts are of `top_groups` groups
+    top_groups: int = 1
+    bias: bool = False  # of router and experts
+    act: Literal["silu", "clamped"] = "silu"  # "clamped": that of gpt-oss
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One decoder-only transformer: grouped queries, RMS norm, gated MLP, rotary embedding."""
+    """One decoder-only transformer: pre-norm layers of attention and a gated MLP or experts."""
 
     family: str
     vocab_size: int
@@ -28,15 +83,111 @@ class Shape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of queries and keys
     mlp_size: int
     max_positions: int = 131_072
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
     norm_eps: float = 1e-6
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3
+    qk_norm: bool = False  # Qwen3: of each head, before the rotation
     tie_embeddings: bool = True
+    layers: tuple[Layer, ...] = ()  # one for each layer; (): all plain
+    local_rope_theta: float = 10_000.0  # of layers with `rope="local"`, which is not scaled
+    rope_size: int = 0  # dims of a head that are rotated; 0: all
+    rope_interleaved: bool = False  # pairs are (0, 1), (2, 3), ..., not (i, i + size / 2)
+    query_scale: float = 0.0  # scores are products of queries and keys times it; 0: H ** -0.5
+    score_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    logit_cap: float = 0.0
+    o_bias: bool = False
+    sinks: bool = False  # gpt-oss: a score of no key, learned for each head
+    unit_qk: bool = False  # Llama 4: rotated queries and keys of mean square 1
+    long_query_scale: float = 0.0  # Llama 4: of layers without rope, by position; 0: none
+    long_query_from: int = 8192
+    act: Literal["silu", "gelu"] = "silu"
+    norm_offset: float = 0.0  # Gemma: norms multiply with 1 + scale
+    post_norms: bool = False  # of what attention and MLP return, before it is added
+    scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    @property
+    def kinds(self) -> tuple[Layer, ...]:
+        """What each layer is."""
+        return self.layers or (EVERYWHERE,) * self.num_layers
+
+    @property
+    def groups(self) -> tuple[tuple["Stack", ...], ...]:
+        """The stacks of layers by repeated pattern, in order of the layers."""
+        return _groups(self.kinds)
+
+    @property
+    def stacks(self) -> dict[str, "Stack"]:
+        """All stacks by their names in a parameter tree."""
+        return {stack.name: stack for group in self.groups for stack in group}
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Heads, and dims of keys and of values, that are kept of a token; latents have no values.
+
+        Latent attention takes the first `kv_rank` dims of keys for values.
+        """
+        if self.latent:
+            return 1, self.latent.kv_rank + self.head_size - self.latent.plain_size, 0
+        return self.num_kv_heads, self.head_size, self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Dims of a head's values."""
+        return self.latent.value_size if self.latent else self.head_size
+
+
+class Stack(NamedTuple):
+    """Equal layers at equal distances; their parameters are stacked."""
+
+    name: str
+    layer: Layer
+    numbers: range
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(kinds: tuple[Layer, ...]) -> tuple[tuple[Stack, ...], ...]:
+    """Returns the layers as patterns that repeat, with the fewest layers in all patterns.
+
+    Each layer of a pattern is compiled once, however often the pattern repeats.
+    """
+
+    def repeats(start: int, period: int) -> int:
+        pattern, count = kinds[start : start + period], 1
+        while kinds[start + count * period :][:period] == pattern:
+            count += 1
+        return count
+
+    # best[i]: cost, number of groups, and (period, repeats) of the first group from layer i on
+    best: list[tuple[int, int, tuple[int, int]]] = [(0, 0, (0, 0))] * (len(kinds) + 1)
+    for i in reversed(range(len(kinds))):
+        found = []
+        for period in range(1, min(_LONGEST_PATTERN, len(kinds) - i) + 1):
+            count = repeats(i, period)
+            cost, groups, _ = best[i + period * count]
+            found.append((cost + period, groups + 1, (period, count)))
+        best[i] = min(found)
+
+    def patterns() -> Iterator[tuple[int, int, int]]:
+        start = 0
+        while start < len(kinds):
+            period, count = best[start][2]
+            yield start, period, count
+            start += period * count
+
+    names = iter(range(len(kinds)))
+    return tuple(
+        tuple(
+            Stack(str(next(names)), kinds[first], range(first, start + period * count, period))
+            for first in range(start, start + period)
+        )
+        for start, period, count in patterns()
+    )
 
 
 def random_model(config: ModelConfig, vocab_size: int) -> Shape:

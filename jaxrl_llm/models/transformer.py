@@ -3,8 +3,9 @@
 Parameters are a plain nested dict of arrays; Flax modules exist only inside a trace. One `Network`
 serves any number of parameter trees (policy, reference, critic, rollout copy).
 
-Training and scoring scan over stacked layers (`params["layers"]` leaves are [L, ...]). The
-rollout copy is a tuple of layers instead; `block` takes one layer of either.
+Training and scoring scan over stacked layers: `params["layers"]` has a tree for each stack of equal
+layers (`Shape.stacks`), its leaves are [L, ...]. The rollout copy is a tuple of layers instead;
+`block` takes one layer of either.
 """
 
 import dataclasses
@@ -16,25 +17,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import attention, casting, lora, sequence_attention
+from jaxrl_llm.models.experts import ExpertMLP, Routed, Routing
 from jaxrl_llm.models.layers import (
+    MLP,
     NO_ADAPTERS,
     PLAIN,
     Attend,
-    Block,
+    Attention,
     Build,
+    GroupedAttention,
+    LatentAttention,
     Products,
     RMSNorm,
+    Rotary,
     rotary_table,
 )
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
 from jaxrl_llm.models.sequence_attention import Form
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.shape import EVERYWHERE, Layer, RopeScaling, Shape
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 Params = dict[str, Any]  # nested dict of arrays
@@ -71,13 +78,54 @@ DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
 }
 
 
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, build: Build, shape: Shape, layer: Layer):
+        d = shape.hidden_size
+        self.attention_norm = RMSNorm(build, d, shape)
+        self.attention = (
+            LatentAttention(build, shape) if shape.latent else GroupedAttention(build, shape, layer)
+        )
+        self.mlp_norm = RMSNorm(build, d, shape)
+        self.mlp: MLP | ExpertMLP = (
+            ExpertMLP(build, shape) if layer.experts else MLP(build, shape, shape.mlp_size)
+        )
+        if shape.post_norms:
+            self.attention_post_norm = RMSNorm(build, d, shape)
+            self.mlp_post_norm = RMSNorm(build, d, shape)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: Attend,
+        compressed: bool = False,
+        routing: Routing | None = None,
+    ):
+        """Returns the output, what `attend` kept, and what a router did (None: no experts)."""
+        x = checkpoint_name(x, "stream")
+        mixed, kept = self.attention(self.attention_norm(x), rotary, attend, compressed)
+        if hasattr(self, "attention_post_norm"):
+            mixed = self.attention_post_norm(mixed)
+        x = x + mixed
+        routed, mlp = None, self.mlp
+        if isinstance(mlp, ExpertMLP):
+            y, routed = mlp(self.mlp_norm(x), routing)
+        else:
+            y = mlp(self.mlp_norm(x))
+        if hasattr(self, "mlp_post_norm"):
+            y = self.mlp_post_norm(y)
+        return constrain(x + y, "batch", "length", "embed"), kept, routed
+
+
 class _Ends(nnx.Module):
     """Everything that is not a block: embedding, final norm, head."""
 
     def __init__(self, build: Build, shape: Shape, head: str):
         table = (shape.vocab_size, shape.hidden_size)
         self.embed = build.normal(table, ("vocab", "embed"))
-        self.norm = RMSNorm(build, shape.hidden_size, shape.norm_eps)
+        self.norm = RMSNorm(build, shape.hidden_size, shape)
         if head == "scalar":
             # Zero: a critic begins by predicting nothing, so the first advantages are the returns.
             self.score = build.zeros((1, shape.hidden_size), ("one", "embed"))
@@ -148,10 +196,13 @@ class Network:
             return self
         return dataclasses.replace(self, products=choose(mesh, self.compute_dtype))
 
-    def stored(self, layer: Params) -> Params:
-        """Returns one layer with plain kernels as this network stores it: some transposed."""
+    def stored(self, layer: Params, kind: Layer = EVERYWHERE) -> Params:
+        """Returns a layer of a kind with plain kernels as this network stores it.
+
+        Some are transposed.
+        """
         plain, ours = (
-            _axes(_definition(dataclasses.replace(self, products=products), "block")[1])
+            _axes(_definition(dataclasses.replace(self, products=products), "block", kind)[1])
             for products in (PLAIN, self.products)
         )
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
@@ -160,8 +211,8 @@ class Network:
     def _build(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Build:
         return Build(rngs, jnp.dtype(self.param_dtype), adapters, self.products)
 
-    def _block(self, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
-        return Block(self._build(rngs, adapters), self.shape)
+    def _block(self, kind: Layer, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
+        return Block(self._build(rngs, adapters), self.shape, kind)
 
     def _ends(self, rngs: nnx.Rngs) -> _Ends:
         return _Ends(self._build(rngs), self.shape, self.head)
@@ -169,14 +220,27 @@ class Network:
     @property
     def units(self) -> dict[str, int]:
         """Logical dims of which the tensor axis may only take whole heads."""
-        return {"heads": self.shape.head_size, "kv_heads": self.shape.head_size}
+        shape, latent = self.shape, self.shape.latent
+        units = {"heads": shape.head_size, "kv_heads": shape.head_size}
+        if latent:
+            both = latent.plain_size + latent.value_size
+            units |= {"key_value_heads": both, "value_heads": latent.value_size}
+        return units
+
+    def _stacked(self, key: jax.Array, adapters: LoraConfig = NO_ADAPTERS) -> dict[str, Params]:
+        """Returns the parameters of all blocks, stacked; the key of a layer follows its number."""
+        keys = jax.random.split(key, self.shape.num_layers)
+
+        def of(kind: Layer, keys: jax.Array) -> Params:
+            return jax.vmap(lambda k: _pure(self._block(kind, nnx.Rngs(k), adapters)))(keys)
+
+        stacks = self.shape.stacks
+        return {name: of(s.layer, keys[np.array(s.numbers)]) for name, s in stacks.items()}
 
     def init(self, key: jax.Array) -> Params:
         """Returns random parameters: normal(0.02), norms one, biases and scalar head zero."""
         ends_key, layers_key = jax.random.split(key)
-        layer = lambda k: _pure(self._block(nnx.Rngs(k)))  # noqa: E731
-        layers = jax.vmap(layer)(jax.random.split(layers_key, self.shape.num_layers))
-        return {**_pure(self._ends(nnx.Rngs(ends_key))), "layers": layers}
+        return {**_pure(self._ends(nnx.Rngs(ends_key))), "layers": self._stacked(layers_key)}
 
     def abstract(self) -> Params:
         """Returns the shapes and dtypes of the parameters, nothing allocated."""
@@ -184,25 +248,33 @@ class Network:
 
     def logical_axes(self) -> Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
-        block, ends = (_definition(self, part)[1] for part in ("block", "ends"))
-        return {**_axes(ends), "layers": _axes(block, ("layers",))}
+        return {**_axes(_definition(self, "ends")[1]), "layers": self._stacked_axes("block")}
+
+    def _stacked_axes(self, part: str) -> Params:
+        stacks = self.shape.stacks
+        definition = functools.partial(_definition, self, part)
+        return {name: _axes(definition(s.layer)[1], ("layers",)) for name, s in stacks.items()}
 
     def init_adapters(self, key: jax.Array) -> Params:
         """Returns adapters that change nothing yet: the first factor random, the second zero."""
-        layer = lambda k: lora.only(_pure(self._block(nnx.Rngs(k), self.lora)))  # noqa: E731
-        return {"layers": jax.vmap(layer)(jax.random.split(key, self.shape.num_layers))}
+        return lora.only({"layers": self._stacked(key, self.lora)})
 
     def abstract_adapters(self) -> Params:
         """Returns shapes and dtypes of the adapters, nothing allocated; `{}` with rank 0."""
-        return lora.only(jax.eval_shape(self.init_adapters, jax.random.key(0)))
+        return jax.eval_shape(self.init_adapters, jax.random.key(0))
 
     def adapter_axes(self) -> Params:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
-        return lora.only({"layers": _axes(_definition(self, "adapted")[1], ("layers",))})
+        return lora.only({"layers": self._stacked_axes("adapted")})
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         table = params["embed"].astype(self.compute_dtype)
-        return constrain(table[tokens], "batch", "length", "embed")
+        return constrain(self._scaled(table[tokens]), "batch", "length", "embed")
+
+    def _scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        if not self.shape.scale_embeddings:
+            return x
+        return x * jnp.asarray(self.shape.hidden_size**0.5, x.dtype)
 
     def _embed_rows(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Returns `embed`; no device holds the whole table or its whole gradient.
@@ -215,17 +287,38 @@ class Network:
         table = constrain_as_weight(table, "vocab", None)
         slices = constrain_as_weight(table, None, "vocab")[tokens]
         slices = constrain_as_weight(slices, None, None, "vocab")
-        return constrain(slices, "batch", "length", "embed")
+        return constrain(self._scaled(slices), "batch", "length", "embed")
 
-    def rotary(self, positions: Int[Array, "B T"]):
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """Returns the rotary tables of these positions, shared by all layers."""
-        shape = self.shape
-        return rotary_table(positions, shape.head_size, shape.rope_theta, shape.rope_scaling)
+        shape, found = self.shape, Rotary()
+        kinds = {layer.rope for layer in shape.kinds}
+        size = shape.rope_size or shape.head_size
+        if "main" in kinds:
+            found["main"] = rotary_table(positions, size, shape.rope_theta, shape.rope_scaling)
+        if "local" in kinds:
+            found["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
+        if "none" in kinds and shape.long_query_scale:
+            # Queries far from the start look more sharply (arXiv:2501.19399).
+            steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / shape.long_query_from)
+            factors = 1.0 + shape.long_query_scale * jnp.log1p(steps)
+            found["none"] = (factors[..., None, None],)
+        return found
 
-    def block(self, layer: Params, x: Float[Array, "B T D"], rotary, attend: Attend):
-        """Returns one layer's output and what `attend` kept."""
+    def block(
+        self,
+        layer: Params,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: Attend,
+        kind: Layer = EVERYWHERE,
+        *,
+        compressed: bool = False,
+        routing: Routing | None = None,
+    ):
+        """Returns one layer's output, what `attend` kept, and what a router did, see `Block`."""
         part = "adapted" if lora.present(layer) else "block"
-        return _merged(self, part, layer)(x, rotary, attend)
+        return _merged(self, part, layer, kind)(x, rotary, attend, compressed, routing)
 
     def norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the final normalization of the residual stream."""
@@ -240,7 +333,8 @@ class Network:
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
-        return self.products.logits(hidden, self.head_weight(params).astype(hidden.dtype))
+        logits = self.products.logits(hidden, self.head_weight(params).astype(hidden.dtype))
+        return attention.capped(logits, self.shape.logit_cap)
 
     def hidden(
         self,
@@ -257,47 +351,115 @@ class Network:
         `full_attention`, for rows whose length is not split over devices.
         """
 
-        def attend(q, k, v):
-            whole_rows = functools.partial(
-                attention.full_attention,
-                implementation=self.kernel,
-                prefix_ids=prefix_ids,
-                key_blocks=key_blocks,
-            )
-            form = self.sequence_attention
-            return sequence_attention.attention(q, k, v, segment_ids, form, whole_rows), None
+        return self.read(params, tokens, positions, segment_ids, prefix_ids, key_blocks)[0]
+
+    def read(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NOTHING_SHARED,
+        key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_BLOCKS,
+        routes: Int[Array, "B T routes"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Routed | None]:
+        """Returns `hidden`, and what the routers did, by layer with experts (None: no experts).
+
+        `routes` are the experts to visit, those of each layer in turn; -1: the router's choice.
+        """
+
+        def attend(a: Attention):
+            assert a.v is not None
+            prefixes = attention.by_chunk(a.chunk, prefix_ids, positions)
+
+            def whole_rows(q, k, v, ids, sinks):
+                return attention.full_attention(
+                    q,
+                    k,
+                    v,
+                    ids,
+                    self.kernel,
+                    window=a.window,
+                    scoring=a.scoring._replace(sinks=sinks),
+                    prefix_ids=prefixes,
+                    key_blocks=key_blocks,
+                    positions=positions,
+                )
+
+            ids = attention.by_chunk(a.chunk, segment_ids, positions)
+            given = a.q, a.k, a.v, ids, self.sequence_attention, whole_rows, a.scoring.sinks
+            return sequence_attention.attention(*given), None
 
         rotary = self.rotary(positions)
+        counted = segment_ids > 0
+        given = None if routes is None else self._by_layer(routes)
 
-        def body(x, numbered):
-            stacked, index = numbered
+        def one(kind: Layer, x, stacked: Params, index, given):
             layer = casting.computed(stacked, index, self.compute_dtype)
-            return self.block(layer, x, rotary, attend)[0], None
+            routing = Routing(counted, given) if kind.experts else None
+            x, _, routed = self.block(layer, x, rotary, attend, kind, routing=routing)
+            return x, routed
 
         if self.remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        numbered = params["layers"], jnp.arange(self.shape.num_layers)
-        x, _ = jax.lax.scan(body, self._embed_rows(params, tokens), numbered)
-        return self.norm(params, x)
+            policy = REMAT_POLICIES[self.remat]
+            one = jax.checkpoint(one, policy=policy, prevent_cse=False, static_argnums=0)
+        x = self._embed_rows(params, tokens)
+        numbers: list[int] = []  # of layers with experts, and what their routers did
+        found: list[Routed] = []
+        for group in self.shape.groups:
+
+            def body(x, entry, group=group):
+                layers, index, given = entry
+                done = []
+                for stack, layer, experts in zip(group, layers, given, strict=True):
+                    x, routed = one(stack.layer, x, layer, index, experts)
+                    done.append(routed)
+                return x, done
+
+            layers = [params["layers"][stack.name] for stack in group]
+            chosen = [None if given is None else given[stack.name] for stack in group]
+            entries = layers, jnp.arange(len(group[0].numbers)), chosen
+            x, routed = jax.lax.scan(body, x, entries)
+            numbers += [n for stack in group if stack.layer.experts for n in stack.numbers]
+            found += [of for of in routed if of is not None]
+        order = np.argsort(np.array(numbers, int))
+        in_order = lambda *parts: jnp.concatenate(parts)[order]  # noqa: E731
+        return self.norm(params, x), jax.tree.map(in_order, *found) if found else None
+
+    @property
+    def num_routes(self) -> int:
+        """Experts that a token visits in all layers."""
+        experts = self.shape.experts
+        return experts.per_token * sum(k.experts for k in self.shape.kinds) if experts else 0
+
+    def _by_layer(self, routes: Int[Array, "B T routes"]) -> dict[str, Array | None]:
+        """Returns the experts to visit [L, B, T, k] of each stack; None: it has none."""
+        numbers = [number for number, kind in enumerate(self.shape.kinds) if kind.experts]
+        by_layer = jnp.moveaxis(routes.reshape(*routes.shape[:2], len(numbers), -1), 2, 0)
+        at = {number: i for i, number in enumerate(numbers)}
+        return {
+            name: by_layer[np.array([at[n] for n in s.numbers])] if s.layer.experts else None
+            for name, s in self.shape.stacks.items()
+        }
 
 
 # Traced once for equal networks: a run makes the same one several times.
 
 
-@functools.lru_cache(maxsize=96)
-def _definition(network: Network, part: str):
+@functools.lru_cache(maxsize=256)
+def _definition(network: Network, part: str, kind: Layer = EVERYWHERE):
     """Returns the graph definition and the state of a block, the ends, a block with adapters."""
     make: dict[str, Callable[[], nnx.Module]] = {
-        "block": lambda: network._block(nnx.Rngs(0)),
+        "block": lambda: network._block(kind, nnx.Rngs(0)),
         "ends": lambda: network._ends(nnx.Rngs(0)),
-        "adapted": lambda: network._block(nnx.Rngs(0), network.lora),
+        "adapted": lambda: network._block(kind, nnx.Rngs(0), network.lora),
     }
     with nnx.use_eager_sharding(False):
         return nnx.split(nnx.eval_shape(make[part]))
 
 
-def _merged(network: Network, part: str, params: Params) -> Any:
-    graph, state = _definition(network, part)
+def _merged(network: Network, part: str, params: Params, kind: Layer = EVERYWHERE) -> Any:
+    graph, state = _definition(network, part, kind)
     state = jax.tree.map(lambda v: v, state)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)

@@ -75,8 +75,9 @@ def _as_stored(leaf, layer, *, stacked: bool, transposed: bool, dtype: str):
 
 def fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.ndarray:
     """Returns one tensor as a file holds it; every process takes part in gathering it."""
+    index = name.numbers.index(layer) if name.stacked else 0
     tensor = _as_stored(
-        leaf, layer, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
+        leaf, index, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
     )
     if tensor.is_fully_addressable:
         return np.asarray(tensor)

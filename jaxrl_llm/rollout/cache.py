@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.config.samples import chosen_slots
+from jaxrl_llm.models.attention import PLAIN, Scoring, capped, softmax_with_sinks
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -34,10 +35,11 @@ class Cache:
     """Keys and values by position: for each layer, blocks of consecutive positions.
 
     The position is the last dim of keys, so that a matmul reads them in the order of memory.
+    Latent attention has one head of keys and no values, see `Shape.cached`.
     """
 
     keys: tuple[tuple[Float[Array, "S K H _"], ...], ...]
-    values: tuple[tuple[Float[Array, "S K _ H"], ...], ...]
+    values: tuple[tuple[Float[Array, "S K _ V"], ...], ...]  # (): the first dims of keys
 
 
 @jax.tree_util.register_dataclass
@@ -46,21 +48,24 @@ class Recent:
     """Keys and values of tokens of each slot that have not joined the cache."""
 
     keys: tuple[Float[Array, "S K H recent"], ...]  # one per layer
-    values: tuple[Float[Array, "S K recent H"], ...]
+    values: tuple[Float[Array, "S K recent V"], ...]
     positions: Int[Array, "S recent"]  # `NOWHERE`: no token, or one that does not count
 
 
 def empty(shape: Shape, num_slots: int, blocks: Sequence[int], dtype) -> Cache:
     """Returns a cache of zeros; `blocks` are the sizes of a layer's, in positions."""
 
-    def zeros(*dims: int) -> Array:
-        array = jnp.zeros((num_slots, shape.num_kv_heads, *dims), dtype)
-        return mesh_lib.constrain(array, *AXES)
+    heads, of_key, of_value = shape.cached
 
-    layers, size = range(shape.num_layers), shape.head_size
+    def zeros(*dims: int) -> Array:
+        return mesh_lib.constrain(jnp.zeros((num_slots, heads, *dims), dtype), *AXES)
+
+    layers = range(shape.num_layers)
     return Cache(
-        tuple(tuple(zeros(size, positions) for positions in blocks) for _ in layers),
-        tuple(tuple(zeros(positions, size) for positions in blocks) for _ in layers),
+        tuple(tuple(zeros(of_key, positions) for positions in blocks) for _ in layers),
+        tuple(tuple(zeros(positions, of_value) for positions in blocks) for _ in layers)
+        if of_value
+        else (),
     )
 
 
@@ -128,16 +133,16 @@ def add(
     recent: Recent,
     layer: int,
     start: Int[Array, ""],
-    keys: Float[Array, "S Q K H"],
-    values: Float[Array, "S Q K H"],
-) -> tuple[Float[Array, "S K H recent"], Float[Array, "S K recent H"]]:
-    """Returns a layer's recent keys and values with Q more, from entry `start` on."""
-    into_k, into_v = recent.keys[layer], recent.values[layer]
-    new_k = keys.transpose(0, 2, 3, 1).astype(into_k.dtype)
-    new_v = values.transpose(0, 2, 1, 3).astype(into_v.dtype)
-    return (
-        lax.dynamic_update_slice_in_dim(into_k, new_k, start, axis=3),
-        lax.dynamic_update_slice_in_dim(into_v, new_v, start, axis=2),
+    cached: tuple[Float[Array, "S Q K _"], ...],
+) -> tuple[Float[Array, "S K _ _"], ...]:
+    """Returns a layer's recent keys, and values if it has any, with Q more from `start` on."""
+    orders = (0, 2, 3, 1), (0, 2, 1, 3)
+    kept = recent.keys[layer], *recent.values[layer : layer + 1]
+    return tuple(
+        lax.dynamic_update_slice_in_dim(
+            into, new.transpose(order).astype(into.dtype), start, axis=order.index(1)
+        )
+        for into, new, order in zip(kept, cached, orders, strict=False)
     )
 
 
@@ -164,10 +169,15 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
 def attention(
     q: Float[Array, "S Q N H"],
     keys: Sequence[Float[Array, "S K H _"]],
-    values: Sequence[Float[Array, "S K _ H"]],
+    values: Sequence[Float[Array, "S K _ V"]],
     seen: Bool[Array, "S Q window"],
-) -> Float[Array, "S Q N H"]:
-    """Returns attention of a few queries a slot, with the same rounding as `full_attention`."""
+    scoring: Scoring = PLAIN,
+    value_size: int = 0,
+) -> Float[Array, "S Q N V"]:
+    """Returns attention of a few queries a slot, with the same rounding as `full_attention`.
+
+    Without `values` they are the first `value_size` dims of the keys.
+    """
     slots, width, num_heads, size = q.shape
     heads = keys[0].shape[1]
     # The queries of all heads that share keys, and of all positions, are the rows of one matmul.
@@ -176,17 +186,26 @@ def attention(
     wide = {"preferred_element_type": jnp.float32}
     scores = [jnp.einsum("skrh,skhw->skrw", rows, block, **wide) for block in keys]
     may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
-    scaled = jnp.concatenate(scores, axis=-1) / jnp.sqrt(size).astype(jnp.float32)
-    scaled = jnp.where(may_see, scaled, -1e30)
-    probabilities = jax.nn.softmax(scaled, axis=-1).astype(values[0].dtype)
-    ends = np.cumsum([block.shape[2] for block in values])[:-1]
+    together = jnp.concatenate(scores, axis=-1)
+    if scoring.scale:
+        scaled = together * scoring.scale
+    else:
+        scaled = together / jnp.sqrt(size).astype(jnp.float32)
+    scaled = jnp.where(may_see, capped(scaled, scoring.cap), -1e30)
+    sinks = scoring.sinks
+    of_rows = None if sinks is None else jnp.tile(sinks.reshape(heads, -1), width)
+    probabilities = softmax_with_sinks(scaled, of_rows).astype(keys[0].dtype)
+    ends = np.cumsum([block.shape[3] for block in keys])[:-1]
     shares = jnp.split(probabilities, ends, axis=-1)
+    equation = "skrw,skwh->skrh" if values else "skrw,skhw->skrh"
+    blocks = values or [block[:, :, :value_size] for block in keys]
     parts = [
-        jnp.einsum("skrw,skwh->skrh", share, block, **wide)
-        for share, block in zip(shares, values, strict=True)
+        jnp.einsum(equation, share, block, **wide)
+        for share, block in zip(shares, blocks, strict=True)
     ]
-    mixed = functools.reduce(jnp.add, parts).reshape(grouped.shape).swapaxes(1, 2)
-    return mixed.reshape(q.shape).astype(q.dtype)
+    mixed = functools.reduce(jnp.add, parts)
+    mixed = mixed.reshape(*grouped.shape[:-1], mixed.shape[-1]).swapaxes(1, 2)
+    return mixed.reshape(slots, width, num_heads, mixed.shape[-1]).astype(q.dtype)
 
 
 def fitting_slots(
@@ -214,8 +233,9 @@ def fitting_slots(
 def cache_bytes(network: Network, mesh: Mesh, slots: int, max_tokens: int) -> int:
     """Returns the bytes of keys and values on one device."""
     shape = network.shape
-    array = (slots, shape.num_kv_heads, max_tokens, shape.head_size)
-    return 2 * shape.num_layers * _bytes(mesh, array, AXES, network.compute_dtype)
+    heads, of_key, of_value = shape.cached
+    array = (slots, heads, max_tokens, of_key + of_value)
+    return shape.num_layers * _bytes(mesh, array, AXES, network.compute_dtype)
 
 
 def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:

@@ -1,13 +1,15 @@
 """Reading prompts: several short ones to a row, long ones in pieces."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.attention import full_attention
+from jaxrl_llm.models.attention import by_chunk, full_attention, masked_attention
+from jaxrl_llm.models.layers import Attention
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -36,7 +38,7 @@ class Prefix:
     """
 
     keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
-    values: tuple[Float[Array, "K tokens H"], ...]
+    values: tuple[Float[Array, "K tokens V"], ...]  # (): they are dims of the keys
     tokens: Int[Array, " tokens"]
     logits: Float[Array, "P V"]  # of the first response token
     starts: Int[Array, " P"]
@@ -56,15 +58,18 @@ def prefill(
     shared = prompts.starts.shape[0] > rows
     if width <= piece_tokens:
 
-        def attend(q, k, v):
-            return full_attention(q, k, v, prompts.segment_ids), (k, v)
+        def attend(a: Attention):
+            assert a.v is not None
+            ids = by_chunk(a.chunk, prompts.segment_ids, prompts.positions)
+            how: Any = {"window": a.window, "scoring": a.scoring}
+            return full_attention(a.q, a.k, a.v, ids, **how), a.cached
 
         x = network.embed(params, prompts.tokens)
         rotary = network.rotary(prompts.positions)
         caches = []
-        for layer in params["layers"]:
-            x, key_values = network.block(layer, x, rotary, attend)
-            caches.append(key_values)
+        for layer, kind in zip(params["layers"], network.shape.kinds, strict=True):
+            x, kept, _ = network.block(layer, x, rotary, attend, kind)
+            caches.append(kept)
         last = x.reshape(rows * width, 1, -1)[prompts.starts + prompts.lengths - 1]
     else:
         assert not shared, "a row that is read in pieces holds one prompt"
@@ -76,43 +81,52 @@ def prefill(
         kept = kept.reshape(-1, *kept.shape[2:]).swapaxes(0, 1)
         return constrain(kept, "kv_heads", None, None)  # any slot may want any prompt
 
-    keys, values = zip(*((end_to_end(k), end_to_end(v)) for k, v in caches), strict=True)
+    keys, *values = zip(*(map(end_to_end, kept) for kept in caches), strict=True)
     tokens = jnp.pad(prompts.tokens, ((0, int(shared)), (0, 0))).reshape(-1)
-    return Prefix(keys, values, tokens, logits, prompts.starts, prompts.lengths, width)
+    return Prefix(
+        keys, values[0] if values else (), tokens, logits, prompts.starts, prompts.lengths, width
+    )
 
 
 def _read_in_pieces(network, params, prompts, size):
-    """Returns keys and values [P, T, K, H] of each layer, and the last hidden states [P, 1, D]."""
+    """Returns what is cached [P, T, K, _] of each layer, and the last hidden states [P, 1, D]."""
     rows, width = prompts.tokens.shape
     count = -(-width // size)
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, count * size - width)))
     shape, dtype = network.shape, network.compute_dtype
-    blank = jnp.zeros((rows, count * size, shape.num_kv_heads, shape.head_size)).astype(dtype)
+    heads, *dims = shape.cached
+    blank = tuple(jnp.zeros((rows, count * size, heads, n), dtype) for n in dims if n)
     last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
 
     def read(i, carry):
         caches, last = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
-        seen = jnp.arange(count * size) <= positions[:, None, :, None]
+        before = positions[:, None, :, None] - jnp.arange(count * size)  # of a query, each key
         x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
         rotary = network.rotary(positions)
         kept = []
-        for layer, cache in zip(params["layers"], caches, strict=True):
+        for layer, cache, kind in zip(params["layers"], caches, shape.kinds, strict=True):
 
-            def attend(q, k, v, cache=cache):
-                keys, values = (
+            def attend(a: Attention, cache=cache):
+                held = tuple(
                     lax.dynamic_update_slice_in_dim(old, piece.astype(old.dtype), start, 1)
-                    for old, piece in zip(cache, (k, v), strict=True)
+                    for old, piece in zip(cache, a.cached, strict=True)
                 )
-                return jax.nn.dot_product_attention(q, keys, values, mask=seen), (keys, values)
+                keys, values = held if len(held) == 2 else (*held, held[0][..., : a.value_size])
+                seen = before >= 0
+                if a.window:
+                    seen &= before < a.window
+                if a.chunk:
+                    seen &= before <= (positions % a.chunk)[:, None, :, None]
+                return masked_attention(a.q, keys, values, seen, a.scoring), held
 
-            x, cache = network.block(layer, x, rotary, attend)
+            x, cache, _ = network.block(layer, x, rotary, attend, kind, compressed=True)
             kept.append(cache)
         # Where the row ends in this piece; elsewhere any entry, not taken.
         place = jnp.clip(prompts.lengths - 1 - start, 0, size - 1)[:, None, None]
         ends = (prompts.lengths - 1) // size == i
         return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
 
-    caches = [(blank, blank) for _ in params["layers"]]
+    caches = [blank for _ in params["layers"]]
     return lax.fori_loop(0, count, read, (caches, last))

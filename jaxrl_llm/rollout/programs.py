@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models.attention import PLAIN
+from jaxrl_llm.models.layers import Attention
+from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling
@@ -167,7 +170,7 @@ def generate(
     # After a slot's tokens the cache holds those of earlier samples.
     in_cache = jnp.arange(window) < live.positions[:, None]
     size = num_steps * width
-    recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.values[0][0].dtype)
+    recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.keys[0][0].dtype)
     first = live.positions[:, None]
     angles = network.rotary(first + jnp.arange(size))
 
@@ -197,10 +200,14 @@ def generate(
         positions = placed(jnp.where(active, width, 0))
         in_sight = in_cache & active[:, None]  # kernels may skip what is not seen
         old = jnp.broadcast_to(in_sight[:, None], (num_slots, width, window))
-        seen = jnp.concatenate([old, positions[:, None] <= places[:, :, None]], axis=-1)
+        before = [places[:, :, None] - at for at in (jnp.arange(window), positions[:, None])]
         # Each layer of each step would compute them again.
+        seen = {
+            kind: jnp.concatenate([old & near(before[0]), near(before[1])], axis=-1)
+            for kind, near in _nearness(network.shape, places).items()
+        }
         steps = (places - first)[:, :, None, None]
-        rotary = tuple(jnp.take_along_axis(table, steps, axis=1) for table in angles)
+        rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
         logits, keys, values = _forward(network, params, cache, recent, start, fed, rotary, seen)
         following = places + 1
         flat = logits.reshape(num_slots * width, -1)
@@ -253,19 +260,43 @@ def generate(
     return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
 
 
+def _nearness(shape: Shape, places: Int[Array, "S Q"]):
+    """Returns by (window, chunk) of a layer whether a query sees a key so many tokens before it."""
+
+    def of(window: int, chunk: int):
+        def near(before: Int[Array, "S Q keys"]) -> Bool[Array, "S Q keys"]:
+            sees = before >= 0
+            if window:
+                sees &= before < window
+            if chunk:
+                sees &= before <= (places % chunk)[:, :, None]
+            return sees
+
+        return near
+
+    return {(kind.window, kind.chunk): of(kind.window, kind.chunk) for kind in shape.kinds}
+
+
 def _forward(network, params, cache, recent, start, fed, rotary, seen):
     """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
-    attention = network.products.attention or cache_lib.attention
     x = network.embed(params, fed)
     kept = []
-    for i, layer in enumerate(params["layers"]):
+    for i, (layer, kind) in enumerate(zip(params["layers"], network.shape.kinds, strict=True)):
 
-        def attend(q, k, v, i=i):
-            recent_k, recent_v = cache_lib.add(recent, i, start, k, v)
-            keys, values = (*cache.keys[i], recent_k), (*cache.values[i], recent_v)
-            return attention(q, keys, values, seen), (recent_k, recent_v)
+        def attend(a: Attention, i=i):
+            added = cache_lib.add(recent, i, start, a.cached)
+            keys, values = (*cache.keys[i], added[0]), ()
+            if len(added) == 2:
+                values = (*cache.values[i], added[1])
+            visible = seen[a.window, a.chunk]
+            ours = network.products.attention
+            if ours is not None and a.scoring == PLAIN:
+                return ours(a.q, keys, values, visible), added
+            given = a.q, keys, values, visible, a.scoring, a.value_size
+            return cache_lib.attention(*given), added
 
-        x, added = network.block(layer, x, rotary, attend)
+        x, added, _ = network.block(layer, x, rotary, attend, kind, compressed=True)
         kept.append(added)
-    keys, values = zip(*kept, strict=True)
-    return network.logits(params, network.norm(params, x)), keys, values
+    keys, *values = zip(*kept, strict=True)
+    logits = network.logits(params, network.norm(params, x))
+    return logits, keys, values[0] if values else ()

@@ -4,7 +4,8 @@ Parameters and activations name their dims; the tables below say which mesh axes
 split over. An axis is left out if it does not divide the dim, or if the mesh does not have it.
 
 Axes: `data` (replicas of the weights), `fsdp` (rows, and weights split for memory alone),
-`sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary).
+`sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary),
+`expert` (experts; elsewhere as fsdp).
 """
 
 import contextlib
@@ -19,22 +20,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxrl_llm.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "sequence", "tensor")
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 Rules = Mapping[str, tuple[str, ...]]
 
 # A rollout rule is a prefix of the training rule of the same name: resharding is then an
 # all-gather over the axes left out, which moves the fewest bytes.
+_COMPUTED = ("vocab", "heads", "kv_heads", "key_value_heads", "value_heads", "mlp")
+_FOR_MEMORY = ("fsdp", "sequence", "expert")
 TRAIN: Rules = {
-    name: ("tensor", "fsdp", "sequence") for name in ("vocab", "heads", "kv_heads", "mlp")
+    "experts": ("expert",),  # first: an axis splits one dim of an array, the first that wants it
+    **{name: ("tensor", *_FOR_MEMORY) for name in _COMPUTED},
+    "whole": ("tensor", *_FOR_MEMORY),  # of matrices whose other dim is too narrow to split
 }
-ROLLOUT: Rules = {name: ("tensor",) for name in TRAIN}
+ROLLOUT: Rules = {"experts": ("expert",), **{name: ("tensor",) for name in _COMPUTED}}
 
 # Rules of rollout weights by `config.mesh.rollout`.
 ROLLOUT_WEIGHTS: Mapping[str, Rules] = {
     "tensor": ROLLOUT,
     "train": TRAIN,
-    "all_tensor": TRAIN,
+    "all_tensor": {**TRAIN, **dict.fromkeys(_COMPUTED, ("tensor", "fsdp", "sequence"))},
     "replicas": {},
 }
 # Axes over which heads are computed: a device must hold whole ones.
@@ -46,15 +51,16 @@ COMPUTING: Mapping[str, tuple[str, ...]] = {
 }
 # Activations in training and scoring.
 ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": ("sequence",),
-    **dict.fromkeys(TRAIN, ("tensor",)),
+    **ROLLOUT,
 }
 # Activations in sampling, which computes one token at a time: there is no length to split.
 ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
     layout: {
         "batch": tuple(axis for axis in AXES if axis not in computing),
-        **dict.fromkeys(TRAIN, computing),
+        "experts": () if layout == "replicas" else ("expert",),
+        **dict.fromkeys(_COMPUTED, computing),
     }
     for layout, computing in COMPUTING.items()
 }
@@ -95,13 +101,15 @@ def partition_spec(
     """Returns how an array is split whose dims have these logical names (None: not split).
 
     `rules` have the mesh axes of each name, major first; `units` what must stay whole, e.g. a
-    head's size in a dim of several heads. Axes in `computing` respect units.
+    head's size in a dim of several heads. Axes in `computing` respect units. An axis splits the
+    first dim alone that wants it.
     """
     spec = []
+    used: set[str] = set()
     for dim, name in zip(shape, names, strict=True):
         axes: list[str] = []
         for axis in rules.get(name or "", ()):
-            size = axis_sizes.get(axis, 1)
+            size = 1 if axis in used else axis_sizes.get(axis, 1)
             parts = size * math.prod(axis_sizes[a] for a in axes)
             unit = units.get(name or "", 1) if axis in computing else 1
             if size == 1 or dim % parts:
@@ -111,6 +119,7 @@ def partition_spec(
             elif axis != "tensor":
                 # Training splits here also within units; later axes would not be its prefix.
                 break
+        used.update(axes)
         spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*spec)
 
@@ -164,6 +173,16 @@ def constrain_as_weight(x: jax.Array, *names: str | None) -> jax.Array:
     return constrain(x, *names, rules=TRAIN)
 
 
+def weight_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
+    """Returns how a weight arrives where it is used: as in training, or as the current rules say.
+
+    Sampling computes with weights as they are split for its activations.
+    """
+    rules = _rules.get()
+    mesh = jax.sharding.get_abstract_mesh()
+    return partition_spec(shape, names, TRAIN if rules is ACTIVATIONS else rules, mesh.shape, {})
+
+
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:
     """Returns how an activation of this shape with these dim names is split."""
     return NamedSharding(mesh, partition_spec(shape, names, _rules.get(), mesh.shape, {}))
@@ -171,7 +190,8 @@ def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mes
 
 def row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:
     """Returns the number of devices that split packed rows, and that split the length of a row."""
-    return mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
+    rows = math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert"))
+    return rows, mesh.shape["sequence"]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

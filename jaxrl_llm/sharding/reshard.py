@@ -5,11 +5,12 @@ casts before the collective, so the wire carries the rollout dtype. The memory o
 weights is used again.
 """
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,25 +62,30 @@ class Resharder:
 
     def __init__(
         self,
-        abstract: Params,  # shapes of the training parameters, `layers` stacked as [L, ...]
+        abstract: Params,  # shapes of the training parameters, `layers` by stack as [L, ...]
         logical_axes: Params,  # dim names of the same tree
         units,
         mesh: Mesh,
-        dtype,
+        dtypes: Callable[[Params], Params],  # dtypes of the rollout parameters of any tree
         layout: str,  # as `config.mesh.rollout`
-        # Makes a rollout layer before the cast: it may merge adapters or transpose kernels.
-        convert: Callable[[Params], Params] = lambda layer: layer,
+        numbers: Mapping[str, Sequence[int]],  # which layers each stack has
+        # Makes a rollout layer of a stack before the cast: it may merge adapters, or transpose.
+        convert: Callable[[str, Params], Params] = lambda stack, layer: layer,
         rollout_axes: Params | None = None,  # of the stacked rollout layers, if they are others
     ):
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), abstract["layers"])
-        layer = jax.eval_shape(convert, one)
+        def one(name: str, stacked: Params) -> Params:
+            first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
+            return jax.eval_shape(functools.partial(convert, name), first)
+
+        whole = {**abstract, "layers": {n: one(n, of) for n, of in abstract["layers"].items()}}
         shapes = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, dtype), {**abstract, "layers": layer}
+            lambda a, dtype: jax.ShapeDtypeStruct(a.shape, dtype), whole, dtypes(whole)
         )
         stacked = (rollout_axes or logical_axes)["layers"]
-        axes = {**logical_axes, "layers": jax.tree.map(lambda _, names: names[1:], layer, stacked)}
+        of_one = jax.tree.map(lambda _, names: names[1:], shapes["layers"], stacked)
+        axes = {**logical_axes, "layers": of_one}
         rules, computing = mesh_lib.ROLLOUT_WEIGHTS[layout], mesh_lib.COMPUTING[layout]
-        # One layer and the ends: what rollout wants, and how training splits the same arrays.
+        # A layer of each stack and the ends: as rollout wants them, and as training splits them.
         self._target = _abstract(
             shapes, mesh_lib.shardings(shapes, axes, mesh, rules, units, computing)
         )
@@ -90,46 +96,59 @@ class Resharder:
         )
         self._seen = False
         self._report: Report | None = None
-        self._num_layers = jax.tree.leaves(abstract["layers"])[0].shape[0]
+        # Of each layer: its stack, and where it stands there.
+        places = {layer: (n, i) for n, of in numbers.items() for i, layer in enumerate(of)}
+        self._places = [places[layer] for layer in sorted(places)]
         self.mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
         into = jax.tree.map(lambda a: a.sharding, self._target)
         # Old buffers are donated for their memory alone; unused arguments must stay arguments.
         reuse = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-        self.jitted: dict[
-            str, Any
-        ] = {  # of the ends `(old, ends)`, of one layer `(old, layers, i)`
-            "ends": reuse(lambda old, new: _cast(new, dtype), out_shardings=_ends(into)),
-            "layer": reuse(
-                lambda old, new, i: _cast(convert(jax.tree.map(lambda a: a[i], new)), dtype),
-                out_shardings=into["layers"],
-            ),
+
+        def layer(name: str, old, new, i):
+            return _cast(convert(name, jax.tree.map(lambda a: a[i], new)), dtypes)
+
+        # Programs of the ends `(old, ends)`, and by stack of one layer `(old, layers, i)`.
+        self.ends: Any = reuse(lambda old, new: _cast(new, dtypes), out_shardings=_ends(into))
+        self.layers: dict[str, Any] = {
+            name: reuse(functools.partial(layer, name), out_shardings=into["layers"][name])
+            for name in numbers
         }
 
     @functools.cached_property
     def _indices(self) -> list[jax.Array]:
-        """Numbers of the layers, on the devices."""
-        return [jax.device_put(np.int32(i), self._replicated) for i in range(self._num_layers)]
+        """Numbers of layers in a stack, on the devices."""
+        most = max(i for _, i in self._places) + 1
+        return [jax.device_put(np.int32(i), self._replicated) for i in range(most)]
 
     def abstract(self) -> Params:
         """Returns shapes and shardings of the rollout parameters."""
-        return {**self._target, "layers": (self._target["layers"],) * self._num_layers}
+        layers = self._target["layers"]
+        return {**self._target, "layers": tuple(layers[name] for name, _ in self._places)}
+
+    def lowered(self, params: Params) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Returns what lowers each program for training parameters like these, by stack."""
+        index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
+        layers = {
+            name: functools.partial(
+                program.lower, self._target["layers"][name], params["layers"][name], index
+            )
+            for name, program in self.layers.items()
+        }
+        ends = functools.partial(self.ends.lower, _ends(self._target), _ends(params))
+        return {"ends": ends, **layers}
 
     def report(self) -> Report:
         """Returns the costs of the compiled programs, compiled once; of plain weights at first."""
         if self._report:
             return self._report
-        index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-        layer, given = self._target["layers"], self._given["layers"]
         with jax.set_mesh(self.mesh):
-            programs = [
-                (self.jitted["layer"].lower(layer, given, index).compile(), self._num_layers),
-                (self.jitted["ends"].lower(_ends(self._target), _ends(self._given)).compile(), 1),
-            ]
+            programs = {n: lower().compile() for n, lower in self.lowered(self._given).items()}
+        times = collections.Counter(name for name, _ in self._places)
         moved, dtypes, extra = 0, set(), 0
-        for program, times in programs:
+        for name, program in programs.items():
             for collective in collectives(program.as_text() or ""):
-                moved += times * collective.received_bytes
+                moved += times.get(name, 1) * collective.received_bytes
                 dtypes |= set(collective.dtypes)
             memory: Any = program.memory_analysis()
             fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -140,7 +159,7 @@ class Resharder:
 
         least = jax.tree.map(missing, self._target, self._held)
         total = sum(jax.tree.leaves(_ends(least)))
-        total += self._num_layers * sum(jax.tree.leaves(least["layers"]))
+        total += sum(times[n] * sum(jax.tree.leaves(of)) for n, of in least["layers"].items())
         self._report = Report(moved, round(total), extra, tuple(sorted(dtypes)))
         return self._report
 
@@ -151,8 +170,9 @@ class Resharder:
             make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
             return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
 
-        layer = zeros(self._target["layers"])
-        return {**zeros(_ends(self._target))(), "layers": tuple(layer() for _ in self._indices)}
+        layers = {name: zeros(of) for name, of in self._target["layers"].items()}
+        made = tuple(layers[name]() for name, _ in self._places)
+        return {**zeros(_ends(self._target))(), "layers": made}
 
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
@@ -161,10 +181,10 @@ class Resharder:
             self._seen = True
         with jax.set_mesh(self.mesh):
             layers = tuple(
-                self.jitted["layer"](layer, params["layers"], i)
-                for i, layer in zip(self._indices, old["layers"], strict=True)
+                self.layers[name](layer, params["layers"][name], self._indices[i])
+                for (name, i), layer in zip(self._places, old["layers"], strict=True)
             )
-            return {**self.jitted["ends"](_ends(old), _ends(params)), "layers": layers}
+            return {**self.ends(_ends(old), _ends(params)), "layers": layers}
 
 
 def _ends(tree: Params) -> Params:
@@ -177,8 +197,8 @@ def _abstract(tree: Params, shardings: Params) -> Params:
     )
 
 
-def _cast(tree, dtype):
-    return jax.tree.map(lambda a: a.astype(dtype), tree)
+def _cast(tree: Params, dtypes: Callable[[Params], Params]) -> Params:
+    return jax.tree.map(lambda a, dtype: a.astype(dtype), tree, dtypes(tree))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,8 +71,8 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     sampled = sampler.weights(params)["layers"][0]["attention"]["q"]["kernel"]
     if sampler.engine.network.products.transposes(*sampled.shape):
         sampled = sampled.T
-    np.testing.assert_array_equal(sampled, merged["layers"]["attention"]["q"]["kernel"][0])
-    assert not np.array_equal(sampled, sampler.base["layers"]["attention"]["q"]["kernel"][0])
+    np.testing.assert_array_equal(sampled, merged["layers"]["0"]["attention"]["q"]["kernel"][0])
+    assert not np.array_equal(sampled, sampler.base["layers"]["0"]["attention"]["q"]["kernel"][0])
     huggingface.save(tmp_path / "export", models.policy, merged, tokenizer=models.tokenizer)
     config = json.loads((tmp_path / "export/config.json").read_text())
     assert config["model_type"] == "qwen2"
@@ -99,5 +99,5 @@ def test_new_weights_compile_nothing(one_device):
     first = sampler.weights(params)
     moved = jax.tree.map(lambda a: jnp.asarray(a) + 0.1, params)
     sampler.weights(moved, old=first)
-    for program in sampler.resharder.jitted.values():
+    for program in (sampler.resharder.ends, *sampler.resharder.layers.values()):
         assert program._cache_size() == 1

@@ -106,7 +106,7 @@ def test_what_the_optimizer_makes_of_a_finite_gradient_decides(settings):
 
 def test_norms_of_modules_make_the_whole():
     layers = {"mlp": {"up": jnp.full((2, 3), 2.0)}, "attention": {"q": jnp.full((2, 2), 0.5)}}
-    gradients = {"embed": jnp.array([3.0, 4.0]), "layers": layers}
+    gradients = {"embed": jnp.array([3.0, 4.0]), "layers": {"0": layers}}
     found = optimizer.module_norms(gradients, "actor/grad_norm")
     assert {k: float(v) for k, v in found.items()} == {
         "actor/grad_norm/embed": 5.0,

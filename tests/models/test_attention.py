@@ -23,12 +23,12 @@ def inputs(length, dtype=np.float32, heads=N, size=H):
     return q, k, v, np.where(np.arange(length) < length - 7, segments, 0)
 
 
-def by_definition(q, k, v, segments, window=0, soft_cap=0.0):
+def by_definition(q, k, v, segments, window=0, cap=0.0):
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2).astype(np.float64) for x in (k, v))
     scores = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
-    if soft_cap:
-        scores = soft_cap * np.tanh(scores / soft_cap)
+    if cap:
+        scores = cap * np.tanh(scores / cap)
     t, s = np.arange(length)[:, None], np.arange(length)
     sees = (s <= t) & ((t - s < window) if window else True)
     sees = sees & (segments[:, :, None] == segments[:, None, :])
@@ -37,7 +37,7 @@ def by_definition(q, k, v, segments, window=0, soft_cap=0.0):
     return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
 
 
-KINDS = [{}, {"window": 20}, {"soft_cap": 1.5}, {"window": 9, "soft_cap": 0.7}]
+KINDS = [{}, {"window": 20}, {"cap": 1.5}, {"window": 9, "cap": 0.7}]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -68,8 +68,8 @@ def test_gradients_of_blocks_are_the_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [512, 32, 40], ids=["whole", "blocks", "uneven"])
-@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
-def test_answers_of_a_prompt_see_it_and_not_each_other(block, soft_cap, monkeypatch):
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+def test_answers_of_a_prompt_see_it_and_not_each_other(block, cap, monkeypatch):
     """[prompt, answer, answer] in one row is the two sequences in rows of their own."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     q, k, v, _ = inputs(96)
@@ -78,13 +78,13 @@ def test_answers_of_a_prompt_see_it_and_not_each_other(block, soft_cap, monkeypa
     segments = np.select([places < c for c in cuts[1:]], [-1, 1, 2], 0)
     prefixes = np.where(segments != 0, -1, 0)
     ids, prefix_ids = (np.broadcast_to(x, (B, 96)).astype(np.int32) for x in (segments, prefixes))
-    found = jax.jit(functools.partial(attention.full_attention, soft_cap=soft_cap))(
+    found = jax.jit(functools.partial(attention.full_attention, cap=cap))(
         q, k, v, ids, prefix_ids=prefix_ids
     )
     for start, end in itertools.pairwise(cuts[1:]):
         chosen = np.r_[: cuts[1], start:end]
         alone = (x[:, chosen] for x in (q, k, v))
-        wanted = by_definition(*alone, np.ones((B, len(chosen)), int), soft_cap=soft_cap)
+        wanted = by_definition(*alone, np.ones((B, len(chosen)), int), cap=cap)
         np.testing.assert_allclose(found[:, chosen], wanted, atol=3e-6)
 
 

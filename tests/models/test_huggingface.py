@@ -182,8 +182,8 @@ def test_a_shard_is_read_once_and_alone(tmp_path, monkeypatch):
     params = huggingface.load(tmp_path, network, mesh_shardings(network, data=2, fsdp=2, tensor=2))
     total = sum(x.size for x in jax.tree.leaves(params))
     assert sum(size for _, size in blocks) == total
-    gate = [size for path, size in blocks if path == ("layers", "mlp", "gate", "kernel")]
-    assert gate == [params["layers"]["mlp"]["gate"]["kernel"].size // 4] * 4
+    gate = [size for path, size in blocks if path == ("layers", "0", "mlp", "gate", "kernel")]
+    assert gate == [params["layers"]["0"]["mlp"]["gate"]["kernel"].size // 4] * 4
 
 
 def test_causal_lm_starts_a_critic_at_zero(tmp_path):

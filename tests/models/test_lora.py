@@ -43,7 +43,7 @@ def logits(network, params, tokens=TOKENS):
 def test_fresh_adapters_change_nothing():
     base = tiny.params()
     fresh = jax.jit(NETWORK.init_adapters)(jax.random.key(0))
-    assert all(a.any() for a in jax.tree.leaves(fresh["layers"]["mlp"]["up"]["lora_a"]))
+    assert all(a.any() for a in jax.tree.leaves(fresh["layers"]["0"]["mlp"]["up"]["lora_a"]))
     whole = lora.joined(base, fresh)
     np.testing.assert_array_equal(logits(NETWORK, whole), logits(tiny.NETWORK, base))
     jax.tree.map(np.testing.assert_array_equal, lora.merged(whole, LORA.scale), base)
@@ -61,11 +61,11 @@ def test_merged_weights_compute_the_same():
 @pytest.mark.parametrize("targets", [("q", "down"), PROJECTIONS], ids=len)
 def test_adapters_lie_beside_their_targets(targets):
     network = dataclasses.replace(NETWORK, lora=dataclasses.replace(LORA, targets=targets))
-    layers = network.abstract_adapters()["layers"]
+    layers = network.abstract_adapters()["layers"]["0"]
     assert {name for part in layers.values() for name in part} == set(targets)
     down = layers["mlp"]["down"]
     assert (down["lora_a"].shape, down["lora_b"].shape) == ((2, 48, 3), (2, 3, 32))
-    axes = network.adapter_axes()["layers"]["mlp"]["down"]
+    axes = network.adapter_axes()["layers"]["0"]["mlp"]["down"]
     assert axes == {"lora_a": ("layers", "mlp", "rank"), "lora_b": ("layers", "rank", "embed")}
     assert tiny.NETWORK.abstract_adapters() == {}
 
@@ -89,7 +89,13 @@ def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
     layers = collections.defaultdict(dict)
     for name in sorted(tensors):  # layer after layer
         _, block, projection, factor = re.fullmatch(PEFT_NAME, name).groups()
-        path = "layers", {"self_attn": "attention"}.get(block, block), projection, factor.lower()
+        path = (
+            "layers",
+            "0",
+            {"self_attn": "attention"}.get(block, block),
+            projection,
+            factor.lower(),
+        )
         layers[path][name] = tensors[name].T
     learned = traverse_util.unflatten_dict(
         {path: np.stack(list(found.values())) for path, found in layers.items()}

@@ -98,11 +98,11 @@ def test_parameters_are_split_by_name():
     )
     both = ("tensor", "fsdp")
     assert found["embed"].spec == P(both, None)
-    attention = found["layers"]["attention"]
+    attention = found["layers"]["0"]["attention"]
     assert attention["q"]["kernel"].spec == P(None, None, both)
     assert attention["k"]["kernel"].spec == P(None, None, "fsdp")  # 2 heads, 4 tensor devices
     assert attention["k"]["bias"].spec == P(None, "fsdp")
-    assert found["layers"]["mlp"]["down"]["kernel"].spec == P(None, both, None)
+    assert found["layers"]["0"]["mlp"]["down"]["kernel"].spec == P(None, both, None)
     assert found["norm"]["scale"].spec == P(None)
 
 

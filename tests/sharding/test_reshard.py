@@ -15,7 +15,7 @@ MESHES = [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}, {"data": 2, "fsd
 
 def assert_is_cast(got, weights, dtype):
     cast = lambda tree: jax.tree.map(lambda a: np.asarray(a.astype(dtype)), tree)  # noqa: E731
-    stacked = weights["layers"]
+    stacked = weights["layers"]["0"]
     ends = {k: v for k, v in weights.items() if k != "layers"}
     assert jax.tree.all(
         jax.tree.map(np.array_equal, cast(ends), {k: v for k, v in got.items() if k != "layers"})
@@ -125,7 +125,7 @@ def test_kernels_that_come_first_are_transposed_on_the_way(sizes, layout):
     weights = tiny.sharded(tiny.params(tiny.WIDE), mesh, tiny.WIDE)
     with jax.set_mesh(mesh):
         plain, first = (mover.reshard(mover.empty(), weights) for mover in movers.values())
-    wanted = jax.tree.map(lambda a: a.shape[1:], tiny.WIDE_FIRST.abstract()["layers"])
+    wanted = jax.tree.map(lambda a: a.shape[1:], tiny.WIDE_FIRST.abstract()["layers"]["0"])
     kernels = 0
     for before, after in zip(plain["layers"], first["layers"], strict=True):
         assert jax.tree.map(lambda a: a.shape, after) == wanted
