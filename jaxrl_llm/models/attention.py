@@ -77,7 +77,7 @@ def by_chunk(
     if not chunk or not ids.shape[1]:
         return ids
     most = positions.shape[1] // chunk + 1
-    return jnp.where(ids > 0, ids * most + positions // chunk, 0)
+    return jnp.where(ids != 0, ids * most + positions // chunk, 0)
 
 
 def segment_causal_mask(
@@ -120,7 +120,7 @@ def _of_segment(wanted, segment_ids, first, length: int) -> Bool[Array, "B queri
 def full_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K V"],
+    v: Float[Array, "B T K value"],
     segment_ids: Int[Array, "B T"],
     implementation: Implementation = "xla",
     *,
@@ -130,7 +130,7 @@ def full_attention(
     prefix_ids: Int[Array | np.ndarray, "_ prefix"] = NOTHING_SHARED,
     key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = ALL_BLOCKS,
     positions: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T N V"]:
+) -> Float[Array, "B T N value"]:
     """Returns softmax(q k scale) v inside each segment, causally.
 
     Groups of N/K query heads share a key and value head, which is not repeated in memory (splash
@@ -232,10 +232,10 @@ def _in_blocks(q, k, v, segment_ids, prefix_ids, attend, window: int, positions)
 def masked_attention(
     q: Float[Array, "B Q N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K V"],
+    v: Float[Array, "B S K value"],
     mask: Bool[Array, "B 1 Q S"],
     scoring: Scoring = PLAIN,
-) -> Float[Array, "B Q N V"]:
+) -> Float[Array, "B Q N value"]:
     """Returns attention of any queries to the keys that the mask says; as `full_attention`."""
     if _is_plain(scoring, q, v):
         scale = scoring.scale or None

@@ -28,7 +28,7 @@ class Attention(NamedTuple):
 
     q: Float[Array, "B T N H"]  # rotated by their positions, as the keys
     k: Float[Array, "B T K H"]
-    v: Float[Array, "B T K V"] | None  # None: the first dims of the keys
+    v: Float[Array, "B T K value"] | None  # None: the first dims of the keys
     cached: tuple[Array, ...]  # what later tokens need of these: one head of keys, or k and v
     scoring: Scoring = PLAIN_SCORING
     window: int = 0
@@ -36,7 +36,7 @@ class Attention(NamedTuple):
     value_size: int = 0  # dims of the keys that are values, if `v` is None
 
 
-# Returns mixed values [B, T, N, V] and whatever it keeps.
+# Returns mixed values [B, T, N, value] and whatever it keeps.
 Attend = Callable[[Attention], tuple[Array, object]]
 Rotary = dict[str, tuple[Array, ...]]  # by name in `Layer.rope`
 

@@ -29,12 +29,12 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K V"],
+    v: Float[Array, "B T K value"],
     segment_ids: Int[Array, "B T"],
     form: Form,
     whole_rows: Callable[..., Array],
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N V"]:
+) -> Float[Array, "B T N value"]:
     """Returns causal attention inside each segment; segment 0 is padding.
 
     `whole_rows(q, k, v, segment_ids, sinks)` is attention of rows that are not split: without

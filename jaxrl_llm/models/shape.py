@@ -94,7 +94,7 @@ class Shape:
     tie_embeddings: bool = True
     layers: tuple[Layer, ...] = ()  # one for each layer; (): all plain
     local_rope_theta: float = 10_000.0  # of layers with `rope="local"`, which is not scaled
-    rope_size: int = 0  # dims of a head that are rotated; 0: all
+    rope_size: int = 0  # dims of a head that are rotated; 0: all, of latents those not plain
     rope_interleaved: bool = False  # pairs are (0, 1), (2, 3), ..., not (i, i + size / 2)
     query_scale: float = 0.0  # scores are products of queries and keys times it; 0: H ** -0.5
     score_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay

@@ -291,9 +291,9 @@ class Network:
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """Returns the rotary tables of these positions, shared by all layers."""
-        shape, found = self.shape, Rotary()
+        shape, latent, found = self.shape, self.shape.latent, Rotary()
         kinds = {layer.rope for layer in shape.kinds}
-        size = shape.rope_size or shape.head_size
+        size = shape.rope_size or shape.head_size - (latent.plain_size if latent else 0)
         if "main" in kinds:
             found["main"] = rotary_table(positions, size, shape.rope_theta, shape.rope_scaling)
         if "local" in kinds:
@@ -383,7 +383,7 @@ class Network:
                     scoring=a.scoring._replace(sinks=sinks),
                     prefix_ids=prefixes,
                     key_blocks=key_blocks,
-                    positions=positions,
+                    positions=positions if prefix_ids.shape[1] else None,
                 )
 
             ids = attention.by_chunk(a.chunk, segment_ids, positions)
@@ -391,7 +391,7 @@ class Network:
             return sequence_attention.attention(*given), None
 
         rotary = self.rotary(positions)
-        counted = segment_ids > 0
+        counted = segment_ids != 0
         given = None if routes is None else self._by_layer(routes)
 
         def one(kind: Layer, x, stacked: Params, index, given):

@@ -39,7 +39,7 @@ class Cache:
     """
 
     keys: tuple[tuple[Float[Array, "S K H _"], ...], ...]
-    values: tuple[tuple[Float[Array, "S K _ V"], ...], ...]  # (): the first dims of keys
+    values: tuple[tuple[Float[Array, "S K _ value"], ...], ...]  # (): the first dims of keys
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class Recent:
     """Keys and values of tokens of each slot that have not joined the cache."""
 
     keys: tuple[Float[Array, "S K H recent"], ...]  # one per layer
-    values: tuple[Float[Array, "S K recent V"], ...]
+    values: tuple[Float[Array, "S K recent value"], ...]
     positions: Int[Array, "S recent"]  # `NOWHERE`: no token, or one that does not count
 
 
@@ -169,11 +169,11 @@ def join(cache: Cache, recent: Recent, end: int) -> Cache:
 def attention(
     q: Float[Array, "S Q N H"],
     keys: Sequence[Float[Array, "S K H _"]],
-    values: Sequence[Float[Array, "S K _ V"]],
+    values: Sequence[Float[Array, "S K _ value"]],
     seen: Bool[Array, "S Q window"],
     scoring: Scoring = PLAIN,
     value_size: int = 0,
-) -> Float[Array, "S Q N V"]:
+) -> Float[Array, "S Q N value"]:
     """Returns attention of a few queries a slot, with the same rounding as `full_attention`.
 
     Without `values` they are the first `value_size` dims of the keys.

@@ -38,7 +38,7 @@ class Prefix:
     """
 
     keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
-    values: tuple[Float[Array, "K tokens V"], ...]  # (): they are dims of the keys
+    values: tuple[Float[Array, "K tokens value"], ...]  # (): they are dims of the keys
     tokens: Int[Array, " tokens"]
     logits: Float[Array, "P V"]  # of the first response token
     starts: Int[Array, " P"]

@@ -23,21 +23,36 @@ def inputs(length, dtype=np.float32, heads=N, size=H):
     return q, k, v, np.where(np.arange(length) < length - 7, segments, 0)
 
 
-def by_definition(q, k, v, segments, window=0, cap=0.0):
+def full(q, k, v, segments, cap=0.0, scale=0.0, sinks=None, **others):
+    scoring = attention.Scoring(scale, cap, None if sinks is None else jnp.asarray(sinks))
+    return attention.full_attention(q, k, v, segments, scoring=scoring, **others)
+
+
+def by_definition(q, k, v, segments, window=0, cap=0.0, scale=0.0, sinks=None):
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2).astype(np.float64) for x in (k, v))
-    scores = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
+    scores = np.einsum("btnh,bsnh->bnts", q.astype(np.float64), k)
+    scores = scores * (scale or q.shape[-1] ** -0.5)
     if cap:
         scores = cap * np.tanh(scores / cap)
     t, s = np.arange(length)[:, None], np.arange(length)
     sees = (s <= t) & ((t - s < window) if window else True)
     sees = sees & (segments[:, :, None] == segments[:, None, :])
     scores = np.where(sees[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    of_nothing = np.full((N, 1, 1), -np.inf) if sinks is None else np.array(sinks)[:, None, None]
+    top = np.maximum(scores.max(-1, keepdims=True), of_nothing)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + np.exp(of_nothing - top)
+    return np.einsum("bnts,bsnh->btnh", weights / total, v)
 
 
-KINDS = [{}, {"window": 20}, {"cap": 1.5}, {"window": 9, "cap": 0.7}]
+SINKS = (0.5, -1.0, 2.0, 0.0)
+KINDS = [
+    {},
+    {"window": 20},
+    {"cap": 1.5, "scale": 0.5},
+    {"window": 9, "cap": 0.7, "sinks": SINKS},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -45,7 +60,7 @@ KINDS = [{}, {"window": 20}, {"cap": 1.5}, {"window": 9, "cap": 0.7}]
 def test_blocks_are_the_whole(kind, block, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     q, k, v, segments = inputs(96)
-    found = jax.jit(functools.partial(attention.full_attention, **kind))(q, k, v, segments)
+    found = jax.jit(functools.partial(full, **kind))(q, k, v, segments)
     real = segments > 0
     wanted = by_definition(q, k, v, segments, **kind)
     np.testing.assert_allclose(found[real], wanted[real], atol=3e-6)
@@ -53,7 +68,7 @@ def test_blocks_are_the_whole(kind, block, monkeypatch):
 
 def gradients(q, k, v, segments, **kind):
     def loss(q, k, v):
-        mixed = attention.full_attention(q, k, v, segments, **kind)
+        mixed = full(q, k, v, segments, **kind)
         return jnp.sum(jnp.sin(mixed) * (segments > 0)[..., None, None])
 
     return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
@@ -68,9 +83,12 @@ def test_gradients_of_blocks_are_the_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [512, 32, 40], ids=["whole", "blocks", "uneven"])
-@pytest.mark.parametrize("cap", [0.0, 1.5])
-def test_answers_of_a_prompt_see_it_and_not_each_other(block, cap, monkeypatch):
-    """[prompt, answer, answer] in one row is the two sequences in rows of their own."""
+@pytest.mark.parametrize("cap,window", [(0.0, 0), (1.5, 17)])
+def test_answers_of_a_prompt_see_it_and_not_each_other(block, cap, window, monkeypatch):
+    """[prompt, answer, answer] in one row is the two sequences in rows of their own.
+
+    The window counts tokens of a sequence, not of the row.
+    """
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     q, k, v, _ = inputs(96)
     cuts = (0, 30, 55, 90)  # prompt, two answers; then padding
@@ -78,13 +96,15 @@ def test_answers_of_a_prompt_see_it_and_not_each_other(block, cap, monkeypatch):
     segments = np.select([places < c for c in cuts[1:]], [-1, 1, 2], 0)
     prefixes = np.where(segments != 0, -1, 0)
     ids, prefix_ids = (np.broadcast_to(x, (B, 96)).astype(np.int32) for x in (segments, prefixes))
-    found = jax.jit(functools.partial(attention.full_attention, cap=cap))(
-        q, k, v, ids, prefix_ids=prefix_ids
+    in_sequence = np.where(places < cuts[2], places, places - (cuts[2] - cuts[1]))
+    positions = np.broadcast_to(in_sequence, (B, 96)).astype(np.int32)
+    found = jax.jit(functools.partial(full, cap=cap, window=window))(
+        q, k, v, ids, prefix_ids=prefix_ids, positions=positions
     )
     for start, end in itertools.pairwise(cuts[1:]):
         chosen = np.r_[: cuts[1], start:end]
         alone = (x[:, chosen] for x in (q, k, v))
-        wanted = by_definition(*alone, np.ones((B, len(chosen)), int), cap=cap)
+        wanted = by_definition(*alone, np.ones((B, len(chosen)), int), cap=cap, window=window)
         np.testing.assert_allclose(found[:, chosen], wanted, atol=3e-6)
 
 
@@ -126,9 +146,7 @@ def test_what_cannot_see_prefixes_says_so(kind):
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=str)
 def test_splash_computes_the_same(kind):
     q, k, v, segments = inputs(150)  # no multiple of the kernel's lanes
-    splash = functools.partial(
-        attention.full_attention, implementation="splash", interpret=True, **kind
-    )
+    splash = functools.partial(full, implementation="splash", interpret=True, **kind)
     found, real = splash(q, k, v, segments), segments > 0
     wanted = by_definition(q, k, v, segments, **kind)
     np.testing.assert_allclose(found[real], wanted[real], atol=3e-6)

@@ -1,0 +1,238 @@
+"""Experts: what a router chooses, what its experts return, the same on any mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import attention, casting, experts, lora, transformer
+from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+EXPERTS = Experts(num=8, per_token=2, size=12, shared_size=16)
+KINDS = (Layer(), *(Layer(window=7, rope="local", experts=True), Layer(experts=True)) * 2)
+SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=5, layers=KINDS, experts=EXPERTS)
+NETWORK = Network(SHAPE)
+LATENT = dataclasses.replace(
+    tiny.SHAPE,
+    qkv_bias=False,
+    num_kv_heads=4,
+    head_size=12,
+    latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+    rope_interleaved=True,
+)
+
+
+def rows(count=8, length=24):
+    """Returns packed rows: tokens, positions, segment ids; the last tokens are padding."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, SHAPE.vocab_size, (count, length)).astype(np.int32)
+    cuts = random.integers(4, length - 4, (count, 1))
+    places = np.arange(length)
+    segments = np.where(places >= cuts, 2, 1) * (places < length - 3)
+    positions = np.where(places >= cuts, places - cuts, places)
+    return tokens, positions.astype(np.int32), segments.astype(np.int32)
+
+
+def reference(x, weights, network=NETWORK):
+    """Returns what a layer of experts does to [n, D], expert by expert, by definition."""
+    of = network.shape.experts
+    logits = x @ np.asarray(weights["router"]["kernel"], np.float64)
+    scores = np.exp(logits - logits.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    out = np.zeros_like(x)
+    for row, (values, p) in enumerate(zip(x, scores, strict=True)):
+        chosen = np.argsort(-p)[: of.per_token]
+        for e in chosen:
+            gate, up, down = (np.asarray(weights[n]["kernel"][e]) for n in ("gate", "up", "down"))
+            a = values @ gate
+            out[row] += p[e] / p[chosen].sum() * ((a / (1 + np.exp(-a)) * (values @ up)) @ down)
+    gate, up, down = (np.asarray(weights["shared"][n]["kernel"]) for n in ("gate", "up", "down"))
+    a = x @ gate
+    return out + (a / (1 + np.exp(-a)) * (x @ up)) @ down
+
+
+def test_a_layer_is_what_its_experts_return():
+    params = jax.tree.map(np.asarray, tiny.params(NETWORK))
+    weights = jax.tree.map(lambda a: a[0], params["layers"]["1"]["mlp"])
+    x = np.random.default_rng(1).standard_normal((2, 5, SHAPE.hidden_size)).astype(np.float32)
+
+    def run(x):
+        layer = jax.tree.map(lambda a: a[0], params["layers"]["1"])
+        block = transformer._merged(NETWORK, "block", layer, KINDS[1])
+        return block.mlp(x, experts.Routing(jnp.ones(x.shape[:2], bool)))
+
+    found, routed = jax.jit(run)(x)
+    wanted = reference(x.reshape(10, -1).astype(np.float64), weights)
+    np.testing.assert_allclose(found.reshape(10, -1), wanted, atol=2e-5)
+    assert routed.load.sum() == 20 and float(routed.equal) == 10
+    np.testing.assert_allclose(routed.scores.sum(), 10, rtol=1e-6)
+
+
+def test_groups_and_bias_choose_and_do_not_weigh():
+    of = Experts(num=8, per_token=2, size=4, scores="sigmoid", groups=4, top_groups=2)
+    scores = jnp.array([[[0.9, 0.0, 0.5, 0.5, 0.8, 0.8, 0.1, 0.1]]])
+    # The sums of two are 0.9, 1.0, 1.6 and 0.2: the experts of the second and third group.
+    assert set(np.asarray(experts._likeliest(scores, of))[0, 0].tolist()) == {4, 5}
+    assert {0, 4} <= set(
+        np.asarray(experts._likeliest(scores, dataclasses.replace(of, groups=1, per_token=3)))[
+            0, 0
+        ].tolist()
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradients(network, params, *given, routes=None):
+    def loss(params):
+        hidden, routed = network.read(params, *given, routes=routes)
+        real = (given[2] != 0)[..., None]
+        return jnp.sum(jnp.sin(hidden) * real), routed and routed._replace(chosen=None)
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def on_mesh(network, params, mesh, *given):
+    rules = mesh_lib.shardings(
+        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+    )
+    with jax.set_mesh(mesh):
+        return loss_and_gradients(network, jax.device_put(params, rules), *given)
+
+
+def close(found, wanted, tolerance=1e-5):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = max(1e-3, float(np.abs(theirs).max()))
+        np.testing.assert_allclose(ours, theirs, atol=tolerance * scale, rtol=0)
+
+
+MESHES = [
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"expert": 4, "sequence": 2},
+    {"expert": 8},
+    {"fsdp": 4, "data": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def even():
+    params = tiny.params(NETWORK)
+    given = rows()
+    return params, given, loss_and_gradients(NETWORK, params, *given)
+
+
+@pytest.fixture(scope="module")
+def overloaded():
+    """Every token goes to the first two experts; six have nothing to do."""
+    params = jax.tree.map(jnp.asarray, tiny.params(NETWORK))
+    for stack in params["layers"].values():
+        if "router" in stack["mlp"]:
+            kernel = stack["mlp"]["router"]["kernel"]
+            only = jnp.zeros_like(kernel).at[..., 0].set(3.0).at[..., 1].set(2.0)
+            scale = stack["mlp_norm"]["scale"]
+            stack["mlp"]["router"]["kernel"] = only * jnp.ones_like(scale)[..., None]
+    given = rows()
+    return params, given, loss_and_gradients(NETWORK, params, *given)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("load", ["even", "overloaded"])
+def test_any_mesh_is_one_device(sizes, load, request):
+    params, given, wanted = request.getfixturevalue(load)
+    found = on_mesh(NETWORK, params, tiny.make_mesh(**sizes), *given)
+    close(found, wanted)
+
+
+def test_remat_and_the_narrow_dtype_keep_routers_wide(even):
+    params, given, wanted = even
+    full = dataclasses.replace(NETWORK, remat="full")
+    close(loss_and_gradients(full, params, *given), wanted)
+    narrow = casting.cast(params, jnp.bfloat16)
+    kinds = {path[-2].key: a.dtype for path, a in jax.tree.leaves_with_path(narrow["layers"])}
+    assert kinds["router"] == jnp.float32 and kinds["gate"] == jnp.bfloat16
+
+
+def test_given_routes_are_taken_and_the_rest_is_chosen(even):
+    params, given, wanted = even
+    (_, _), _ = wanted
+    _, routed = jax.jit(NETWORK.read)(params, *given)
+    assert routed.chosen.shape == (4, 8, 24, 2) and NETWORK.num_routes == 8
+    routes = jnp.moveaxis(routed.chosen, 0, 2).reshape(8, 24, -1)
+    again = loss_and_gradients(NETWORK, params, *given, routes=routes)
+    close(again, wanted)
+    own = jnp.full_like(routes, -1)
+    close(loss_and_gradients(NETWORK, params, *given, routes=own), wanted)
+    other = (routes + 1) % 8
+    (_, moved), gradients = loss_and_gradients(NETWORK, params, *given, routes=other)
+    real = float((given[2] != 0).sum())
+    assert (np.asarray(moved.equal) < real).all()
+    router = gradients["layers"]["1"]["mlp"]["router"]["kernel"]
+    assert np.abs(router).max() > 0
+
+
+@functools.cache
+def adapted():
+    return dataclasses.replace(NETWORK, lora=LoraConfig(rank=3, alpha=6.0))
+
+
+def test_adapters_of_experts_are_the_merged_weights():
+    network = adapted()
+    params = tiny.params(NETWORK)
+    adapters = jax.tree.map(lambda a: a + 0.1, network.init_adapters(jax.random.key(1)))
+    both = lora.joined(params, adapters)
+    found = network.hidden(both, *rows())
+    merged = lora.merged(both, network.lora.scale)
+    np.testing.assert_allclose(found, NETWORK.hidden(merged, *rows()), atol=2e-4)
+    mesh = tiny.make_mesh(expert=4, tensor=2)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(network.hidden)(both, *rows()), found, atol=2e-4)
+
+
+def test_patterns_are_the_layers_one_after_another():
+    """Five layers in two groups; each layer sees the right kind."""
+    assert [[s.numbers for s in group] for group in SHAPE.groups] == [
+        [range(0, 1)],
+        [range(1, 5, 2), range(2, 5, 2)],
+    ]
+    params, given = tiny.params(NETWORK), rows()
+    tokens, positions, segments = given
+
+    def attend(a):
+        return attention.full_attention(
+            a.q, a.k, a.v, segments, window=a.window, scoring=a.scoring
+        ), None
+
+    x, rotary = NETWORK.embed(params, tokens), NETWORK.rotary(positions)
+    places = {n: (s.name, i) for s in SHAPE.stacks.values() for i, n in enumerate(s.numbers)}
+    for number, kind in enumerate(SHAPE.kinds):
+        name, index = places[number]
+        layer = jax.tree.map(lambda a, index=index: a[index], params["layers"][name])
+        x, _, _ = NETWORK.block(layer, x, rotary, attend, kind)
+    found = NETWORK.hidden(params, *given)
+    real = segments != 0
+    np.testing.assert_allclose(NETWORK.norm(params, x)[real], found[real], atol=2e-5)
+
+
+def test_latent_attention_is_the_same_in_its_short_space():
+    network = Network(LATENT)
+    params, (tokens, positions, segments) = tiny.params(network), rows(2)
+    segments = np.ones_like(segments)
+    positions = np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))
+    wanted = network.hidden(params, tokens, positions, segments)
+    seen = jnp.broadcast_to(np.tri(24, dtype=bool), (2, 1, 24, 24))
+
+    def attend(a):
+        assert a.v is None and a.k.shape == (2, 24, 1, 20) == a.cached[0].shape
+        return attention.masked_attention(a.q, a.k, a.k[..., : a.value_size], seen, a.scoring), None
+
+    x, rotary = network.embed(params, tokens), network.rotary(positions)
+    for i in range(LATENT.num_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], params["layers"]["0"])
+        x, _, _ = network.block(layer, x, rotary, attend, compressed=True)
+    np.testing.assert_allclose(network.norm(params, x), wanted, atol=2e-5)
+    assert isinstance(LATENT, Shape)

@@ -1,0 +1,92 @@
+"""Layers of other kinds in decoding: windows, chunks, latents, sinks, experts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from engine_work import LIMIT, ONE, engine_of, request
+
+from jaxrl_llm.models.shape import Experts, Latent, Layer
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout import cache, prefill
+from jaxrl_llm.rollout.requests import SamplingParams
+
+of = functools.partial(dataclasses.replace, tiny.SHAPE)
+NETWORKS = {
+    "windows and experts": of(
+        num_layers=3,
+        layers=(Layer(window=9, rope="local"), Layer(experts=True), Layer(window=9, experts=True)),
+        experts=Experts(num=4, per_token=2, size=12),
+        post_norms=True,
+        logit_cap=20.0,
+    ),
+    "chunks": of(
+        num_layers=2,
+        layers=(Layer(chunk=11), Layer(rope="none")),
+        long_query_scale=0.2,
+        long_query_from=16,
+        unit_qk=True,
+    ),
+    "sinks": of(sinks=True, score_cap=5.0, query_scale=0.3, rope_size=4, rope_interleaved=True),
+    "latents": of(
+        qkv_bias=False,
+        num_kv_heads=4,
+        head_size=12,
+        latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+        rope_interleaved=True,
+    ),
+}
+
+
+@functools.cache
+def made(name):
+    network = Network(NETWORKS[name])
+    weights = tiny.params(network)
+    return network, weights, tiny.rollout_params(weights, ONE, network)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_log_probs_are_those_of_a_whole_pass(name):
+    network, weights, rollout = made(name)
+    random = np.random.default_rng(0)
+    requests = [
+        request(random, length, [SamplingParams(30)] * count, seed)
+        for seed, (length, count) in enumerate([(5, 2), (30, 1), (17, 2)])
+    ]
+    found = engine_of(num_slots=4, network=network).generate(rollout, requests)
+    rows = np.zeros((5, LIMIT), np.int32)
+    samples = [(r.tokens, c) for r, some in zip(requests, found, strict=True) for c in some]
+    for row, (prompt, c) in zip(rows, samples, strict=True):
+        row[: len(prompt) + len(c.tokens)] = [*prompt, *c.tokens]
+    wanted = tiny.teacher_forced(rows, jnp.ones(5), network, weights)
+    for row, (prompt, c) in zip(wanted, samples, strict=True):
+        assert len(c.tokens) == 30
+        np.testing.assert_allclose(c.log_probs, row[len(prompt) :][:30], atol=5e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_pieces_of_a_prompt_are_the_prompt(name):
+    network, _, rollout = made(name)
+    tokens = np.random.default_rng(1).integers(4, 96, (2, 32)).astype(np.int32)
+    places = np.broadcast_to(np.arange(32, dtype=np.int32), (2, 32))
+    prompts = prefill.Prompts(
+        *(jnp.asarray(a) for a in (tokens, places, np.ones_like(tokens))),
+        jnp.array([0, 32]),
+        jnp.array([32, 32]),
+    )
+    read = jax.jit(functools.partial(prefill.prefill, network), static_argnames="piece_tokens")
+    whole, pieces = read(rollout, prompts), read(rollout, prompts, piece_tokens=8)
+    for ours, theirs in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
+def test_latents_are_all_that_is_kept():
+    network, _, _ = made("latents")
+    assert network.shape.cached == (1, 20, 0)
+    held = cache.empty(network.shape, 3, [LIMIT], "float32")
+    assert held.values == () and [k.shape for (k,) in held.keys] == [(3, 1, 20, LIMIT)] * 2
+    assert cache.cache_bytes(network, ONE, 3, LIMIT) == sum(k.nbytes for (k,) in held.keys)
