@@ -51,11 +51,11 @@ class Ours:
         import jax
 
         from jaxrl_llm.config import MeshConfig, SpeculationConfig
+        from jaxrl_llm.learner import sampler
         from jaxrl_llm.models import huggingface
         from jaxrl_llm.models.transformer import Network
         from jaxrl_llm.rollout.engine import Engine
         from jaxrl_llm.sharding import mesh as mesh_lib
-        from jaxrl_llm.sharding.reshard import Resharder
 
         self.mesh = mesh_lib.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         network = Network(huggingface.read_shape(folder))
@@ -64,16 +64,7 @@ class Ours:
         layout = mesh_lib.shardings(abstract, axes, self.mesh, mesh_lib.TRAIN, units)
         weights = huggingface.load(folder, network, layout)
         self.network = network.for_decoding(self.mesh)
-        mover = Resharder(
-            abstract,
-            axes,
-            units,
-            self.mesh,
-            "float32",
-            "tensor",
-            convert=self.network.stored,
-            rollout_axes=self.network.logical_axes(),
-        )
+        mover = sampler.resharder(network, self.network, self.mesh, "tensor")
         with jax.set_mesh(self.mesh):
             self.params = mover.reshard(mover.empty(), weights)
         work = json.loads((folder / "workload.json").read_text())

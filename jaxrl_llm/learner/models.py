@@ -191,12 +191,17 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     if config.mesh.on_host and (found := pools.host_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
+    ways, num = mesh.shape["expert"], shape.experts.num if shape.experts else 0
+    if ways > 1 and (not num or num % ways):
+        has = f"{num} experts do not divide by" if num else "no layer has experts; it asks for"
+        fits = max(n for n in range(1, min(ways, max(1, num)) + 1) if not num % n)
+        raise ConfigError(f"config.mesh.expert: {has} {ways} devices; use {fits if num else 1}")
 
 
 def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     """Raises ConfigError if the mesh cannot share the heads of a model."""
     sizes = shape.num_heads, mesh.shape["tensor"], mesh.shape["sequence"]
-    if found := sequence_attention.problem(config.mesh.sequence_attention, *sizes):
+    if found := sequence_attention.problem(config.mesh.sequence_attention, *sizes, shape.rings):
         raise ConfigError(f"config.mesh.sequence: {found}")
 
 

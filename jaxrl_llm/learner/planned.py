@@ -107,7 +107,9 @@ def filled(config: RLConfig, target: Target) -> RLConfig:
     except ConfigError as error:
         tensor = math.gcd(max(1, config.mesh.tensor), target.num_devices)
         logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
-        mesh = dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=tensor)
+        mesh = dataclasses.replace(
+            config.mesh, data=1, fsdp=-1, expert=1, sequence=1, tensor=tensor
+        )
         config = dataclasses.replace(config, mesh=mesh)
     return config
 

@@ -78,7 +78,6 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
     speculation = config.rollout.speculation
     sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
     num_slots = config.rollout.num_slots or cache.fitting_slots(network, target, *sizes)
-    merge, stacks = models_lib.merge_adapters(config.lora), policy.shape.stacks
     return Sampler(
         models=models,
         engine=Engine(
@@ -91,18 +90,24 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
             layout=layout,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
-        resharder=Resharder(
-            policy.abstract(),
-            policy.logical_axes(),
-            policy.units,
-            pools.staging(mesh, target),
-            functools.partial(casting.dtypes, dtype=network.compute_dtype),
-            layout,
-            {name: stack.numbers for name, stack in stacks.items()},
-            lambda name, layer: network.stored(merge(layer), stacks[name].layer),
-            network.logical_axes(),
-        ),
+        resharder=resharder(policy, network, pools.staging(mesh, target), layout),
         base=base,
+    )
+
+
+def resharder(policy: Network, rollout: Network, mesh: Mesh, layout: str) -> Resharder:
+    """Returns what turns weights of the policy, adapters too, into weights that decode."""
+    stacks, merge = policy.shape.stacks, models_lib.merge_adapters(policy.lora)
+    return Resharder(
+        policy.abstract(),
+        policy.logical_axes(),
+        policy.units,
+        mesh,
+        functools.partial(casting.dtypes, dtype=rollout.compute_dtype),
+        layout,
+        {name: stack.numbers for name, stack in stacks.items()},
+        lambda name, layer: rollout.stored(merge(layer), stacks[name].layer),
+        rollout.logical_axes(),
     )
 
 

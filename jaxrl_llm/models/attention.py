@@ -230,12 +230,12 @@ def _in_blocks(q, k, v, segment_ids, prefix_ids, attend, window: int, positions)
 
 
 def masked_attention(
-    q: Float[Array, "B Q N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K value"],
-    mask: Bool[Array, "B 1 Q S"],
+    q: Float[Array, "B queries N H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K value"],
+    mask: Bool[Array, "B 1 queries keys"],
     scoring: Scoring = PLAIN,
-) -> Float[Array, "B Q N value"]:
+) -> Float[Array, "B queries N value"]:
     """Returns attention of any queries to the keys that the mask says; as `full_attention`."""
     if _is_plain(scoring, q, v):
         scale = scoring.scale or None

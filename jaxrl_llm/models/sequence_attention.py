@@ -76,8 +76,16 @@ def _and_sequence(axes) -> tuple[str, ...]:
     return (*((axes,) if isinstance(axes, str) else axes or ()), AXIS)
 
 
-def problem(form: Form, num_heads: int, tensor: int, sequence: int) -> str:
-    """Returns why this many query heads cannot be attended to on such a mesh; "" if they can."""
+def problem(form: Form, num_heads: int, tensor: int, sequence: int, rings: bool = True) -> str:
+    """Returns why this many query heads cannot be attended to on such a mesh; "" if they can.
+
+    `rings` says whether the ring can do what the layers do, see `Shape.rings`.
+    """
+    if form == "ring" and sequence > 1 and not rings:
+        return (
+            "the ring has no windows, caps, sinks or scales of their own, as this model's layers"
+            " have; use mesh.sequence_attention='all_to_all'"
+        )
     tensor = tensor if num_heads % tensor == 0 else 1
     if form == "ring" or num_heads % (tensor * sequence) == 0:
         return ""

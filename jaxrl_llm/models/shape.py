@@ -137,6 +137,12 @@ class Shape:
         return self.num_kv_heads, self.head_size, self.head_size
 
     @property
+    def rings(self) -> bool:
+        """Whether attention is plain enough for `sequence_attention`'s ring."""
+        own = self.query_scale or self.score_cap or self.sinks or self.latent
+        return not own and not any(kind.window for kind in self.kinds)
+
+    @property
     def value_size(self) -> int:
         """Dims of a head's values."""
         return self.latent.value_size if self.latent else self.head_size

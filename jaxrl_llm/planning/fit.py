@@ -14,7 +14,7 @@ from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device
 from jaxrl_llm.planning.setting import Parts, Setting
 from jaxrl_llm.sharding import pools
-from jaxrl_llm.sharding.mesh import mesh_sizes
+from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
 Changes = dict[str, Any]  # values by config key, in the order of the config
 
@@ -224,7 +224,7 @@ def _meshes(plan: Plan, count: int) -> Iterator[Changes]:
     tensors.sort(key=lambda tensor: abs(math.log2(tensor / now["tensor"])))
     for rollout in dict.fromkeys((config.mesh.rollout, "train")):
         for tensor in tensors:
-            sizes = {"data": 1, "fsdp": count // tensor, "sequence": 1, "tensor": tensor}
+            sizes = dict.fromkeys(AXES, 1) | {"fsdp": count // tensor, "tensor": tensor}
             if sizes != now or rollout != config.mesh.rollout:
                 changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
                 changes["mesh.rollout"] = rollout

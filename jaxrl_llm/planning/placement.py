@@ -26,6 +26,7 @@ from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
 from jaxrl_llm.planning.setting import Head, Setting, num_params
+from jaxrl_llm.sharding.mesh import AXES
 
 ROLES = ("policy", "critic", "reference", "reward")
 Grouping = tuple[tuple[str, ...], ...]
@@ -147,8 +148,9 @@ def _decode(setting: Setting, device: Device) -> Cost:
     mean = config.data.max_prompt_tokens + response / 2
     attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / tensor
     work = steps * local * (2 * held + attended)
-    heads = setting.split(shape.num_kv_heads)
-    cache = 2 * shape.num_layers * local * heads * mean * shape.head_size * item
+    held_heads, of_key, of_value = shape.cached
+    heads = setting.split(held_heads)
+    cache = shape.num_layers * local * heads * mean * (of_key + of_value) * item
     links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
     if config.mesh.rollout == "train":
         links += steps * held * item * (fsdp - 1) / fsdp
@@ -303,7 +305,8 @@ def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: 
         if count % tensor == 0:
             # A power of two, as dims of models divide by these; the rest goes to data.
             fsdp = (count // tensor) & -(count // tensor)
-            mesh = {"data": count // tensor // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
+            split = {"data": count // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            mesh = dict.fromkeys(AXES, 1) | split
             pool = Pool(roles, dataclasses.replace(setting, mesh=mesh), device)
             if pool.bytes <= device.memory_bytes:
                 fitting.append(pool)

@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def row_shards(self) -> int:  # devices that the rows of a batch are split over
-        return self.mesh["data"] * self.mesh["fsdp"]
+        return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
 
     @property
     def param_item(self) -> int:  # bytes of a number of trained weights
@@ -125,9 +125,9 @@ class Setting:
 
     def cache_bytes(self, rows: int, width: int) -> float:
         """Returns bytes of keys and values of so many sequences on one device."""
-        shape = self.policy
-        entries = self.rows_here(rows) * self.split(shape.num_kv_heads) * width * shape.head_size
-        return 2.0 * shape.num_layers * entries * self.rollout_item
+        heads, of_key, of_value = self.policy.cached
+        entries = self.rows_here(rows) * self.split(heads) * width * (of_key + of_value)
+        return 1.0 * self.policy.num_layers * entries * self.rollout_item
 
     def rows_here(self, rows: int) -> int:
         """Returns the rows on one device: all of them where the row shards do not divide them."""

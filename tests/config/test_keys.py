@@ -121,6 +121,7 @@ SHARED = {
     "config.model.attention": (probe.networks, "splash"),
     "config.mesh.data": (probe.networks, 2),
     "config.mesh.fsdp": (probe.networks, 2, {"mesh.data": -1, "mesh.fsdp": 1}),
+    "config.mesh.expert": (probe.networks, 2),
     "config.mesh.sequence": (probe.networks, 2),
     "config.mesh.tensor": (probe.networks, 2),
     "config.mesh.sequence_attention": (probe.networks, "ring"),
@@ -342,6 +343,7 @@ RL = {
         2,
         FREE,
     ),
+    "config.placement.pools.NAME.expert": (probe.networks, 2, POOLS),
     "config.placement.pools.NAME.sequence": (probe.networks, 2, POOLS),
     "config.placement.pools.NAME.tensor": (probe.networks, 2, POOLS),
 }
