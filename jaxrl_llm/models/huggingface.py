@@ -19,13 +19,15 @@ from flax import traverse_util
 
 from jaxrl_llm import console
 from jaxrl_llm.models import families, finite, safetensors_file, written_folder
-from jaxrl_llm.models.families import CheckpointFormatError, TensorName
+from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
 from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.tensor_names import TensorName, may_be_unused, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
 
 Block = tuple[slice, ...]  # of one array, with start and stop
-Contents = Callable[[TensorName, int], np.ndarray]  # one tensor of a layer, as a file stores it
+# One tensor of a layer and an expert, as a file stores it.
+Contents = Callable[[TensorName, int, int], np.ndarray]
 
 _MAX_LISTED = 8
 
@@ -98,7 +100,7 @@ def _checked(folder: pathlib.Path, network: Network):
     _check_shape(folder, config, network)
     stored = safetensors_file.open_folder(folder)
     leaves = traverse_util.flatten_dict(network.abstract())
-    names = families.tensor_names(network.shape, network.head)
+    names = tensor_names(network.shape, network.head)
     _, head = families.architecture(config, str(folder / "config.json"))
     absent = {"score.weight"} if head == "lm" and "score.weight" not in stored else set()
     _check_tensors(folder, network, leaves, [n for n in names if n.name not in absent], stored)
@@ -125,8 +127,7 @@ def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> 
     """Raises with every tensor that is missing or does not fit; warns of those without use."""
     problems, used = [], set()
     for name in names:
-        expected = leaves[name.path].shape[1 if name.stacked else 0 :]
-        expected = expected[::-1] if name.transposed else expected
+        expected = name.stored_shape(leaves[name.path].shape)
         for file_name in name.file_names:
             used.add(file_name)
             tensor = stored.get(file_name)
@@ -148,7 +149,7 @@ def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> 
     unused = sorted(
         name
         for name in stored.keys() - used
-        if not families.may_be_unused(name, network.shape, network.head)
+        if not may_be_unused(name, network.shape, network.head)
     )
     if unused:
         warnings.warn(
@@ -168,14 +169,17 @@ def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
 def _read_block(
     name: TensorName, tensors: list[StoredTensor], dtype: np.dtype, block: Block
 ) -> np.ndarray:
-    """Returns one block of a parameter; of a stacked one, it reads the layers in turn."""
-    layers = range(block[0].start, block[0].stop) if name.stacked else (0,)
-    part = block[1:] if name.stacked else block
-    out = np.empty([len(layers), *(p.stop - p.start for p in part)], dtype)
-    for slot, layer in enumerate(layers):
-        view = tensors[layer].view()
-        out[slot] = view[part[::-1]].T if name.transposed else view[part]
-    return out if name.stacked else out[0]
+    """Returns one block of a parameter; it reads layers, and experts, in turn."""
+    leading, part = block[: name.num_leading], block[name.num_leading :]
+    out = np.empty([p.stop - p.start for p in block], dtype)
+    for slot in np.ndindex(out.shape[: name.num_leading]):
+        number = 0
+        for i, span, size in zip(slot, leading, (1, name.experts), strict=False):
+            number = number * size + span.start + i
+        tensor = tensors[number]
+        found = tensor.view()[name.stored_block(part, tensor.shape)]
+        out[slot] = found.T if name.transposed else found
+    return out
 
 
 def _assemble(
@@ -227,8 +231,9 @@ def save(
     leaves = traverse_util.flatten_dict(params)
     dtype = np.dtype(jnp.dtype(dtype or params["embed"].dtype))
 
-    def contents(name: TensorName, layer: int) -> np.ndarray:
-        return written_folder.fetch(leaves[name.path], name, layer, dtype)
+    def contents(name: TensorName, layer: int, expert: int) -> np.ndarray:
+        kind = np.dtype(np.float32) if name.wide else dtype
+        return written_folder.fetch(leaves[name.path], name, layer, kind, expert)
 
     write(
         folder, network, contents, dtype, tokenizer, source_config, max_shard_bytes, eos_token_ids
@@ -280,18 +285,26 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
 def _tensors_to_write(network: Network, contents: Contents, dtype) -> Iterator[TensorToWrite]:
     """Yields every tensor, those of a layer together, so that a file holds whole layers."""
     leaves = traverse_util.flatten_dict(network.abstract())
-    names = families.tensor_names(network.shape, network.head)
+    found: dict[tuple[str, range], list[TensorName]] = collections.defaultdict(list)
+    for name in tensor_names(network.shape, network.head):
+        found[name.name, name.numbers].append(name)
 
-    def entry(name: TensorName, layer: int) -> TensorToWrite:
-        leaf = leaves[name.path]
-        shape = leaf.shape[1:] if name.stacked else leaf.shape
-        shape = shape[::-1] if name.transposed else shape
-        read = functools.partial(contents, name, layer)
-        return TensorToWrite(name.name.format(layer), dtype, tuple(shape), read)
+    def entry(parts: list[TensorName], layer: int, expert: int) -> TensorToWrite:
+        name = parts[0]
 
-    yield from (entry(name, 0) for name in names if not name.stacked)
+        def read() -> np.ndarray:
+            pieces = [contents(part, layer, expert) for part in parts]
+            return name.joined(pieces) if len(parts) > 1 else pieces[0]
+
+        shape = name.stored_shape(leaves[name.path].shape)
+        kind = np.dtype(np.float32) if name.wide else dtype
+        return TensorToWrite(name.name.format(layer, expert), kind, shape, read)
+
+    yield from (entry(parts, 0, 0) for parts in found.values() if not parts[0].stacked)
     for layer in range(network.shape.num_layers):
-        yield from (entry(name, layer) for name in names if layer in name.numbers)
+        for parts in found.values():
+            if layer in parts[0].numbers:
+                yield from (entry(parts, layer, e) for e in range(parts[0].experts or 1))
 
 
 def _split(tensors: list[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:

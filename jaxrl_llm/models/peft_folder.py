@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models import families, written_folder
-from jaxrl_llm.models.families import TensorName
+from jaxrl_llm.models import written_folder
 from jaxrl_llm.models.safetensors_file import TensorToWrite
+from jaxrl_llm.models.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
 
 _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
@@ -27,7 +27,7 @@ def save(
     """
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)
-    modules = {name.path[:-1]: name for name in families.tensor_names(network.shape)}
+    modules = {name.path[:-1]: name for name in tensor_names(network.shape)}
     leaves = traverse_util.flatten_dict(adapters)
     targets = sorted({modules[path[:-1]].name.split(".")[-2] for path in leaves})
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.models import safetensors_file
-from jaxrl_llm.models.families import CheckpointFormatError, TensorName
+from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.safetensors_file import TensorToWrite
+from jaxrl_llm.models.tensor_names import TensorName
 
 _WRITER = {"format": "pt", "writer": "jaxrl_llm"}
 
@@ -67,18 +68,22 @@ def write(
         multihost_utils.sync_global_devices(f"export to {folder}")
 
 
-@functools.partial(jax.jit, static_argnames=("stacked", "transposed", "dtype"))
-def _as_stored(leaf, layer, *, stacked: bool, transposed: bool, dtype: str):
-    tensor = leaf[layer] if stacked else leaf
+@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _as_stored(leaf, index, *, transposed: bool, dtype: str):
+    tensor = leaf[index]
     return (tensor.T if transposed else tensor).astype(dtype)
 
 
-def fetch(leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype) -> np.ndarray:
-    """Returns one tensor as a file holds it; every process takes part in gathering it."""
-    index = name.numbers.index(layer) if name.stacked else 0
-    tensor = _as_stored(
-        leaf, index, stacked=name.stacked, transposed=name.transposed, dtype=dtype.name
-    )
+def fetch(
+    leaf: jax.Array, name: TensorName, layer: int, dtype: np.dtype, expert: int = 0
+) -> np.ndarray:
+    """Returns a parameter of one layer, and expert, as a file holds it.
+
+    Every process takes part in gathering it.
+    """
+    index = (name.numbers.index(layer),) if name.stacked else ()
+    index += (expert,) if name.experts else ()
+    tensor = _as_stored(leaf, index, transposed=name.transposed, dtype=dtype.name)
     if tensor.is_fully_addressable:
         return np.asarray(tensor)
     return multihost_utils.process_allgather(tensor, tiled=True)
