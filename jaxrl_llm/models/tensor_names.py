@@ -26,7 +26,7 @@ _MODULES = {
     "mlp.expert.up": "mlp.experts.{}.up_proj",
     "mlp.expert.down": "mlp.experts.{}.down_proj",
 }
-_PARTS = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +114,10 @@ def _of_stack(shape: Shape, stack: Stack) -> Iterator[TensorName]:
         projection = last in ("gate", "up", "gate_up", "down")
         return f"{modules.get(above, above)}.{last}{'_proj' if projection else ''}"
 
-    def name(path: str, part: str, module: str = "", **where) -> TensorName:
-        keys = ("layers", stack.name, *path.split("."), part)
-        theirs = f"model.layers.{{}}.{found(module or path)}.{_PARTS.get(part, part)}"
-        return TensorName(keys, theirs, part == "kernel", stack.numbers, **where)
+    def name(path: str, leaf: str, module: str = "", **where) -> TensorName:
+        keys = ("layers", stack.name, *path.split("."), leaf)
+        theirs = f"model.layers.{{}}.{found(module or path)}.{_LEAVES.get(leaf, leaf)}"
+        return TensorName(keys, theirs, leaf == "kernel", stack.numbers, **where)
 
     def mlp(path: str, fused: bool = False) -> Iterator[TensorName]:
         for i, ours in enumerate(("gate", "up")):
