@@ -41,6 +41,7 @@ Attend = Callable[[Attention], tuple[Array, object]]
 Rotary = dict[str, tuple[Array, ...]]  # by name in `Layer.rope`
 
 NO_ADAPTERS = LoraConfig()
+_LATENT_EPS = 1e-6  # of norms inside latent attention, whatever that of the others is
 _NORMAL = nnx.initializers.normal(0.02)
 _ZEROS = nnx.initializers.zeros_init()
 
@@ -349,16 +350,17 @@ class LatentAttention(nnx.Module):
         latent = shape.latent
         assert latent is not None
         d, heads, rank = shape.hidden_size, shape.num_heads, latent.kv_rank
+        as_inside = dataclasses.replace(shape, norm_eps=_LATENT_EPS)
         self.rotated = shape.head_size - latent.plain_size
         queries, both = heads * shape.head_size, heads * (latent.plain_size + latent.value_size)
         if latent.q_rank:
             self.q_a = Linear(build, "q", d, latent.q_rank, ("whole", "rank"))
-            self.q_norm = RMSNorm(build, latent.q_rank, shape)
+            self.q_norm = RMSNorm(build, latent.q_rank, as_inside)
             self.q_b = Linear(build, "q", latent.q_rank, queries, ("rank", "heads"))
         else:
             self.q = Linear(build, "q", d, queries, ("embed", "heads"))
         self.kv_a = Linear(build, "k", d, rank + self.rotated, ("whole", "rank"))
-        self.kv_norm = RMSNorm(build, rank, shape)
+        self.kv_norm = RMSNorm(build, rank, as_inside)
         self.kv_b = Linear(build, "v", rank, both, ("rank", "key_value_heads"))
         self.o = Linear(build, "o", heads * latent.value_size, d, ("value_heads", "embed"))
         self.shape, self.latent = shape, latent
