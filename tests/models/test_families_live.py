@@ -18,6 +18,7 @@ from jaxrl_llm.models.tensor_names import tensor_names
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
+from jaxrl_llm.sharding.mesh import TRAIN, shardings
 
 SIZES = {
     "vocab_size": 96,
@@ -219,9 +220,10 @@ def test_read_and_written_folders_are_the_same(family, dtype, torch, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     shape = huggingface.read_shape(tmp_path / "theirs")
     network = Network(shape)
-    mesh = tiny.make_mesh(fsdp=2, tensor=2)
+    mesh = tiny.make_mesh(fsdp=2, expert=2, tensor=2)
+    places = shardings(network.abstract(), network.logical_axes(), mesh, TRAIN, network.units)
     params = huggingface.load(tmp_path / "theirs", network)
-    split = tiny.sharded(params, mesh, network)
+    split = huggingface.load(tmp_path / "theirs", network, places)
     source = families.read_config(tmp_path / "theirs")
     huggingface.save(tmp_path / "ours", network, split, source_config=source, dtype=dtype)
     assert tensors_of(tmp_path / "ours") == tensors_of(tmp_path / "theirs")
