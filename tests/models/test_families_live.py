@@ -3,13 +3,9 @@
 A family is a row of `TABLE`: its config class and what sets a tiny model of it apart.
 """
 
-import json
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 import tiny
 from flax import traverse_util
 
@@ -177,7 +173,7 @@ def test_a_family_is_that_of_transformers(family, torch, tmp_path):
 
     tokens, positions, segments = packed_rows(np.random.default_rng(0))
     cuts = np.cumsum((0, *LENGTHS))
-    rows = [torch.tensor(tokens[:, a:b].astype(np.int64)) for a, b in zip(cuts, cuts[1:])]
+    rows = [torch.tensor(tokens[:, a:b].astype(np.int64)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
     theirs = torch.cat([model(row, use_cache=False).logits[0] for row in rows])
     counted = sum(LENGTHS)
     weights = np.random.default_rng(1).standard_normal(theirs.shape).astype(np.float32)
@@ -252,8 +248,8 @@ def test_greedy_tokens_are_those_of_generate(family, torch, tmp_path):
     engine = Engine(network, mesh, num_slots=2, max_tokens=128)
     greedy = SamplingParams(NUM_GREEDY, temperature=0.0)
     requests = [Request(prompt, np.zeros((1, 2), np.uint32), (greedy,)) for prompt in prompts]
-    answers = dict(engine.generate(params, requests))
-    for i, prompt in enumerate(prompts):
+    answers = engine.generate(params, requests)
+    for prompt, (completion,) in zip(prompts, answers, strict=True):
         rows = torch.tensor([prompt])
         whole = model.generate(
             rows,
@@ -261,5 +257,4 @@ def test_greedy_tokens_are_those_of_generate(family, torch, tmp_path):
             do_sample=False,
             max_new_tokens=NUM_GREEDY,
         )
-        (completion,) = answers[i]
         assert list(completion.tokens) == whole[0, len(prompt) :].tolist()
