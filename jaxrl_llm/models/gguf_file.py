@@ -12,15 +12,20 @@ import gguf
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models import families
-from jaxrl_llm.models.families import FAMILIES, CheckpointFormatError, TensorName
+from jaxrl_llm.models.attention_layers import rotary_frequencies
+from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.huggingface import Contents
-from jaxrl_llm.models.layers import rotary_frequencies
 from jaxrl_llm.models.shape import RopeScaling, Shape
+from jaxrl_llm.models.tensor_names import TensorName, tensor_names
 from jaxrl_llm.models.transformer import Network
 
 # Fields that say nothing that the shape does not say, or that `read_shape` compares with it.
 _KNOWN = {"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"}
+_FAMILIES: Mapping[str, Any] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -81,11 +86,11 @@ def read_shape(file: GGUFFile) -> Shape:
         change the arithmetic in a way that is not implemented.
     """
     name = str(file.fields.get("general.architecture"))
-    if name not in FAMILIES:
-        raise file.fault(f"architecture is {name!r}; known: {', '.join(FAMILIES)}")
+    if name not in _FAMILIES:
+        raise file.fault(f"architecture is {name!r}; known: {', '.join(_FAMILIES)}")
     if "token_embd.weight" not in file.tensors:
         raise file.fault("token_embd.weight is missing; is it a language model?")
-    family, read = FAMILIES[name], set(_KNOWN)
+    read = set(_KNOWN)
 
     def number(key: str, default: float | None = None) -> Any:
         read.add(key)
@@ -118,8 +123,7 @@ def read_shape(file: GGUFFile) -> Shape:
         rope_scaling=_rope_scaling(file, head_size, theta),
         # The shortest number with this float32: 1e-5 is stored as 0.00000999999974.
         norm_eps=float(str(np.float32(number("attention.layer_norm_rms_epsilon")))),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        **_FAMILIES[name],
         tie_embeddings="output.weight" not in file.tensors,
     )
     for key, value in file.fields.items():
@@ -158,12 +162,11 @@ def contents(file: GGUFFile, network: Network, dtype: np.dtype) -> Contents:
     theirs = gguf.get_tensor_name_map(architectures[network.shape.family], num_layers)
     leaves = traverse_util.flatten_dict(network.abstract())
     found: dict[tuple[TensorName, int], gguf.ReaderTensor] = {}
-    for name in families.tensor_names(network.shape):
-        expected = leaves[name.path].shape[1 if name.stacked else 0 :]
-        expected = expected[::-1] if name.transposed else expected
-        for layer, file_name in enumerate(name.file_names(num_layers)):
+    for name in tensor_names(network.shape):
+        expected = name.stored_shape(leaves[name.path].shape)
+        for layer, file_name in enumerate(name.file_names):
             key = theirs.get_name(file_name, try_suffixes=(".weight", ".bias"))
-            tensor = file.tensors.get(key)
+            tensor = file.tensors.get(key or "")
             if tensor is None:
                 raise file.fault(f"{key} ({file_name}) is missing; take another copy of it")
             if (stored := tuple(tensor.shape[::-1].tolist())) != expected:
@@ -175,7 +178,7 @@ def contents(file: GGUFFile, network: Network, dtype: np.dtype) -> Contents:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         raise file.fault(f"{network.shape.family} has no {', '.join(unknown[:4])}{more}")
 
-    def read(name: TensorName, layer: int) -> np.ndarray:
+    def read(name: TensorName, layer: int, expert: int) -> np.ndarray:
         array = _values(found[name, layer])
         projection = name.path[-2] if len(name.path) > 1 else ""
         if network.shape.family == "llama" and projection in ("q", "k"):

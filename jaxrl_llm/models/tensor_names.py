@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.family_table import FAMILIES
 from jaxrl_llm.models.shape import Shape, Stack
 
 # Modules of a block; a family may call them otherwise. What follows a name in a longer one stays.
@@ -121,8 +121,10 @@ def _of_stack(shape: Shape, stack: Stack) -> Iterator[TensorName]:
 
     def mlp(path: str, fused: bool = False) -> Iterator[TensorName]:
         for i, ours in enumerate(("gate", "up")):
-            where = {"module": f"{path}.gate_up", "part": i, "parts": 2} if fused else {}
-            yield name(f"{path}.{ours}", "kernel", **where)
+            if fused:
+                yield name(f"{path}.{ours}", "kernel", f"{path}.gate_up", part=i, parts=2)
+            else:
+                yield name(f"{path}.{ours}", "kernel")
         yield name(f"{path}.down", "kernel")
 
     yield name("attention_norm", "scale")

@@ -17,28 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import attention, casting, lora, sequence_attention
-from jaxrl_llm.models.experts import ExpertMLP, Routed, Routing
-from jaxrl_llm.models.layers import (
-    MLP,
-    NO_ADAPTERS,
-    PLAIN,
-    Attend,
-    Attention,
-    Build,
-    GroupedAttention,
-    LatentAttention,
-    Products,
-    RMSNorm,
-    Rotary,
-    rotary_table,
-)
+from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_table
+from jaxrl_llm.models.block import Block, Ends
+from jaxrl_llm.models.experts import Routed, Routing
+from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import EVERYWHERE, Layer, RopeScaling, Shape
@@ -76,82 +63,6 @@ REMAT_POLICIES = {
 DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
     "cpu": on_cpu,
 }
-
-
-class Block(nnx.Module):
-    """One pre-norm decoder layer."""
-
-    def __init__(self, build: Build, shape: Shape, layer: Layer):
-        d = shape.hidden_size
-        self.attention_norm = RMSNorm(build, d, shape)
-        self.attention = (
-            LatentAttention(build, shape) if shape.latent else GroupedAttention(build, shape, layer)
-        )
-        self.mlp_norm = RMSNorm(build, d, shape)
-        self.mlp: MLP | ExpertMLP = (
-            ExpertMLP(build, shape) if layer.experts else MLP(build, shape, shape.mlp_size)
-        )
-        if shape.post_norms:
-            self.attention_post_norm = RMSNorm(build, d, shape)
-            self.mlp_post_norm = RMSNorm(build, d, shape)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        rotary: Rotary,
-        attend: Attend,
-        compressed: bool = False,
-        routing: Routing | None = None,
-    ):
-        """Returns the output, what `attend` kept, and what a router did (None: no experts)."""
-        x = checkpoint_name(x, "stream")
-        mixed, kept = self.attention(self.attention_norm(x), rotary, attend, compressed)
-        if hasattr(self, "attention_post_norm"):
-            mixed = self.attention_post_norm(mixed)
-        x = x + mixed
-        routed, mlp = None, self.mlp
-        if isinstance(mlp, ExpertMLP):
-            y, routed = mlp(self.mlp_norm(x), routing)
-        else:
-            y = mlp(self.mlp_norm(x))
-        if hasattr(self, "mlp_post_norm"):
-            y = self.mlp_post_norm(y)
-        return constrain(x + y, "batch", "length", "embed"), kept, routed
-
-
-class _Ends(nnx.Module):
-    """Everything that is not a block: embedding, final norm, head."""
-
-    def __init__(self, build: Build, shape: Shape, head: str):
-        table = (shape.vocab_size, shape.hidden_size)
-        self.embed = build.normal(table, ("vocab", "embed"))
-        self.norm = RMSNorm(build, shape.hidden_size, shape)
-        if head == "scalar":
-            # Zero: a critic begins by predicting nothing, so the first advantages are the returns.
-            self.score = build.zeros((1, shape.hidden_size), ("one", "embed"))
-        elif not shape.tie_embeddings:
-            self.head = build.normal(table, ("vocab", "embed"))
-
-
-@jax.custom_vjp
-def _row_major_gradient(table: Float[Array, "V D"]) -> Float[Array, "V D"]:
-    """Returns `table`; its gradient lies in memory by rows.
-
-    An exchange between devices leaves columns that are cheap to read; the compiler would transpose
-    the table and both of its moments, to columns and back.
-    """
-    return table
-
-
-def _row_major_forward(table):
-    return table, None
-
-
-def _row_major_backward(_, bar):
-    return (with_layout_constraint(bar, Layout((0, 1))),)
-
-
-_row_major_gradient.defvjp(_row_major_forward, _row_major_backward)
 
 
 def _pure(module: nnx.Module) -> Params:
@@ -214,8 +125,8 @@ class Network:
     def _block(self, kind: Layer, rngs: nnx.Rngs, adapters: LoraConfig = NO_ADAPTERS) -> Block:
         return Block(self._build(rngs, adapters), self.shape, kind)
 
-    def _ends(self, rngs: nnx.Rngs) -> _Ends:
-        return _Ends(self._build(rngs), self.shape, self.head)
+    def _ends(self, rngs: nnx.Rngs) -> Ends:
+        return Ends(self._build(rngs), self.shape, self.head)
 
     @property
     def units(self) -> dict[str, int]:
@@ -282,7 +193,7 @@ class Network:
         The table is split by features, so that each device looks up a slice of every token; then
         the slices are exchanged.
         """
-        table = _row_major_gradient(params["embed"]).astype(self.compute_dtype)
+        table = casting.row_major_gradient(params["embed"]).astype(self.compute_dtype)
         # Constrained to its own split as well, so that the gradient comes back in it.
         table = constrain_as_weight(table, "vocab", None)
         slices = constrain_as_weight(table, None, "vocab")[tokens]

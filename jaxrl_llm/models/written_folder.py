@@ -81,7 +81,7 @@ def fetch(
 
     Every process takes part in gathering it.
     """
-    index = (name.numbers.index(layer),) if name.stacked else ()
+    index: tuple[int, ...] = (name.numbers.index(layer),) if name.stacked else ()
     index += (expert,) if name.experts else ()
     tensor = _as_stored(leaf, index, transposed=name.transposed, dtype=dtype.name)
     if tensor.is_fully_addressable:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import by_chunk, full_attention, masked_attention
-from jaxrl_llm.models.layers import Attention
+from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
 

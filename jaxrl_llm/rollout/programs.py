@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import PLAIN
-from jaxrl_llm.models.layers import Attention
+from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache as cache_lib

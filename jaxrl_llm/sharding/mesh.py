@@ -33,13 +33,13 @@ TRAIN: Rules = {
     **{name: ("tensor", *_FOR_MEMORY) for name in _COMPUTED},
     "whole": ("tensor", *_FOR_MEMORY),  # of matrices whose other dim is too narrow to split
 }
-ROLLOUT: Rules = {"experts": ("expert",), **{name: ("tensor",) for name in _COMPUTED}}
+ROLLOUT: Rules = {"experts": ("expert",), "whole": (), **dict.fromkeys(_COMPUTED, ("tensor",))}
 
 # Rules of rollout weights by `config.mesh.rollout`.
 ROLLOUT_WEIGHTS: Mapping[str, Rules] = {
     "tensor": ROLLOUT,
     "train": TRAIN,
-    "all_tensor": {**TRAIN, **dict.fromkeys(_COMPUTED, ("tensor", "fsdp", "sequence"))},
+    "all_tensor": {**ROLLOUT, **dict.fromkeys(_COMPUTED, ("tensor", "fsdp", "sequence"))},
     "replicas": {},
 }
 # Axes over which heads are computed: a device must hold whole ones.

@@ -120,7 +120,10 @@ def test_other_keys_of_the_source_are_kept_and_stale_ones_replaced():
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide"),
         ({"vocab_size": None}, "here: vocab_size missing or no integer"),
         ({"head_dim": 7}, "heads of 7; rotary embeddings need an even size"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "of type yarn lacks original_max_position"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "of type yarn lacks original_max_position",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'default' or 'linear', 'llama3', 'yarn'"),
         ({"rope_scaling": {"full_attention": {"rope_theta": 1.0}}}, "the same for all layers"),
         (

@@ -3,6 +3,8 @@
 A family is a row of `TABLE`: its config class and what sets a tiny model of it apart.
 """
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ import tiny
 from flax import traverse_util
 
 from jaxrl_llm.models import families, huggingface, safetensors_file
-from jaxrl_llm.models.tensor_names import tensor_names
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
@@ -173,7 +174,7 @@ def test_a_family_is_that_of_transformers(family, torch, tmp_path):
 
     tokens, positions, segments = packed_rows(np.random.default_rng(0))
     cuts = np.cumsum((0, *LENGTHS))
-    rows = [torch.tensor(tokens[:, a:b].astype(np.int64)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    rows = [torch.tensor(tokens[:, a:b].astype(np.int64)) for a, b in itertools.pairwise(cuts)]
     theirs = torch.cat([model(row, use_cache=False).logits[0] for row in rows])
     counted = sum(LENGTHS)
     weights = np.random.default_rng(1).standard_normal(theirs.shape).astype(np.float32)

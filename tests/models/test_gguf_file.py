@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from jaxrl_llm.models import families, gguf_file
+from jaxrl_llm.models import families, gguf_file, tensor_names
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.shape import RopeScaling
 from jaxrl_llm.models.transformer import Network
@@ -20,9 +20,9 @@ def read(file):
     shape = gguf_file.read_shape(file)
     contents = gguf_file.contents(file, Network(shape), np.dtype(np.float32))
     return shape, {
-        file_name: contents(name, layer)
-        for name in families.tensor_names(shape)
-        for layer, file_name in enumerate(name.file_names(shape.num_layers))
+        file_name: contents(name, layer, 0)
+        for name in tensor_names.tensor_names(shape)
+        for layer, file_name in enumerate(name.file_names)
     }
 
 

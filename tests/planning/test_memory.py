@@ -32,7 +32,7 @@ SHAPE = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
 
 def setting(shape=SHAPE, split=(1, 4, 1, 2), backend="cpu", **groups) -> Setting:
     values = {**VALUES, **{name: {**VALUES.get(name, {}), **g} for name, g in groups.items()}}
-    sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True))
+    sizes = dict(zip(("data", "fsdp", "sequence", "tensor"), split, strict=True)) | {"expert": 1}
     return Setting(from_config_dict(values), shape, (), sizes, backend)
 
 

@@ -94,7 +94,7 @@ def test_tokens_of_a_step_lie_behind_those_before():
     recent = cache_lib.no_recent(SHAPE, SLOTS, 6, "float32")
     assert (recent.positions == NOWHERE).all()
     k, v = random_rows(3, 2, SLOTS, 2, 2, 8)  # each [S, Q, K, H]
-    keys, values = cache_lib.add(recent, 1, jnp.int32(2), k, v)
+    keys, values = cache_lib.add(recent, 1, jnp.int32(2), (k, v))
     np.testing.assert_array_equal(keys[..., 2:4], k.transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(values[:, :, 2:4], v.transpose(0, 2, 1, 3))
     assert not keys[..., :2].any() and not keys[..., 4:].any()

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig, PoolConfig
 from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding.mesh import AXES
 
 
 def places(choice="split", used=ROLES, mesh=None, devices=None, **settings):
@@ -45,8 +46,9 @@ def test_standalone_gives_nothing_to_roles_that_the_run_does_not_have():
 def test_pools_by_hand_have_meshes_of_their_own():
     sizes = {"a": PoolConfig(devices=-1, tensor=2), "b": PoolConfig(devices=2)}
     found = places(**by_hand(**sizes))
-    assert dict(found["policy"].shape) == {"data": 1, "fsdp": 3, "sequence": 1, "tensor": 2}
-    assert dict(found["critic"].shape) == {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 1}
+    ones = dict.fromkeys(AXES, 1)
+    assert dict(found["policy"].shape) == {**ones, "fsdp": 3, "tensor": 2}
+    assert dict(found["critic"].shape) == {**ones, "fsdp": 2}
 
 
 class Device:

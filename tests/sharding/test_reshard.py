@@ -47,7 +47,7 @@ def test_reshard_is_the_plain_cast(sizes, layout):
         with jax.transfer_guard("disallow_explicit"):
             first = mover.reshard(empty, train[0])
         assert all(a.is_deleted() for a in jax.tree.leaves(empty))
-        compilations = mover.jitted["layer"]._cache_size(), mover.jitted["ends"]._cache_size()
+        compilations = mover.layers["0"]._cache_size(), mover.ends._cache_size()
         assert_is_cast(first, weights[0], "bfloat16")
         kept = jax.tree.map(lambda a: a.sharding, first)
         places = addresses(first)
@@ -57,7 +57,7 @@ def test_reshard_is_the_plain_cast(sizes, layout):
     assert addresses(second) == places
     assert_is_cast(second, weights[1], "bfloat16")
     assert jax.tree.map(lambda a: a.sharding, second) == kept
-    assert compilations == (mover.jitted["layer"]._cache_size(), mover.jitted["ends"]._cache_size())
+    assert compilations == (mover.layers["0"]._cache_size(), mover.ends._cache_size())
     assert compilations == (1, 1)
     # The training weights are still there.
     assert not any(a.is_deleted() for tree in train for a in jax.tree.leaves(tree))
