@@ -151,7 +151,8 @@ def _batch(rows: Sequence[Row], packer: Packer) -> Batch:
 
 def _sft(config: JobConfig, models: Models) -> Task:
     """Returns cross-entropy of worked answers: a mean over all of their tokens in a batch."""
-    examples = datasets.worked_examples(config.data, models.tokenizer, "train", config.seed)
+    most = config.max_sequence_tokens
+    examples = datasets.worked_examples(config.data, models.tokenizer, "train", config.seed, most)
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
         log_probs, _, _ = predict.token_statistics(
@@ -177,7 +178,9 @@ def _reward_model(
 
     With `costs` a high score is bad: of each pair the rejected answer gets the higher one.
     """
-    pairs = datasets.preference_pairs(config.data, models.tokenizer, "train", config.seed, name)
+    pairs = datasets.preference_pairs(
+        config.data, models.tokenizer, "train", config.seed, name, config.max_sequence_tokens
+    )
     if costs:
         pairs = [Pair(chosen=pair.rejected, rejected=pair.chosen) for pair in pairs]
 
