@@ -9,6 +9,7 @@ from jaxrl_llm.config.ranges import File, Folder, Group, Name, Problems, Range, 
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
 # temperature this error would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
+PIECE_TOKENS = 2048  # of a prompt, read at one time
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 

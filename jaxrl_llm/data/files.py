@@ -78,8 +78,10 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Returns whether `value` is a string without half a surrogate pair, which JSON can hold."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    """Returns whether `value` is a string that UTF-8 can hold: JSON can hold half a character."""
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or value.encode("utf-8", "ignore").decode() == value
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 Job = TypeVar("Job", bound=JobConfig)
 
 _ERROR = 1.1  # estimates are at most a tenth from compilers' reports
-# What the backward pass computes again, from the least work to the least memory.
-_REMAT = ("none", "dots", "projections", "attention", "full")
 _TOKENS = (16_384, 8192, 4096)  # of a microbatch on a device
 _FEWEST_ON_CPU = 512
 _USABLE = 0.9  # of a device's memory, where sizes are chosen
@@ -152,7 +150,7 @@ def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
     if config.placement.choice == "auto":
         config = dataclasses.replace(config, placement=PlacementConfig())
     _, most_tokens = _sizes(config, "tpu")[0]
-    return _with_sizes(config, _REMAT[-1], most_tokens)
+    return _with_sizes(config, fit.REMAT[-1], most_tokens)
 
 
 def _chosen_here(config: RLConfig) -> RLConfig:
@@ -208,7 +206,7 @@ def _sizes(config: RLConfig, backend: str) -> list[tuple[str, int]]:
     row = -(-row // config.mesh.sequence)
     few = (_FEWEST_ON_CPU,) if backend == "cpu" else ()
     tokens = dict.fromkeys(max(each, row) for each in (*_TOKENS, *few))
-    return list(itertools.product(_REMAT, tokens))
+    return list(itertools.product(fit.REMAT, tokens))
 
 
 def _placed(setting: Setting, target: Target) -> RLConfig:

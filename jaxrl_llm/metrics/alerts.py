@@ -178,11 +178,16 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
 
     def __exit__(self, *exception: Any) -> None:
-        """Waits some seconds for messages that are still to be sent."""
+        """Waits some seconds for messages that are still to be sent; drops those left then."""
+        if not self._thread.is_alive():
+            return
         with contextlib.suppress(queue.Full):
-            if self._thread.is_alive():
-                self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
-                self._thread.join(CLOSE_TIMEOUT_S)
+            self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        with contextlib.suppress(queue.Empty):
+            while self._thread.is_alive():
+                self._messages.get_nowait()
+        self._messages.put_nowait(None)  # the thread ends after the message that it is sending
 
     def _rule(self, name: str) -> AlertConfig:
         return getattr(self._config, name)

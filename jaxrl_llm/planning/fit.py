@@ -18,8 +18,8 @@ from jaxrl_llm.sharding.mesh import mesh_sizes
 
 Changes = dict[str, Any]  # values by config key, in the order of the config
 
-# What the forward pass keeps on the device, from most to least.
-_REMAT = ("none", "dots", "projections", "attention", "full", "offload_full")
+# What the backward pass computes again, from the least work to the least memory.
+REMAT = ("none", "dots", "projections", "attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +153,11 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     meshes = list(_meshes(plan, count))
     anywhere = [{}, *meshes]
 
-    def enough(tried: Iterable[list[Changes]]) -> bool:
-        last = [values if values in (meshes, anywhere) else values[-1:] for values in tried]
-        return any(map(fitting, itertools.product(*last)))
+    def enough(kinds: Iterable[list[Changes]], meshes: list[Changes]) -> bool:
+        last = (values[-1:] for values in kinds)
+        return any(map(fitting, itertools.product(*last, meshes)))
 
-    if not enough([*kinds, anywhere]):
+    if not enough(kinds, anywhere):
         return None
     # On other devices a new mesh does not count as a change.
     same = plan.num_devices == count and plan.device == device
@@ -165,9 +165,12 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     for number in range(len(options) + 1):
         found: list[tuple[int, Advice]] = []
         for chosen in itertools.combinations(options, number):
-            tried = chosen if same else (*chosen, anywhere)
-            if not enough(tried):
+            moves = same and meshes in chosen[-1:]
+            where = meshes if moves else [{}] if same else anywhere
+            of_kinds = chosen[:-1] if moves else chosen
+            if not enough(of_kinds, where):
                 continue
+            tried = (*of_kinds, where)
             steps = itertools.product(*map(range, map(len, tried)))
             for picks in sorted(steps, key=sum):
                 if made := fitting(values[i] for values, i in zip(tried, picks, strict=True)):
@@ -180,8 +183,9 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
 
 def _kinds(plan: Plan) -> Iterator[list[Changes]]:
     config = plan.setting.config
-    known = _REMAT.index(config.model.remat) + 1 if config.model.remat in _REMAT else len(_REMAT)
-    yield [{"model.remat": name} for name in _REMAT[known:]]
+    remats = (*REMAT, "offload_full")
+    known = remats.index(config.model.remat) + 1 if config.model.remat in remats else len(remats)
+    yield [{"model.remat": name} for name in remats[known:]]
 
     tokens, width = config.trainer.max_tokens_per_microbatch, config.max_sequence_tokens
     fewer = _halves(tokens // width * width, width)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config.placement import ROLES
+from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models import attention, heads
 from jaxrl_llm.planning.setting import Head, Parts, Setting, num_params
 
@@ -39,7 +40,6 @@ _COMPILERS: Mapping[str, _Compiler] = {
     # One device gathers nothing.
     "one cpu": _Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, 1.2),
 }
-_PIECE_TOKENS = 2048  # of one prompt, read at one time (`rollout/programs.py`)
 
 
 def _compiler(setting: Setting) -> _Compiler:
@@ -253,7 +253,7 @@ def _prefill(setting: Setting) -> Parts:
     width = config.data.max_prompt_tokens
     prompts = max(1, min(config.trainer.prompts_per_step, 4096 // width))
     rows = setting.rows_here(prompts)
-    block = attention.QUERY_BLOCK if width <= _PIECE_TOKENS else _PIECE_TOKENS
+    block = attention.QUERY_BLOCK if width <= PIECE_TOKENS else PIECE_TOKENS
     scores = rows * setting.split(shape.num_heads) * width * min(width, block) * 4.0
     mlp = rows * width * setting.split(shape.mlp_size) * setting.rollout_item
     return Parts(

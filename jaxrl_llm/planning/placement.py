@@ -66,9 +66,12 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     if needed.critic:
         found["score_critic"] = _pass(setting, device, "scalar", trained=False)
         found["train_critic"] = _pass(setting, device, "scalar", trained=True)
-    for shape in setting.scorers:
-        scorer = dataclasses.replace(setting, policy=shape)
-        found["score_reward"] = _pass(scorer, device, "scalar", trained=False)
+    scorers = (dataclasses.replace(setting, policy=shape) for shape in setting.scorers)
+    passes = [_pass(scorer, device, "scalar", trained=False) for scorer in scorers]
+    if passes:  # one after the other
+        names = vars(passes[0]).keys() - {"num_devices"}
+        sums = {name: sum(getattr(each, name) for each in passes) for name in names}
+        found["score_reward"] = dataclasses.replace(passes[0], **sums)
     return found
 
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models.attention import full_attention
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
-
-PIECE_TOKENS = 2048  # of one row, read at one time
 
 
 @jax.tree_util.register_dataclass

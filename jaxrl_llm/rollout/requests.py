@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.samples import MIN_TEMPERATURE
+from jaxrl_llm.data.files import is_text
 from jaxrl_llm.errors import UserError
 
 # Of one sample; the device compares each new token with them. The config allows 8, the rest is
@@ -165,11 +166,6 @@ def number_problem(name: str, value: Any) -> str:
         return "" if holds(value) else f"must be {rule}, got {value!r}"
     except TypeError:  # not a number at all
         return f"must be {rule}, got {value!r:.100}"
-
-
-def is_text(string: str) -> bool:
-    """Returns whether UTF-8 can hold a string: it cannot hold half of a surrogate pair."""
-    return string.isascii() or string.encode("utf-8", "ignore").decode() == string
 
 
 @dataclasses.dataclass(frozen=True)

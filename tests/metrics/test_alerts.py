@@ -204,6 +204,8 @@ def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog
         time.sleep(0.01)
     monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)
     watch.__exit__()
+    watch._thread.join(60.0)
+    assert not watch._thread.is_alive()
 
 
 @pytest.mark.parametrize("content", ["def tell(", "import absent_package", "def other(m): pass"])
