@@ -19,7 +19,18 @@ import quick_compiler
 import runs
 import starter
 
-STEPS = 70
+REQUESTED_AT = (
+    "setup",
+    "restored",
+    "rollout_during",
+    "reward_during",
+    "predicted",
+    "update_between",
+    "evaluation",
+    "numbers_half",
+    "save_writing",
+    "saved",
+)
 SETTINGS = {
     # An untaught model gets no sum right; all scores would be 0 and nothing would be learned.
     "rewards.functions.answer.function": f"{pathlib.Path(__file__).with_name('letters.py')}:score",
@@ -34,7 +45,6 @@ SETTINGS = {
     "rewards.num_workers": 1,
     "warm_start.num_steps": 0,
     "algorithm.samples_per_prompt": 2,
-    "trainer.num_steps": STEPS,
     "trainer.minibatch_size": 4,
     "evaluation.num_prompts": 2,
     "evaluation.every": 2,
@@ -134,15 +144,21 @@ def test_every_point_names_a_function():
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, requested_at",
     [
-        pytest.param("grpo_tiny", marks=pytest.mark.slow),
-        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
+        # A request acts where the run may next end, whatever is half done: one a phase.
+        pytest.param("grpo_tiny", REQUESTED_AT, marks=pytest.mark.slow),
+        pytest.param("grpo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
+        pytest.param("ppo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
     ],
+    ids=["grpo", "all-grpo", "all-ppo"],
 )
-def test_every_point(name, tmp_path, cache):
+def test_every_point(name, requested_at, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]
-    moments += [(point, number) for point in starter.POINTS for number in ("SIGKILL", "SIGTERM")]
-    assert len(starter.POINTS) >= 20
-    chain(name, tmp_path, cache, moments, STEPS)
+    for point in starter.POINTS:
+        moments += [(point, "SIGKILL")]
+        moments += [(point, "SIGTERM")] if point in requested_at else []
+    assert len(starter.POINTS) >= 20 and set(requested_at) <= starter.POINTS.keys()
+    # A start takes one step on average, and every second is saved.
+    chain(name, tmp_path, cache, moments, last=len(moments) // 2 * 2 + 4)
