@@ -27,7 +27,7 @@ logging.getLogger("transformers").addFilter(
 
 
 def default_config(job: str = "rl") -> "ConfigDict":
-    """Returns every setting of a job ("rl", "sft", "reward_model"), to be changed."""
+    """Returns every setting of a job ("rl", "sft", "dpo", "reward_model"), to be changed."""
     from jaxrl_llm.config.bridge import default_config_dict
 
     return default_config_dict(job)

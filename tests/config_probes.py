@@ -21,9 +21,17 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
-from jaxrl_llm.config import RLConfig, SFTConfig
+from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import batches, estimate, lowering, optimizer, source, update
+from jaxrl_llm.learner import (
+    batches,
+    estimate,
+    lowering,
+    objectives,
+    optimizer,
+    source,
+    update,
+)
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -100,7 +108,9 @@ def estimates(config: RLConfig):
 def first_state(config: RLConfig):
     """What a run begins with beside weights, and how often an optimizer was moved to the host."""
     mesh = models_lib.one_mesh(config)["policy"]
-    models = types.SimpleNamespace(mesh=mesh, meshes=dict.fromkeys(("policy", "critic"), mesh))
+    policy = types.SimpleNamespace(lora=LoraConfig())
+    meshes = dict.fromkeys(("policy", "critic"), mesh)
+    models = types.SimpleNamespace(mesh=mesh, meshes=meshes, policy=policy)
     moved = mock.Mock(side_effect=lambda state: state)
     with (
         mock.patch.object(weights_lib, "scalar_from_policy", lambda *a: {}),
@@ -172,13 +182,13 @@ def asked(config: RLConfig):
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
     transformation = optimizer.make(config, 8)
-    weights = {"w": jnp.array([1.0, -2.0])}
+    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0])}
     state, found = transformation.init(weights), []
     for size in (1e-3, 1.0, 3.0):
-        gradients = {"w": jnp.array([size, -2.0 * size])}
+        gradients = dict.fromkeys(weights, jnp.array([size, -2.0 * size]))
         changes, state = transformation.update(gradients, state, weights)
         weights = jax.tree.map(jnp.add, weights, changes)
-        found.append((weights["w"], jax.tree.leaves(state)))
+        found.append((weights, jax.tree.leaves(state)))
     return found, [str(leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
@@ -204,7 +214,7 @@ def networks(config):
     models = models_lib.of_job(config, meshes)
     if isinstance(config, RLConfig):
         models_lib.check_stop_tokens(config, models.policy.shape)
-        weights_lib.check_folders(config, models)
+    weights_lib.check_folders(config, models)
     places = {
         role: (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         for role, mesh in models.meshes.items()
@@ -254,8 +264,39 @@ def prompts(config):
 
 def examples(config):
     """Rows of a supervised job."""
+    return _rows(config, "train")
+
+
+def held_out(config):
+    """Rows that a supervised job does not learn from."""
+    return _rows(config, "eval")
+
+
+def _rows(config, split):
     make = datasets.worked_examples if config.job == "sft" else datasets.preference_pairs
-    return make(config.data, models_lib.load_tokenizer(config.model), "train", config.seed)
+    return make(config.data, models_lib.load_tokenizer(config.model), split, config.seed)
+
+
+def dpo_loss(config):
+    ratios = jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])
+    here, tokens = jnp.ones(2, bool), jnp.array([3.0, 4.0])
+    return losses.dpo(config.dpo, *ratios, tokens, tokens, here, 2.0)
+
+
+def supervised_evaluation(config):
+    """How many rows a supervised job evaluates on."""
+
+    def evaluation(config, models, objective, start, held_out, *rest):
+        raise _SeenError(len(held_out))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(stages_lib, "_evaluation", evaluation),
+    ):
+        try:
+            stages_lib.train(config, folder)
+        except _SeenError as found:
+            return found.args
 
 
 def supervised_batch(config):
@@ -264,16 +305,18 @@ def supervised_batch(config):
     grain = datasets.grain.ReadOptions
     seen = {}
 
-    def program(config, task, state):
-        def take(state, batch):
+    def program(config, objective, state):
+        def take(state, base, batch):
             raise _SeenError(jax.tree.map(np.asarray, batch))
 
         return take
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib.weights_lib, "initial_policy", lambda *a: {}),
-        mock.patch.object(stages_lib.weights_lib, "scalar_from_policy", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "initial", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "first_reference", lambda *a: {}),
+        mock.patch.object(stages_lib.objectives, "completion", lambda *a: lambda b, clock: b),
+        mock.patch.object(stages_lib, "_evaluation", lambda *a: lambda *b: {}),
         mock.patch.object(stages_lib, "_update_program", program),
         mock.patch.object(
             datasets.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
@@ -292,11 +335,11 @@ def supervised_loss(config):
     def statistics(*args, **named):
         raise _SeenError(named)
 
-    task = stages_lib._sft(config, models_lib.of_job(config))
+    objective = stages_lib._OBJECTIVES[type(config)](config, models_lib.of_job(config))
     batch = types.SimpleNamespace(tokens=None)
-    with mock.patch.object(stages_lib.predict, "token_statistics", statistics):
+    with mock.patch.object(objectives.predict, "token_statistics", statistics):
         try:
-            task.loss({}, None, batch)
+            objective.loss({}, None, batch)
         except _SeenError as found:
             return found.args
 

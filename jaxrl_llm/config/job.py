@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
 from jaxrl_llm.config import learner
-from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.ranges import INT32_MAX, Group, Problems, Range
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
@@ -55,14 +55,13 @@ class JobConfig(Group):
 
 
 class SupervisedConfig(JobConfig):
-    """A job on given answers; it does not sample, score or evaluate."""
+    """A job on given answers; it evaluates on those of held-out rows."""
 
     trainer: learner.SupervisedTrainerConfig = learner.SupervisedTrainerConfig()
 
     # Settings and groups of every job that have no effect in this one.
     unread = frozenset({
-        "lora", "data.eval_files", "data.prompt_column", "mesh.rollout", "mesh.on_host",
-        "trainer.shared_prompts", "evaluation", "metrics.rollouts_every",
+        "data.prompt_column", "mesh.on_host", "trainer.shared_prompts", "metrics.rollouts_every",
         "alerts.kl", "alerts.reference_kl", "alerts.entropy", "alerts.log_prob_difference",
         "alerts.constant_reward", "alerts.reward_failures",
     })  # fmt: skip
@@ -71,9 +70,15 @@ class SupervisedConfig(JobConfig):
     def max_sequence_tokens(self) -> int:
         return self.trainer.max_sequence_tokens
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are rows that the job does not learn from."""
+        return self.data.task == "arithmetic" or bool(self.data.eval_files)
+
     def rules(self) -> Problems:
-        if self.lora.rank:
-            yield "lora.rank", "this job trains all weights; set it to 0"
+        if self.evaluation.every and not self.has_held_out:
+            message = f"{self.evaluation.every}, but no rows are held out; name data.eval_files"
+            yield "evaluation.every", f"{message}, or set it to 0"
 
     def warnings(self) -> Iterator[str]:
         for key in sorted(self.unread):
@@ -82,10 +87,55 @@ class SupervisedConfig(JobConfig):
                 yield f"config.{key}: no effect, this job does not read it"
 
 
-class SFTConfig(SupervisedConfig):
+class PolicyConfig(SupervisedConfig):
+    """A job on given answers that trains a policy; `evaluation.functions` score its own answers."""
+
+    rollout: RolloutConfig = RolloutConfig()  # of the evaluation
+
+    # The evaluation has its own.
+    unread = SupervisedConfig.unread.union(
+        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+
+    def rules(self) -> Problems:
+        yield from super().rules()
+        if self.evaluation.functions and not self.has_held_out:
+            yield "evaluation.functions", "no rows are held out; name data.eval_files"
+
+    def as_rl(self) -> "RLConfig":
+        """Returns the run of RL that would sample and score with this policy."""
+        return RLConfig(
+            seed=self.seed,
+            model=self.model,
+            lora=self.lora,
+            data=self.data,
+            mesh=self.mesh,
+            rollout=self.rollout,
+            rewards=RewardsConfig(functions=self.evaluation.functions),
+            evaluation=self.evaluation,
+            trainer=learner.RLTrainerConfig(
+                max_tokens_per_microbatch=self.trainer.max_tokens_per_microbatch
+            ),
+            checkpoint=self.checkpoint,
+        )
+
+
+class SFTConfig(PolicyConfig):
     """Supervised fine-tuning of the policy on given answers."""
 
     job: Literal["sft"] = "sft"
+
+
+class DPOConfig(PolicyConfig):
+    """Direct preference optimization of the policy on pairs of a chosen and a rejected answer."""
+
+    job: Literal["dpo"] = "dpo"
+    reference: learner.ReferenceConfig = learner.ReferenceConfig()
+    dpo: PreferenceLossConfig = PreferenceLossConfig()
+
+    unread = PolicyConfig.unread.union(
+        ("data.train_files", "data.eval_files", "data.arithmetic_errors")
+    )
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -93,9 +143,11 @@ class RewardModelingConfig(SupervisedConfig):
 
     job: Literal["reward_model"] = "reward_model"
 
-    unread = SupervisedConfig.unread.union(
-        ("model.vocab_chunk", "data.train_files", "data.arithmetic_errors")
-    )
+    unread = SupervisedConfig.unread.union({
+        "model.vocab_chunk", "mesh.rollout", "data.train_files", "data.eval_files",
+        "data.arithmetic_errors", "evaluation.functions", "evaluation.samples_per_prompt",
+        "evaluation.temperature", "evaluation.top_p",
+    })  # fmt: skip
 
 
 Job = TypeVar("Job", bound=SupervisedConfig)

@@ -80,6 +80,8 @@ class OptimizerConfig(Group):
     # Lowest value of the decay, relative to learning_rate.
     min_lr_ratio: Annotated[float, Range("[0, 1]")] = 0.0
     weight_decay: Annotated[float, Range("[0, 1000]")] = 0.01
+    # "matrices": biases and the scales of norms do not decay.
+    weight_decay_on: Literal["all", "matrices"] = "all"
     # 1 - beta must be larger than the rounding error of float32.
     beta1: Annotated[float, Range("[0, 0.999999]")] = 0.9
     beta2: Annotated[float, Range("[0, 0.999999]")] = 0.999
@@ -98,9 +100,9 @@ class CriticConfig(Group):
 
 
 class ReferenceConfig(Group):
-    """The frozen reference policy of the KL terms."""
+    """The frozen reference policy of the KL terms, and of direct preference optimization."""
 
-    path: Folder = ""  # "": the weights of the policy at the start of RL
+    path: Folder = ""  # "": the weights of the policy at the start
 
 
 class TrainerConfig(Group):

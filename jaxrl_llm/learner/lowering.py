@@ -62,7 +62,9 @@ def abstract_state(config: RLConfig, models: Models) -> LearnerState:
 
     critic = weights_lib.abstract_params(models.value, models.meshes["critic"])
     return LearnerState(
-        policy=trainable(weights_lib.abstract_policy(models), config.trainer.optimizer),
+        policy=trainable(
+            weights_lib.abstract_trained(models.policy, models.mesh), config.trainer.optimizer
+        ),
         critic=trainable(critic if needed.critic else {}, config.critic.optimizer),
         cost_critic=trainable(critic if needed.cost_critic else {}, config.critic.optimizer),
         kl_coef=number,

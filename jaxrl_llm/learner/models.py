@@ -125,7 +125,7 @@ def build(
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
     mesh = meshes["policy"]
-    policy = dataclasses.replace(network(config, shape, "lm", mesh), lora=config.lora)
+    policy = network(config, shape, "lm", mesh)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
@@ -209,6 +209,7 @@ def network(config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], mesh
         param_dtype=model.param_dtype,
         compute_dtype=model.compute_dtype,
         remat="none" if model.remat == "auto" else model.remat,  # of a run: `planned.settled`
+        lora=config.lora,
         sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
             model.attention, platform, model.compute_dtype, shape.head_size

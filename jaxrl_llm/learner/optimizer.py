@@ -40,6 +40,7 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
     `moment_dtype` is of the first moment. The second is float32: the 8 bits of a bfloat16 lose
     steps of 1 - beta2 = 0.001.
     """
+    decays = None if config.weight_decay_on == "all" else _matrices
     chain = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
@@ -48,6 +49,7 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
             b2=config.beta2,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            mask=decays,
             mu_dtype=config.moment_dtype,
         ),
     )
@@ -57,6 +59,13 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
         return chain.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     return optax.GradientTransformation(init, chain.update)
+
+
+def _matrices(params: Tree) -> Tree:
+    """Returns which parameters are no biases and no scales of norms; all of them may be stacked."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key not in ("bias", "scale"), params
+    )
 
 
 def may_overflow(config: OptimizerConfig, num_updates: int) -> bool:

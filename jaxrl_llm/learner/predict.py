@@ -47,7 +47,10 @@ def token_statistics(
     chunk: int,
     entropy: heads.Entropy,
 ) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
-    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens."""
+    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens.
+
+    `entropy` may ask for other things, see `heads.token_statistics`.
+    """
     packed, hidden, weight = _read(network, params, tokens, microbatch)
     settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
     if microbatch.scores_everything:

@@ -20,7 +20,8 @@ def save(
 ) -> None:
     """Writes the adapters of a network, as `written_folder.write`.
 
-    `base_model` is the folder of the frozen weights that the file names; "" names none.
+    `base_model` is the folder of the frozen weights that the file names; "" names none. The head of
+    a scalar network is among the adapters, whole.
 
     Raises:
       CheckpointFormatError: If the folder holds something other than an earlier export.
@@ -28,10 +29,15 @@ def save(
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)
     modules = {name.path[:-1]: name for name in families.tensor_names(network.shape)}
-    leaves = traverse_util.flatten_dict(adapters)
+    score = adapters.get("score")
+    leaves = traverse_util.flatten_dict({"layers": adapters["layers"]})
     targets = sorted({modules[path[:-1]].name.split(".")[-2] for path in leaves})
 
     def tensors() -> Iterator[TensorToWrite]:
+        if score is not None:
+            named = TensorName(("score",), "base_model.model.score.weight")
+            read = functools.partial(written_folder.fetch, score, named, 0, score.dtype)
+            yield TensorToWrite(named.name, np.dtype(score.dtype), score.shape, read)
         for layer in range(network.shape.num_layers):
             for path, leaf in leaves.items():
                 module = modules[path[:-1]].name.removesuffix(".weight").removesuffix(".bias")
@@ -43,7 +49,8 @@ def save(
 
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if score is None else "SEQ_CLS",
+        "modules_to_save": None if score is None else ["score"],
         "base_model_name_or_path": base_model or None,
         "r": network.lora.rank,
         "lora_alpha": network.lora.alpha,

@@ -11,7 +11,7 @@ from config_fields import listed
 
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import UserError
 
 SMALL = {
     "model.hidden_size": 16,
@@ -38,6 +38,7 @@ BASE = {
         "rewards.functions": {"NAME": {"function": "arithmetic"}},
     },
     "sft": {**SMALL, "job": "sft", "trainer.num_steps": 4},
+    "dpo": {**SMALL, "job": "dpo", "trainer.num_steps": 4},
     "reward_model": {**SMALL, "job": "reward_model", "trainer.num_steps": 4},
 }
 JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.num_steps": 1}
@@ -174,6 +175,7 @@ OPTIMIZER = {
     "warmup_steps": (2,),
     "min_lr_ratio": (0.5, {"schedule": "linear"}),
     "weight_decay": (0.5,),
+    "weight_decay_on": ("matrices", {"weight_decay": 0.5}),
     "beta1": (0.5,),
     "beta2": (0.5,),
     "eps": (0.5,),
@@ -346,6 +348,7 @@ RL = {
     "config.placement.pools.NAME.tensor": (probe.networks, 2, POOLS),
 }
 
+TIMES = ("every", "before", "after")
 SUPERVISED = {
     **{key: (probe.examples, *rest) for key, (_, *rest) in DATA.items()},
     **SHARED,
@@ -361,14 +364,46 @@ SUPERVISED = {
     "config.trainer.max_tokens_per_microbatch": (probe.supervised_batch, 256),
     "config.trainer.max_sequence_tokens": (probe.supervised_batch, 8),
     "config.model.vocab_chunk": (probe.supervised_loss, 8),
+    "config.data.eval_files": (
+        probe.held_out,
+        ("none.jsonl",),
+        FILES | {"data.task": "gsm8k"},
+    ),
+    **{key: row for key, row in RL.items() if key.startswith("config.lora.")},
+    **{f"config.evaluation.{name}": RL[f"config.evaluation.{name}"] for name in TIMES},
+    "config.evaluation.num_prompts": (probe.supervised_evaluation, 3),
 }
-TABLES = {"rl": RL, "sft": SUPERVISED, "reward_model": SUPERVISED}
+
+
+@functools.cache
+def through_rl(part):
+    """Returns the probe of the run of RL that samples as a job does."""
+    return lambda config: part(config.as_rl())
+
+
+SAMPLING = ("config.rollout.", "config.evaluation.", "config.mesh.rollout")
+POLICY = {
+    **SUPERVISED,
+    **{
+        key: (through_rl(part), *rest)
+        for key, (part, *rest) in RL.items()
+        if key.startswith(SAMPLING) and key not in SUPERVISED
+    },
+    "config.reference.path": (probe.networks, "none"),
+    "config.dpo.loss": (probe.dpo_loss, "hinge"),
+    "config.dpo.beta": (probe.dpo_loss, 0.5),
+    "config.dpo.label_smoothing": (probe.dpo_loss, 0.2),
+}
+TABLES = {"rl": RL, "sft": POLICY, "dpo": POLICY, "reward_model": SUPERVISED}
 KEYS = [(job, key) for job in JOBS for key, _, _ in listed(JOBS[job]) if key != "config.job"]
 
 
 def again(job, key):
     """Returns whether the same probe is asked for RL."""
-    return job != "rl" and SUPERVISED.get(key) == RL.get(key, ())
+    if job == "rl":
+        return False
+    first = key in SUPERVISED and job != "sft"  # what SFT is asked, the others are asked nightly
+    return first or key.startswith(SAMPLING) or SUPERVISED.get(key) == RL.get(key, ())
 
 
 @pytest.fixture(scope="module")
@@ -427,12 +462,7 @@ def test_every_key_changes_something(job, key, places):
     name = key.removeprefix("config.")
     if is_unread(job, name):
         _, value, *more = RL[key]
-        others = {key: value for key, value in dict(*more).items() if key != "lora.rank"}
-        before, after = BASE[job], BASE[job] | others | {name: value}
-        if name == "lora.rank":
-            with pytest.raises(ConfigError, match="trains all weights"):
-                built(after, places)
-            return
+        before, after = BASE[job], BASE[job] | dict(*more) | {name: value}
         part = probe.warned
     else:
         part, value, *more = TABLES[job][key]
@@ -444,6 +474,7 @@ def test_every_key_changes_something(job, key, places):
 def test_the_tables_hold_no_other_keys():
     assert set(RL) == {key for job, key in KEYS if job == "rl"}
     assert set(SUPERVISED) <= {key for job, key in KEYS if job == "sft"}
+    assert set(POLICY) <= {key for job, key in KEYS if job == "dpo"}
 
 
 def test_a_job_is_of_its_class():

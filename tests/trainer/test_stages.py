@@ -18,8 +18,9 @@ from jaxrl_llm.config.learner import OptimizerConfig, StageConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.errors import Interrupted
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import optimizer, predict, update, weights
+from jaxrl_llm.learner import objectives, optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.objectives import Batch
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
@@ -154,15 +155,16 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     no_matter = OptimizerConfig(), 1
     policy = weights.initial_policy(CONFIG, models)
     if learns == "sft":
-        task, params = supervised._sft(CONFIG, models), policy
+        task, params = objectives.sft(CONFIG, models), policy
     else:
-        task = supervised._reward_model(CONFIG, models, "judge")
+        task = objectives.reward_model(CONFIG, models, "judge")
         params = weights.scalar_from_policy(models, policy, "reward")
         score = np.random.default_rng(0).standard_normal(params["score"].shape, np.float32)
         params = params | {"score": jnp.asarray(score)}
     found = []
-    for budget in (supervised._longest(task) // 32 * 32 + 32, 4096):
-        batch = supervised._batch(task.rows[:12], Packer(budget, 1))
+    given = task.rows("train")
+    for budget in (objectives.longest(given) // 32 * 32 + 32, 4096):
+        batch = Batch.of(given[:12], Packer(budget, 1))
         role = Trainable(params, GRADIENT.init(params), jnp.int32(0))
 
         @jax.jit
@@ -195,7 +197,7 @@ def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
         preference=few,
     )
     judge, other, harm = (
-        supervised._reward_model(config, models, name, costs=name == "harm").rows
+        objectives.reward_model(config, models, name, costs=name == "harm").rows("train")
         for name in ("judge", "other", "harm")
     )
     assert [row[0] for row in judge] == [row[0] for row in other]  # the worked answers
@@ -217,7 +219,7 @@ def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
 
 
 def as_rollouts(sequences) -> Rollouts:
-    batch = supervised._batch([[sequence] for sequence in sequences], Packer(4096, 1))
+    batch = Batch.of([[sequence] for sequence in sequences], Packer(4096, 1))
     count = len(batch.lengths)
     return Rollouts(
         tokens=batch.tokens,
