@@ -202,7 +202,7 @@ class RLConfig(JobConfig):
                 if not model.path and not self.preference.num_steps:
                     message = "required: a folder, or preference.num_steps > 0 to train one first"
                     yield f"rewards.{group}.{name}.path", message
-        if self.preference.num_steps and self.data.task == "gsm8k":
+        if self.preference.num_steps and self.data.task not in ("arithmetic", "files"):
             message = f"data.task={self.data.task!r} has none, use 'arithmetic' or 'files'"
             yield "preference.num_steps", f"needs preference pairs; {message}"
 

@@ -18,6 +18,9 @@ class DataConfig(Group):
 
     task: Literal["arithmetic", "stories", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
+    # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
+    train_weights: tuple[Annotated[float, Range("(0, 1000000]")], ...] = ()
+    stream: bool = False  # rows with answers are read when needed; parquet only
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
     max_prompt_tokens: Tokens = 256
@@ -35,6 +38,14 @@ class DataConfig(Group):
     arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
 
     def rules(self) -> Problems:
+        if self.train_weights and len(self.train_weights) != len(self.train_files):
+            files = f"{len(self.train_files)} train_files"
+            yield (
+                "train_weights",
+                f"{len(self.train_weights)} weights for {files}; give one for each",
+            )
+        if self.stream and self.train_weights:
+            yield "stream", "a mixture with train_weights is not streamed; leave one of them out"
         if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts

@@ -18,11 +18,13 @@ from jaxrl_llm.data.files import Row, read_rows
 from jaxrl_llm.data.formats import example_of, pair_of
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
 from jaxrl_llm.data.masks import example
+from jaxrl_llm.data.streaming import Cursor, StreamedRows
 from jaxrl_llm.data.tasks import Split, files_of, task_rows, worked_sum
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
 
 T = TypeVar("T")
+Rows = Sequence[T] | StreamedRows[Any]
 Tokens = tuple[int, ...]
 
 _CALL_CHARACTERS = 1 << 18  # tokenized in one call, between two reports of progress
@@ -64,6 +66,10 @@ def load_dataset(
     prompt that is empty, or too long while `long_rows` is "error", is a DataError, and so is that
     no prompt is left.
     """
+    if config.stream:
+        raise DataError(
+            "config.data.stream: prompts of RL are all read at the start; set it to False"
+        )
     rows = task_rows(config, split, seed)
 
     def fits(index: int, num_tokens: int, at_least: str = "") -> bool:
@@ -111,7 +117,26 @@ def load_dataset(
     if num_dropped := len(rows) - len(prompts):
         message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
         logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
+    if split == "train" and config.train_weights:
+        files = [rows[prompt.index].get("file", 0) for prompt in prompts]
+        prompts = mixed(prompts, files, config.train_weights)
     return Dataset(tuple(prompts))
+
+
+def mixed(rows: Sequence[T], files: Sequence[int], weights: Sequence[float]) -> list[T]:
+    """Returns rows, some of them repeatedly, of which each file has the share of its weight.
+
+    Every row comes once or more often. `files` are the numbers of the rows' files, ascending.
+    """
+    parts = [list(part) for _, part in itertools.groupby(range(len(rows)), lambda i: files[i])]
+    shares = [weights[files[part[0]]] for part in parts]
+    total = max(len(part) / share for part, share in zip(parts, shares, strict=True))
+    counts = [max(len(p), round(total * share)) for p, share in zip(parts, shares, strict=True)]
+    return [
+        rows[part[i % len(part)]]
+        for part, count in zip(parts, counts, strict=True)
+        for i in range(count)
+    ]
 
 
 class Stream(Generic[T]):
@@ -121,10 +146,13 @@ class Stream(Generic[T]):
     time nor `num_workers`, the threads that read ahead. No rows are a DataError.
     """
 
-    def __init__(self, rows: Sequence[T], seed: int, shuffle: bool = True, num_workers: int = 0):
+    def __init__(self, rows: Rows[T], seed: int, shuffle: bool = True, num_workers: int = 0):
         if not len(rows):
             raise DataError("a stream needs at least one row")
         self._identity = {"num_rows": len(rows), "seed": seed, "shuffle": shuffle}
+        self._cursor = Cursor(rows, seed, shuffle) if isinstance(rows, StreamedRows) else None
+        if self._cursor:
+            return
         pipeline = grain.MapDataset.source(rows).seed(seed)
         if shuffle:
             pipeline = pipeline.shuffle()
@@ -133,11 +161,14 @@ class Stream(Generic[T]):
 
     def take(self, count: int) -> tuple[T, ...]:
         """Returns the next `count` rows and moves past them."""
+        if self._cursor:
+            return self._cursor.take(count)
         return tuple(next(self._rows) for _ in range(count))
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position; JSON can hold it."""
-        return {**self._identity, "position": self._rows.get_state()}
+        position = self._cursor.position if self._cursor else self._rows.get_state()
+        return {**self._identity, "position": position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position that `get_state` returned for the same rows, seed and order."""
@@ -148,7 +179,10 @@ class Stream(Generic[T]):
                     f" {mine!r}: the position would be another row; restore the data and the"
                     " config of the saved run, or begin in an empty folder"
                 )
-        self._rows.set_state(dict(state["position"]))
+        if self._cursor:
+            self._cursor.position = state["position"]
+        else:
+            self._rows.set_state(dict(state["position"]))
 
 
 class PromptIterator(Stream[Prompt]):
@@ -169,7 +203,7 @@ def worked_examples(
     split: Split,
     seed: int,
     max_tokens: int = 0,
-) -> Sequence[Example]:
+) -> Rows[Example]:
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
@@ -177,7 +211,8 @@ def worked_examples(
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
-        return _of_files(config, split, functools.partial(_example, config, tokenizer, max_tokens))
+        made = functools.partial(_example, config, tokenizer, max_tokens)
+        return _of_files(config, split, made, max_tokens)
     prompts = load_dataset(config, tokenizer, split, seed).prompts
     texts = [prompt.extra_info["answer"] for prompt in prompts]
     if config.task == "arithmetic" and config.arithmetic_errors:
@@ -197,7 +232,7 @@ def preference_pairs(
     seed: int,
     name: str = "",
     max_tokens: int = 0,
-) -> Sequence[Pair]:
+) -> Rows[Pair]:
     """Returns the pairs of files, or two of every arithmetic row: its prompt with two answers.
 
     Of files, pairs with more than `max_tokens` together (0: any number) are treated as
@@ -210,7 +245,8 @@ def preference_pairs(
     pairs, the seed and the row choose the mistakes.
     """
     if config.task == "files":
-        return _of_files(config, split, functools.partial(_pair, config, tokenizer, max_tokens))
+        made = functools.partial(_pair, config, tokenizer, max_tokens)
+        return _of_files(config, split, made, max_tokens)
     if config.task != "arithmetic":
         message = f"{config.task!r} has no preference pairs; use 'arithmetic' or 'files'"
         raise DataError(f"config.data.task: {message}")
@@ -227,11 +263,18 @@ def preference_pairs(
 
 
 def _of_files(
-    config: DataConfig, split: Split, made: Callable[[Row, str], T | None]
-) -> Sequence[T]:
+    config: DataConfig, split: Split, made: Callable[[Row, str], T | None], max_tokens: int
+) -> Rows[T]:
     """Returns what becomes of every row of a split's files; that nothing is left is a DataError."""
-    found = [made(row, where) for where, row in read_rows(files_of(config, split))]
-    kept = [each for each in found if each is not None]
+    files = files_of(config, split)
+    if split == "train" and config.stream:
+        return StreamedRows(files, made, max_tokens)
+    found = [
+        (number, made(row, where))
+        for number, file in enumerate(files)
+        for where, row in read_rows([file])
+    ]
+    kept = [each for _, each in found if each is not None]
     if not kept:
         raise DataError(
             f"config.data.{split}_files: all {len(found)} rows have more tokens than"
@@ -240,6 +283,8 @@ def _of_files(
     if num_dropped := len(found) - len(kept):
         message = "%s split: dropped %d of %d rows longer than trainer.max_sequence_tokens"
         logger.warning(message, split, num_dropped, len(found))
+    if split == "train" and config.train_weights:
+        return mixed(kept, [n for n, each in found if each is not None], config.train_weights)
     return kept
 
 

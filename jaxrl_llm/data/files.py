@@ -2,13 +2,14 @@
 
 import codecs
 import collections
+import contextlib
 import itertools
 import json
 import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import pyarrow
@@ -18,6 +19,8 @@ from jaxrl_llm import console
 from jaxrl_llm.data.errors import DataError
 
 Row = dict[str, Any]
+
+_given: dict[str, list[Row]] = {}  # rows that came from Python, by the name they are read by
 
 _MAX_DEPTH = 64  # brackets within brackets; Python's limit differs between releases
 _TOKEN = re.compile(
@@ -34,6 +37,9 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
     empty, broken or unsupported, or a line that is no object, is a DataError.
     """
     for path in itertools.chain.from_iterable(map(files_in, paths)):
+        if path in _given:
+            yield from ((f"{path}, row {i}", row) for i, row in enumerate(_given[path], start=1))
+            continue
         suffix = pathlib.Path(path).suffix.lower()
         if suffix not in READERS:
             known = ", ".join(sorted(READERS))
@@ -49,6 +55,28 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 yield f"{path}, row {number}", dict(row)
         if not number:
             raise DataError(f"{path}: no rows in this file")
+
+
+@contextlib.contextmanager
+def given(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[dict[str, str]]:
+    """Lets rows of splits be read like files; gives the names that stand for them, by split."""
+    if "train" not in rows or set(rows) - {"train", "eval"}:
+        raise DataError(f"rows: the splits are 'train' and, if wanted, 'eval', got {sorted(rows)}")
+    names = {split: f"rows of {split}" for split in rows}
+    for split, name in names.items():
+        _given[name] = found = []
+        for number, row in enumerate(rows[split], start=1):
+            if not isinstance(row, Mapping):
+                rule = f"must be a mapping of columns, got {type(row).__name__}"
+                raise DataError(f"{name}, row {number}: {rule}")
+            found.append(dict(row))
+        if not found:
+            raise DataError(f"{name}: no rows; give some, or leave the split out")
+    try:
+        yield names
+    finally:
+        for name in names.values():
+            del _given[name]
 
 
 def files_in(path: str) -> list[str]:
@@ -243,23 +271,32 @@ def _fault(text: str) -> str:
 
 def _parquet(path: str) -> Iterator[tuple[int, Any]]:
     number = 0
+    with told(path), parquet.ParquetFile(path) as file:
+        check_names(path, file)
+        for batch in file.iter_batches():
+            for row in rows_of(batch, f"{path}, after row {number}"):
+                number += 1
+                yield number, row
+
+
+def check_names(path: str, file: parquet.ParquetFile) -> None:
+    """Raises a DataError if two columns of a parquet file have the same name."""
+    for name, count in collections.Counter(file.schema_arrow.names).items():
+        if count > 1:
+            raise DataError(f"{path}: {count} columns are named {name!r}; rename or drop them")
+
+
+@contextlib.contextmanager
+def told(path: str) -> Iterator[None]:
+    """Makes a DataError of what parquet raises."""
     try:
-        with parquet.ParquetFile(path) as file:
-            for name, count in collections.Counter(file.schema_arrow.names).items():
-                if count > 1:
-                    message = f"{count} columns are named {name!r}; rename or drop them"
-                    raise DataError(f"{path}: {message}")
-            for batch in file.iter_batches():
-                for row in _rows(batch, f"{path}, after row {number}"):
-                    number += 1
-                    yield number, row
+        yield
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path}: cannot be read as parquet after row {number}: {error}; is it complete?"
-        ) from error
+        raise DataError(f"{path}: cannot be read as parquet: {error}; is it complete?") from error
 
 
-def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:
+def rows_of(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]:
+    """Returns the rows of a part of a parquet file; errors begin with `where`."""
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:

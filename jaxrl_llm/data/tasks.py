@@ -138,8 +138,13 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 
 def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return [
-        {**checked_row(row, where, config.prompt_column), "options": template_options(row, where)}
-        for where, row in read_rows(files_of(config, split))
+        {
+            **checked_row(row, where, config.prompt_column),
+            "options": template_options(row, where),
+            "file": number,
+        }
+        for number, file in enumerate(files_of(config, split))
+        for where, row in read_rows([file])
     ]
 
 
