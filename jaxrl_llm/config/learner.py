@@ -57,6 +57,7 @@ class LoraConfig(Group):
     rank: Annotated[int, Range("[0, 65536]", "0: off, all weights of the policy are trained")] = 0
     alpha: Annotated[float, Range("(0, 1000000]")] = 16.0
     targets: tuple[Name, ...] = PROJECTIONS  # projections that get adapters
+    path: Folder = ""  # folder of `peft` with the first adapters; "": they change nothing yet
 
     @property
     def scale(self) -> float:
@@ -67,6 +68,8 @@ class LoraConfig(Group):
         for name in self.targets:
             if name not in PROJECTIONS:
                 yield "targets", f"unknown projection {name!r}; known: {', '.join(PROJECTIONS)}"
+        if self.path and not self.rank:
+            yield "path", "lora.rank=0 has no adapters; set it to the rank of those in the folder"
         if self.rank and not self.targets:
             yield "targets", "names no projection; nothing would be trained"
 

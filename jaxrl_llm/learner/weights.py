@@ -16,7 +16,7 @@ from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models import huggingface, peft_folder
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -118,6 +118,15 @@ def initial_policy(config: JobConfig, models: Models) -> Params:
     return make(jax.random.key(config.seed))
 
 
+def initial_adapters(config: JobConfig, models: Models) -> Params:
+    """Returns the first adapters, sharded: of the folder, or such that change nothing yet."""
+    shardings = models_lib.adapter_shardings(models.policy, models.mesh)
+    if config.lora.path:
+        return peft_folder.load(config.lora.path, models.policy, shardings)
+    key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
+    return jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
+
+
 def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
     """Returns a copy of the policy's body with a scalar head of zeros, on the role's mesh."""
     body = {k: v for k, v in policy_params.items() if k != "head"}
@@ -156,9 +165,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
 
     trained = policy_params
     if config.lora.rank:
-        key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
-        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
-        trained = jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
+        trained = initial_adapters(config, models)
     return LearnerState(
         policy=begun(trained, config.trainer.optimizer, models.mesh),
         critic=critic(needed.critic),
@@ -229,6 +236,8 @@ def check_folders(config: RLConfig, models: Models) -> None:
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             folders.append((model.path, scorer_network(config, models, model.path)))
+    if config.lora.path:
+        peft_folder.check(config.lora.path, models.policy)
     for path, net in folders:
         if path:
             huggingface.check(path, net)

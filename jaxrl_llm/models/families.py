@@ -69,7 +69,8 @@ _LLAMA3_ROPE = {
 }
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; CheckpointFormatError if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -95,7 +96,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise CheckpointFormatError(f"{folder}: has no config.json; is it a model folder?")
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if "model_type" not in config and "trainer" in config:
         raise CheckpointFormatError(
             f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
@@ -113,7 +114,7 @@ def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
     generation = pathlib.Path(folder) / "generation_config.json"
     configs = [read_config(folder)]
     if generation.is_file():
-        configs.insert(0, _read_json(generation))
+        configs.insert(0, read_json(generation))
     for config in configs:
         ids = config.get("eos_token_id")
         if ids is not None:

@@ -81,12 +81,13 @@ def load(
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
     for name in console.each(f"loading {folder}", names):
+        shape, sharding = leaves[name.path].shape, split[name.path]
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)
+            arrays[name.path] = _assemble(shape, sharding, read)
         else:
             tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
-            read = functools.partial(_read_block, name, tensors, dtype)
-        arrays[name.path] = _assemble(leaves[name.path].shape, split[name.path], read)
+            arrays[name.path] = read_parameter(name, tensors, dtype, shape, sharding)
     params = traverse_util.unflatten_dict(arrays)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it")
     return params
@@ -163,6 +164,17 @@ def _listed(items: Sequence[str]) -> str:
 
 def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
     return np.zeros([part.stop - part.start for part in block], dtype)
+
+
+def read_parameter(
+    name: TensorName,
+    tensors: list[StoredTensor],
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """Returns one parameter; `tensors` are its layers, or a single one."""
+    return _assemble(shape, sharding, functools.partial(_read_block, name, tensors, dtype))
 
 
 def _read_block(

@@ -1,18 +1,25 @@
-"""Adapters as a folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as a folder of `peft`: adapter_config.json and adapter_model.safetensors."""
 
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models import families, written_folder
-from jaxrl_llm.models.families import TensorName
+from jaxrl_llm.models import families, finite, huggingface, safetensors_file, written_folder
+from jaxrl_llm.models.families import CheckpointFormatError, TensorName
 from jaxrl_llm.models.safetensors_file import TensorToWrite
 from jaxrl_llm.models.transformer import Network, Params
 
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+# Settings of `peft` that change the arithmetic.
+_CHANGING = [
+    *("bias", "fan_in_fan_out", "use_dora", "use_rslora", "lora_bias", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
+]
 
 
 def save(
@@ -27,19 +34,16 @@ def save(
     """
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)
-    modules = {name.path[:-1]: name for name in families.tensor_names(network.shape)}
     leaves = traverse_util.flatten_dict(adapters)
-    targets = sorted({modules[path[:-1]].name.split(".")[-2] for path in leaves})
+    names = _names(network, leaves)
 
     def tensors() -> Iterator[TensorToWrite]:
         for layer in range(network.shape.num_layers):
-            for path, leaf in leaves.items():
-                module = modules[path[:-1]].name.removesuffix(".weight").removesuffix(".bias")
-                theirs = f"base_model.model.{module}.{_FACTORS[path[-1]]}.weight"
-                name = TensorName(path, theirs, transposed=True)
+            for name in names:
+                leaf = leaves[name.path]
                 shape = leaf.shape[:0:-1]
                 read = functools.partial(written_folder.fetch, leaf, name, layer, leaf.dtype)
-                yield TensorToWrite(theirs.format(layer), np.dtype(leaf.dtype), shape, read)
+                yield TensorToWrite(name.name.format(layer), np.dtype(leaf.dtype), shape, read)
 
     config = {
         "peft_type": "LORA",
@@ -47,11 +51,89 @@ def save(
         "base_model_name_or_path": base_model or None,
         "r": network.lora.rank,
         "lora_alpha": network.lora.alpha,
-        "target_modules": targets,
+        "target_modules": sorted({name.name.split(".")[-3] for name in names}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    files = {"adapter_model.safetensors": list(tensors())}
-    written_folder.write(folder, files, {"adapter_config.json": config})
+    written_folder.write(folder, {_WEIGHTS: list(tensors())}, {_CONFIG: config})
+
+
+def _names(network: Network, paths: Iterable[tuple[str, ...]]) -> list[TensorName]:
+    """Returns the adapters at some paths of the tree with their names in a file."""
+    modules = {name.path[:-1]: name for name in families.tensor_names(network.shape)}
+    names = []
+    for path in paths:
+        module = modules[path[:-1]].name.removesuffix(".weight").removesuffix(".bias")
+        theirs = f"base_model.model.{module}.{_FACTORS[path[-1]]}.weight"
+        names.append(TensorName(path, theirs, transposed=True))
+    return names
+
+
+def check(folder: str | pathlib.Path, network: Network) -> None:
+    """Raises CheckpointFormatError as `load` does, but reads no weights."""
+    _checked(pathlib.Path(folder), network)
+
+
+def load(folder: str | pathlib.Path, network: Network, shardings: Any) -> Params:
+    """Returns the adapters in a folder, those that `save` wrote bit for bit.
+
+    Raises:
+      CheckpointFormatError: If the folder is damaged, or its adapters are not those of
+        `network.lora`, or of a kind that would be computed in another way.
+      NotFiniteError: If a number is NaN or infinite.
+    """
+    names, stored = _checked(pathlib.Path(folder), network)
+    leaves = traverse_util.flatten_dict(network.abstract_adapters())
+    split = traverse_util.flatten_dict(shardings)
+    arrays = {}
+    for name in names:
+        tensors = [stored[file] for file in name.file_names(network.shape.num_layers)]
+        leaf = leaves[name.path]
+        arrays[name.path] = huggingface.read_parameter(
+            name, tensors, np.dtype(leaf.dtype), leaf.shape, split[name.path]
+        )
+    adapters = traverse_util.unflatten_dict(arrays)
+    finite.check(adapters, str(folder), "the folder is damaged, take another copy of it")
+    return adapters
+
+
+def _checked(folder: pathlib.Path, network: Network):
+    """Returns the adapters of a network, and the tensors stored in the folder."""
+    config = families.read_json(folder / _CONFIG)
+    wanted = {"peft_type": "LORA", "r": network.lora.rank, "lora_alpha": network.lora.alpha}
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            settings = {"r": "; set lora.rank to it", "lora_alpha": "; set lora.alpha to it"}
+            what = f"{key} is {config.get(key)!r}, expected {value!r}{settings.get(key, '')}"
+            raise CheckpointFormatError(f"{folder / _CONFIG}: {what}")
+    for key in _CHANGING:
+        if config.get(key) not in (None, False, "none", {}, []):
+            what = f"{key} is {config[key]!r}; only plain adapters are implemented"
+            raise CheckpointFormatError(f"{folder / _CONFIG}: {what}")
+    stored = safetensors_file.read_header(folder / _WEIGHTS)[0]
+    leaves = traverse_util.flatten_dict(network.abstract_adapters())
+    names = _names(network, leaves)
+    expected = {
+        file: leaves[name.path].shape[:0:-1]
+        for name in names
+        for file in name.file_names(network.shape.num_layers)
+    }
+    differing = sorted(
+        name
+        for name in expected.keys() | stored.keys()
+        if name not in stored
+        or stored[name].shape != expected.get(name)
+        or not stored[name].readable
+    )
+    if differing:
+        name = differing[0]
+        there = f"{stored[name].code}{list(stored[name].shape)}" if name in stored else "missing"
+        ours = f"expected {list(expected[name])}" if name in expected else "not of this network"
+        raise CheckpointFormatError(
+            f"{folder / _WEIGHTS}: {name} is {there}, {ours} ({len(differing)} such tensors);"
+            f" target_modules is {config.get('target_modules')}, lora.targets"
+            f" {list(network.lora.targets)}"
+        )
+    return names, stored

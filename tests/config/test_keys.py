@@ -207,6 +207,7 @@ RL = {
     "config.lora.rank": (probe.networks, 2),
     "config.lora.alpha": (probe.networks, 8.0, {"lora.rank": 2}),
     "config.lora.targets": (probe.networks, ("q",), {"lora.rank": 2}),
+    "config.lora.path": (probe.networks, "none", {"lora.rank": 2}),
     "config.mesh.rollout": (probe.engine, "replicas"),
     "config.mesh.on_host": (probe.resting, ("optimizer",)),
     "config.critic.path": (probe.networks, "none"),
