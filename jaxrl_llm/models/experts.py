@@ -7,7 +7,7 @@ back in rounds of a fixed size, so that memory is that of a balanced load whatev
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -208,13 +208,15 @@ def visit(
     arrays = {name: {n: a.astype(x.dtype) for n, a in of.items()} for name, of in arrays.items()}
     if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
         return _local(x, weights, chosen, arrays, kind, "", ())
-    held, computed = ({} for _ in range(2))  # type: dict, dict
-    for name, of in arrays.items():
-        for part, array in of.items():
-            where = array.shape, dims[name][part]
-            held[name, part] = mesh_lib.weight_spec(*where)
-            computed[name, part] = mesh_lib.activation_spec(*where)
-    kernel = computed["gate", "kernel"]
+
+    def specs(spec: Callable[..., P]) -> dict[str, dict[str, P]]:
+        return {
+            name: {part: spec(array.shape, dims[name][part]) for part, array in of.items()}
+            for name, of in arrays.items()
+        }
+
+    held, computed = specs(mesh_lib.weight_spec), specs(mesh_lib.activation_spec)
+    kernel = computed["gate"]["kernel"]
     expert_axis, inner_axes = kernel[0] or "", _axes(kernel[2])
     tokens = mesh_lib.activation_spec(x.shape, ("batch", "length", None))
     used = {axis for entry in tokens for axis in _axes(entry)}
@@ -225,18 +227,11 @@ def visit(
         )
 
     def local(x, weights, chosen, arrays):
-        whole = {
-            name: {
-                part: _gathered(array, held[name, part], computed[name, part])
-                for part, array in of.items()
-            }
-            for name, of in arrays.items()
-        }
+        whole = jax.tree.map(_gathered, arrays, held, computed)
         return _local(x, weights, chosen, whole, kind, expert_axis, inner_axes)
 
-    specs = {name: {part: held[name, part] for part in of} for name, of in arrays.items()}
     return jax.shard_map(
-        local, in_specs=(tokens, tokens, tokens, specs), out_specs=tokens, check_vma=False
+        local, in_specs=(tokens, tokens, tokens, held), out_specs=tokens, check_vma=False
     )(x, weights, chosen, arrays)
 
 

@@ -135,7 +135,7 @@ def _of_stack(shape: Shape, stack: Stack) -> Iterator[TensorName]:
     if not stack.layer.experts:
         yield from mlp("mlp", family.fused_mlp)
     else:
-        yield from _of_experts(shape, name, stack)
+        yield from _of_experts(shape, name)
         assert shape.experts is not None
         if shape.experts.shared_size:
             yield from mlp("mlp.shared")
@@ -167,7 +167,7 @@ def _of_attention(shape: Shape, name) -> Iterator[TensorName]:
         yield name("attention", "sinks")
 
 
-def _of_experts(shape: Shape, name, stack: Stack) -> Iterator[TensorName]:
+def _of_experts(shape: Shape, name) -> Iterator[TensorName]:
     experts, fused = shape.experts, FAMILIES[shape.family].fused_experts
     assert experts is not None
     yield name("mlp.router", "kernel")

@@ -261,7 +261,6 @@ class Network:
         `positions` are within each token's own sequence. `prefix_ids` and `key_blocks` are as of
         `full_attention`, for rows whose length is not split over devices.
         """
-
         return self.read(params, tokens, positions, segment_ids, prefix_ids, key_blocks)[0]
 
     def read(

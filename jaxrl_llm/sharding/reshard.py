@@ -172,7 +172,7 @@ class Resharder:
 
         layers = {name: zeros(of) for name, of in self._target["layers"].items()}
         made = tuple(layers[name]() for name, _ in self._places)
-        assert self._indices  # sent to the devices now: `reshard` moves nothing from the host
+        jax.block_until_ready(self._indices)  # now: `reshard` moves nothing from the host
         return {**zeros(_ends(self._target))(), "layers": made}
 
     def reshard(self, old: Params, params: Params) -> Params:
