@@ -2,11 +2,11 @@
 
 `python benchmarks/compile_tpu.py` (with `libtpu` installed; no TPU needed)
 
-Llama 3.1 with float32 weights and AdamW moments, bfloat16 compute, every layer recomputed in the
-backward pass, with the sequences, tokens and devices of MaxText's run. Ours is the whole
-update of GRPO (ratio loss, clipping of the gradient, AdamW, metrics); theirs is a train step on
-the next-token loss. Bytes are per device, from the compiler's report. Theirs were measured with
-MaxText 0.2.5 (`train_compile`), libtpu 0.0.51 and jax 0.12.0 on two cores.
+Llama 3.1, Gemma 3 and models of experts with float32 weights and AdamW moments, bfloat16 compute,
+every layer recomputed in the backward pass, with the sequences, tokens and devices of MaxText's
+run. Ours is the whole update of GRPO (ratio loss, clipping of the gradient, AdamW, metrics); theirs
+is a train step on the next-token loss. Bytes are per device, from the compiler's report. Theirs
+were measured with MaxText 0.2.5 (`train_compile`), libtpu 0.0.51 and jax 0.12.0 on two cores.
 """
 
 import argparse
@@ -49,12 +49,17 @@ SETTINGS = (
     Setting("Llama-3.1-8B", "v5p:2x2x2", {"fsdp": 8}, 16, 4096, 12.05, 9.70, 103),
     Setting("Llama-3.1-8B", "v5p:2x2x2", {"fsdp": 4, "tensor": 2}, 16, 4096, 12.05, 12.12, 72),
     Setting("Llama-3.1-70B", "v5p:4x4x4", {"fsdp": 64}, 64, 4096, 13.24, 15.66, 107),
+    Setting("Mixtral-8x7B", "v5p:4x4x4", {"fsdp": 64}, 64, 4096, 8.76, 10.12, 201),
+    Setting("Mixtral-8x7B", "v5p:4x4x4", {"fsdp": 8, "expert": 8}, 64, 4096, 8.76, 11.17, 213),
+    Setting("Qwen3-30B-A3B", "v5p:4x4x4", {"fsdp": 16, "expert": 4}, 64, 4096, 5.73, 8.36, 379),
+    Setting("DeepSeek-V3", "v5p:8x8x8", {"fsdp": 64, "expert": 8}, 512, 4096, 15.78, 40.37, 378),
+    Setting("gemma-3-27b", "v5p:2x2x4", {"fsdp": 16}, 16, 4096, 20.28, 19.23, 239),
 )
 
 
 def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[str, object]:
     """Returns GB per device and compile seconds of our update in the same setting."""
-    row_shards = setting.mesh["fsdp"]
+    row_shards = setting.mesh["fsdp"] * setting.mesh.get("expert", 1)
     values: dict[str, dict[str, object]] = {
         "model": {"compute_dtype": "bfloat16", "remat": "full"},
         "algorithm": {"recipe": "grpo", "samples_per_prompt": 8},

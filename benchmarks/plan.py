@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import runpy
 import time
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ from jaxrl_llm.planning.shapes import SHAPES
 from jaxrl_llm.sharding.mesh import mesh_sizes
 
 REPORTS = pathlib.Path(__file__).with_name("plan_reports.json")
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TABLE = flags.DEFINE_bool("table", False, "Compile nothing, print the saved reports.")
 ONLY = flags.DEFINE_list("only", [], "Combinations whose name contains one of these.")
 
@@ -44,11 +46,12 @@ class Combination:
     model: str
     settings: dict
     programs: tuple[str, ...] = ("train",)
+    config: str = ""  # a file of `configs/` without its suffix, instead of `base`
 
     @property
     def name(self) -> str:
         changed = " ".join(f"{k.partition('.')[2]}={v}" for k, v in self.settings.items())
-        return f"{self.topology} {self.model} {changed}"
+        return f"{self.topology} {self.config or self.model} {changed}".strip()
 
 
 def base() -> dict:
@@ -70,8 +73,12 @@ def base() -> dict:
 
 def made(combination: Combination) -> RLConfig:
     """Returns the config of a combination."""
-    config = default_config_dict()
-    for key, value in {**base(), **combination.settings}.items():
+    if combination.config:
+        config = runpy.run_path(str(CONFIGS / f"{combination.config}.py"))["get_config"]()
+        settings = combination.settings
+    else:
+        config, settings = default_config_dict(), {**base(), **combination.settings}
+    for key, value in settings.items():
         *groups, last = key.split(".")
         group = config
         for name in groups:
@@ -105,6 +112,7 @@ LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
 # Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
 WHOLE = {"model.compute_dtype": "float32"}
 ALL = ("prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer")
+OF_GRPO = tuple(name for name in ALL if name != "score_critic")
 MESHES = (
     {"mesh.fsdp": 8},
     {"mesh.fsdp": 4, "mesh.tensor": 2},
@@ -183,6 +191,7 @@ COMBINATIONS = [
     Combination("v5e:2x4", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ("train", "decode")),
     Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
     Combination("v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "attention"}),
+    Combination("v5p:8x8x8", "DeepSeek-V3", {}, OF_GRPO, "grpo_deepseek_v3"),
 ]
 
 

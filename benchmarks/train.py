@@ -153,7 +153,7 @@ class Work:
         from jaxrl_llm.metrics.clock import Clock
         from jaxrl_llm.types import Estimates
 
-        predictions = self._predict(self._state, self._rollouts, Clock())
+        predictions, _ = self._predict(self._state, self._rollouts, Clock())
         mask = jnp.asarray(self._rollouts.response_mask)
         zeros = jnp.zeros(mask.shape)
         estimates = Estimates(

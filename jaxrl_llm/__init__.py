@@ -11,7 +11,7 @@ From Python, a run is a config and a call; nothing is imported before it is need
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import JobConfig
     from jaxrl_llm.learner.weights import LearnerState, Trainable
 
+    Rows = Iterable[Mapping[str, Any]]
+
 # It is right: tokenizers are all that is used of that library.
 logging.getLogger("transformers").addFilter(
     lambda record: "PyTorch was not found" not in record.getMessage()
@@ -27,19 +29,23 @@ logging.getLogger("transformers").addFilter(
 
 
 def default_config(job: str = "rl") -> "ConfigDict":
-    """Returns every setting of a job ("rl", "sft", "reward_model"), to be changed."""
+    """Returns every setting of a job ("rl", "sft", "dpo", "reward_model"), to be changed."""
     from jaxrl_llm.config.bridge import default_config_dict
 
     return default_config_dict(job)
 
 
 def train(
-    config: "JobConfig | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
+    config: "JobConfig | ConfigDict | Mapping[str, Any]",
+    workdir: str | os.PathLike[str],
+    rows: "Rows | Mapping[str, Rows] | None" = None,
 ) -> "LearnerState | Trainable":
     """Runs the job that the config describes, as `launch/train.py` does; returns what it learned.
 
     `config` is a changed `default_config`, nested dicts, or a validated `JobConfig`. The folder
-    `workdir` is made if missing; the same one with the same config resumes the run.
+    `workdir` is made if missing; the same one with the same config resumes the run. `rows` are what
+    to train on: dicts as a file would hold them (any iterable, also a Hugging Face `Dataset`), or
+    a mapping of them by split, "train" and "eval". They take the place of `data.train_files`.
 
     Raises:
       ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.
@@ -47,9 +53,16 @@ def train(
     """
     from jaxrl_llm import program
     from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
-    from jaxrl_llm.config.bridge import from_config_dict
+    from jaxrl_llm.config.bridge import from_config_dict, to_dict
+    from jaxrl_llm.data import files
     from jaxrl_llm.trainer import rl, supervised
 
+    if rows is not None:
+        with files.given(rows if isinstance(rows, Mapping) else {"train": rows}) as names:
+            values = config if isinstance(config, Mapping) else to_dict(config)
+            data = {**values.get("data", {}), "task": "files"}
+            data |= {f"{split}_files": (name,) for split, name in names.items()}
+            return train({**values, "data": data}, workdir)
     program.set_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)

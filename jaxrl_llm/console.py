@@ -33,11 +33,12 @@ _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BEGUN = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
-_EVALUATION = "val-core/"
+_EVALUATION = ("val-core/", "val/")  # of sampled answers; of given ones
 _SPEED_STEPS = 20  # that the time left is reckoned from
 _WIDTH = 100  # where there is no terminal
 # Label, metric, format.
 _SHOWN = (
+    *(("loss", f"{job}/loss", "{:.4g}") for job in ("sft", "dpo", "reward_model")),
     ("reward", "critic/score/mean", "{:.4g}"),
     ("length", "response_length/mean", "{:.4g}"),
     ("kl", "actor/ppo_kl", "{:.3g}"),
@@ -276,7 +277,7 @@ def step_line(data: Mapping[str, float]) -> str:
 
 def _results(data: Mapping[str, float | None]) -> dict[str, float]:
     """Returns what an evaluation found, by name; NaN is null in the file."""
-    found = {k.removeprefix(_EVALUATION): v for k, v in data.items() if k.startswith(_EVALUATION)}
+    found = {k.partition("/")[2]: v for k, v in data.items() if k.startswith(_EVALUATION)}
     return {name: float("nan") if value is None else value for name, value in found.items()}
 
 

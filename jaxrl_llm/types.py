@@ -71,6 +71,16 @@ class Rollouts:
     stopped: Bool[np.ndarray, " B"]  # ended by a stop token, not by the length limit
     prompts: tuple[Prompt, ...]
     responses: tuple[str, ...]  # text of each of the B responses
+    # Experts that a token visited in each layer with experts, -1: not known, as of the last token,
+    # which was never read; None: not kept.
+    routes: Int[np.ndarray, "B T routes"] | None = None
+
+    @property
+    def missing_routes(self) -> int:
+        """Tokens without routes; the last of a sequence is never read and needs none."""
+        read = np.arange(self.tokens.shape[1]) < self.lengths[:, None] - 1
+        known = np.zeros_like(read) if self.routes is None else (self.routes >= 0).all(-1)
+        return int((read & ~known).sum())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Writes a run's policy as a Hugging Face folder, with merged LoRA adapters or only the adapters.
+"""Writes what a run learned as a Hugging Face folder, with merged LoRA adapters or only these.
+
+A policy becomes a causal language model, a reward model a sequence classifier with one label.
 
 `python launch/export.py --workdir=DIR --out=DIR`
 """
@@ -23,26 +25,26 @@ BEST = flags.DEFINE_bool(
 
 
 def main():
-    policy = saved.from_run(WORKDIR.value, BEST.value)
-    params, step = policy.read()
-    models, path = policy.models, policy.config.model.path
+    found = saved.learned(WORKDIR.value, BEST.value)
+    params, step = found.read()
+    models, path = found.models, found.config.model.path
     if ADAPTERS.value:
-        if not policy.config.lora.rank:
+        if not found.config.lora.rank:
             message = f"the run in {WORKDIR.value} has no adapters (lora.rank=0); leave it out"
             program.refuse([("adapters", message)])
-        peft_folder.save(OUT.value, models.policy, params, path)
+        peft_folder.save(OUT.value, found.network, params, path)
         logging.info("the adapters after step %d are in %s", step, OUT.value)
         return
     huggingface.save(
         OUT.value,
-        models.policy,
-        policy.sampler.whole_policy(params),
+        found.network,
+        found.whole(params),
         tokenizer=models.tokenizer,
         source_config=families.read_config(path) if path else None,
         dtype=DTYPE.value or None,
         eos_token_ids=models.eos_tokens,
     )
-    logging.info("the policy after step %d is in %s", step, OUT.value)
+    logging.info("the weights after step %d are in %s", step, OUT.value)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from ml_collections import config_flags
 
 from jaxrl_llm import errors, program
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config.bridge import from_config_dict, rl_config
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import fit, placement, report
 
@@ -40,8 +41,12 @@ def main():
     if CHART.value:
         program.refuse(report.chart_problems(CHART.value))
         errors.check_package("matplotlib", "plot", "--chart:")
-    config = rl_config(from_config_dict(CONFIG.value))
-    needs.check(config.algorithm)
+    config = from_config_dict(CONFIG.value)
+    if isinstance(config, RLConfig):
+        needs.check(config.algorithm)
+    elif COMPILE.value or PLACEMENT.value:
+        flag = "compile" if COMPILE.value else "placement"
+        program.refuse([(flag, "is of job='rl' alone; leave it out")])
     if TOPOLOGY.value and DEVICE.value:
         program.refuse([("device", "give it or --topology, not both")])
     if not (TOPOLOGY.value or DEVICE.value):
@@ -64,7 +69,7 @@ def _print(plan: fit.Plan, compiled: dict[str, float | str], nearest: fit.Advice
     print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
     if not plan.fits:
         print(f"\nnearest run that fits, {nearest}")
-    if plan.device.flops:
+    if plan.device.flops and isinstance(plan.job, RLConfig):
         print("\n" + report.times(plan, PRICE.value))
     if PLACEMENT.value:
         print("\n" + placement.table(placement.rank(plan.setting, plan.device, plan.num_devices)))

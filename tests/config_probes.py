@@ -21,15 +21,26 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
-from jaxrl_llm.config import RLConfig, SFTConfig
-from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import batches, estimate, lowering, optimizer, source, update
+from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
+from jaxrl_llm.data import datasets, streams
+from jaxrl_llm.learner import (
+    batches,
+    estimate,
+    lowering,
+    objectives,
+    optimizer,
+    routing,
+    source,
+    update,
+)
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.clock import Clock, Profiler
+from jaxrl_llm.models.router import Routed
+from jaxrl_llm.models.shape import random_model
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import pool as reward_pool
 from jaxrl_llm.rewards.pool import RewardError
@@ -100,7 +111,9 @@ def estimates(config: RLConfig):
 def first_state(config: RLConfig):
     """What a run begins with beside weights, and how often an optimizer was moved to the host."""
     mesh = models_lib.one_mesh(config)["policy"]
-    models = types.SimpleNamespace(mesh=mesh, meshes=dict.fromkeys(("policy", "critic"), mesh))
+    policy = types.SimpleNamespace(lora=LoraConfig())
+    meshes = dict.fromkeys(("policy", "critic"), mesh)
+    models = types.SimpleNamespace(mesh=mesh, meshes=meshes, policy=policy)
     moved = mock.Mock(side_effect=lambda state: state)
     with (
         mock.patch.object(weights_lib, "scalar_from_policy", lambda *a: {}),
@@ -155,11 +168,31 @@ def update_program(config: RLConfig):
         return str(updater.program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
 
 
+def routers(config: RLConfig):
+    """What is learned of routers, whose routes they follow, and what is said of missing ones."""
+    numbers = ([[3.0, 1.0]], [5.0], [2.0], [4.0], [1.0])
+    routed = Routed(jnp.zeros(()), *map(jnp.array, numbers))
+    value, sums = routing.penalty(config.router, routed, jnp.asarray(MASK))
+    moe = dataclasses.replace(config.model, family="mixtral", num_layers=1)
+    bias = {"layers": {"0": {"mlp": {"router": {"selection_bias": jnp.zeros((1, 2))}}}}}
+    load, skipped = routed.load, jnp.array(False)
+    after = routing.rebalanced(config.router, random_model(moe, 8), bias, load, skipped)
+    try:
+        said = routing.check_routes(config.router, rollouts())
+    except routing.RouteError as error:
+        said = str(error)
+    drawn = rollouts(PROMPTS, 1)
+    packed = batches.Packer(64, 1).pack_rollouts(drawn)
+    first = jax.tree.map(lambda a: jnp.asarray(a[0]), packed.microbatches)
+    follows = routing.told(config.router, first, jnp.asarray(MASK)).follows
+    return value, routing.metrics(config.router, sums["routers"]), after, said, follows
+
+
 def asked(config: RLConfig):
     """How an update asks the policy for log-probs."""
 
     def statistics(*args, **named):
-        raise _SeenError(named)
+        raise _SeenError({name: x for name, x in named.items() if name != "routing"})
 
     with mock.patch.object(update, "token_statistics", statistics):
         try:
@@ -172,13 +205,13 @@ def asked(config: RLConfig):
 def moved(config):
     """Weights after three updates by an optimizer, and what it remembers."""
     transformation = optimizer.make(config, 8)
-    weights = {"w": jnp.array([1.0, -2.0])}
+    weights = {"w": jnp.array([1.0, -2.0]), "bias": jnp.array([3.0, -1.0])}
     state, found = transformation.init(weights), []
     for size in (1e-3, 1.0, 3.0):
-        gradients = {"w": jnp.array([size, -2.0 * size])}
+        gradients = dict.fromkeys(weights, jnp.array([size, -2.0 * size]))
         changes, state = transformation.update(gradients, state, weights)
         weights = jax.tree.map(jnp.add, weights, changes)
-        found.append((weights["w"], jax.tree.leaves(state)))
+        found.append((weights, jax.tree.leaves(state)))
     return found, [str(leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
@@ -198,13 +231,18 @@ def stages(config: RLConfig):
     return [config.stage(s, SFTConfig, 64) for s in (config.warm_start, config.preference)]
 
 
+def pairs(config: RLConfig):
+    """What reward and cost models without a folder learn from."""
+    return {name: own.data for name, own in stages_lib._with_pairs(config).items()}
+
+
 def networks(config):
     """Networks, tokenizer, meshes and packing."""
     meshes = models_lib.role_meshes(config) if isinstance(config, RLConfig) else None
     models = models_lib.of_job(config, meshes)
     if isinstance(config, RLConfig):
         models_lib.check_stop_tokens(config, models.policy.shape)
-        weights_lib.check_folders(config, models)
+    weights_lib.check_folders(config, models)
     places = {
         role: (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         for role, mesh in models.meshes.items()
@@ -244,40 +282,82 @@ def prompts(config):
         datasets.load_dataset(config.data, tokenizer, s, config.seed) for s in ("train", "eval")
     ]
     opened = []
-    grain = datasets.grain.ReadOptions
+    grain = streams.grain.ReadOptions
     with mock.patch.object(
-        datasets.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
+        streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
     ):
         order = datasets.PromptIterator(splits[0], config.data, config.seed).batch(8)
     return [split.prompts for split in splits], order, opened
 
 
+def curriculum(config):
+    """What is drawn, and known, when answers are scored."""
+    tokenizer = models_lib.load_tokenizer(config.model)
+    dataset = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
+    drawn = datasets.PromptIterator(dataset, config.data, config.seed, config.curriculum)
+    for _ in range(8):
+        batch = drawn.batch(4).prompts
+        drawn.learn(batch, [np.array([1.0, 1.0, prompt.index % 3]) for prompt in batch])
+    return drawn.get_state(), drawn.metrics()
+
+
 def examples(config):
     """Rows of a supervised job."""
+    return _rows(config, "train")
+
+
+def held_out(config):
+    """Rows that a supervised job does not learn from."""
+    return _rows(config, "eval")
+
+
+def _rows(config, split):
     make = datasets.worked_examples if config.job == "sft" else datasets.preference_pairs
-    return make(config.data, models_lib.load_tokenizer(config.model), "train", config.seed)
+    return make(config.data, models_lib.load_tokenizer(config.model), split, config.seed)
+
+
+def dpo_loss(config):
+    ratios = jnp.array([1.0, -2.0]), jnp.array([0.5, 0.25])
+    here, tokens = jnp.ones(2, bool), jnp.array([3.0, 4.0])
+    return losses.dpo(config.dpo, *ratios, tokens, tokens, here, 2.0)
+
+
+def supervised_evaluation(config):
+    """How many rows a supervised job evaluates on."""
+
+    def evaluation(config, models, objective, start, held_out, *rest):
+        raise _SeenError(len(held_out))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(stages_lib, "_evaluation", evaluation),
+    ):
+        try:
+            stages_lib.train(config, folder)
+        except _SeenError as found:
+            return found.args
 
 
 def supervised_batch(config):
     """The first batch of a supervised job, as its update would see it."""
     opened = []
-    grain = datasets.grain.ReadOptions
+    grain = streams.grain.ReadOptions
     seen = {}
 
-    def program(config, task, state):
-        def take(state, batch):
+    def program(config, objective, state):
+        def take(state, base, batch):
             raise _SeenError(jax.tree.map(np.asarray, batch))
 
         return take
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(stages_lib.weights_lib, "initial_policy", lambda *a: {}),
-        mock.patch.object(stages_lib.weights_lib, "scalar_from_policy", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "initial", lambda *a: {}),
+        mock.patch.object(stages_lib.weights_lib, "first_reference", lambda *a: {}),
+        mock.patch.object(stages_lib.objectives, "completion", lambda *a: lambda b, clock: b),
+        mock.patch.object(stages_lib, "_evaluation", lambda *a: lambda *b: {}),
         mock.patch.object(stages_lib, "_update_program", program),
-        mock.patch.object(
-            datasets.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
-        ),
+        mock.patch.object(streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)),
     ):
         try:
             stages_lib.train(config, folder)
@@ -292,11 +372,11 @@ def supervised_loss(config):
     def statistics(*args, **named):
         raise _SeenError(named)
 
-    task = stages_lib._sft(config, models_lib.of_job(config))
+    objective = stages_lib._OBJECTIVES[type(config)](config, models_lib.of_job(config))
     batch = types.SimpleNamespace(tokens=None)
-    with mock.patch.object(stages_lib.predict, "token_statistics", statistics):
+    with mock.patch.object(objectives.predict, "token_statistics", statistics):
         try:
-            task.loss({}, None, batch)
+            objective.loss({}, None, batch)
         except _SeenError as found:
             return found.args
 
@@ -320,7 +400,9 @@ def step(config: RLConfig):
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
     sampler = types.SimpleNamespace(engine=None, models=models)
-    stream = types.SimpleNamespace(batch=lambda count: PromptBatch(PROMPTS[:1] * count))
+    stream = types.SimpleNamespace(
+        batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
+    )
     with mock.patch.object(source.episodes, "rollout", rollout):
         asked = source.SampledNow(config, sampler, stream, score)
         taken = asked.take(Weights({}, 0), jax.random.key(0), Clock())

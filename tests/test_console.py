@@ -110,6 +110,10 @@ def test_console_without_a_terminal_is_a_line_a_step(tmp_path, capsys):
     writer.write(800, {"c": 1.0}, {"val-core/sums/mean@2": 0.5, "val-core/b/c/mean@2": 1})
     shown = capsys.readouterr().out
     assert shown == "step 800/800  evaluation: sums mean@2 0.5; b/c mean@2 1\n"
+    writer.write(801, {"dpo/loss": 0.5}, {"val/dpo/loss": 0.25, "val/rewards/margins": 1.0})
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("step 801/800  loss 0.5")
+    assert shown[1] == "step 801/800  evaluation: dpo loss 0.25; rewards margins 1"
     writer.close()
 
 

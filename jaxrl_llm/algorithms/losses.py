@@ -2,7 +2,7 @@
 
 A row of [B, T] is one whole sequence, also when the network saw several packed together.
 `denominators` and `num_pairs` (at least 1) are of the whole minibatch. A tie of two scores counts
-half in `accuracy`.
+half in the accuracy of a reward model.
 """
 
 from typing import Any
@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.lookup import FunctionError, call_by_name, resolve
 from jaxrl_llm.algorithms.masked import Mask, PerToken, Scalar, zero_outside
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config.algorithm import PreferenceLossConfig
 from jaxrl_llm.types import Minibatch
 
 PerPair = Float[Array, " pairs"]
@@ -154,19 +155,22 @@ def policy_objective(
 
 
 def token_cross_entropy(
-    log_probs: PerToken, loss_mask: Mask, denominators: Denominators
+    log_probs: PerToken, likeliest: PerToken, loss_mask: Mask, denominators: Denominators
 ) -> LossAndMetrics:
     """Returns the mean over the minibatch's tokens of `-log_probs`, also as `sft/loss`.
 
-    >>> loss, _ = token_cross_entropy(
-    ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[True, True, False]]),
-    ...     Denominators(tokens=2.0, sequences=1.0))
-    >>> print(loss)
-    2.0
+    `likeliest` is 1 at tokens than which none was likelier; `sft/token_accuracy` is its mean.
+
+    >>> loss, metrics = token_cross_entropy(
+    ...     jnp.array([[-1.0, -3.0, jnp.nan]]), jnp.array([[1.0, 0.0, 1.0]]),
+    ...     jnp.array([[True, True, False]]), Denominators(tokens=2.0, sequences=1.0))
+    >>> print(loss, metrics["sft/token_accuracy"])
+    2.0 0.5
     """
-    (log_probs,) = zero_outside(loss_mask, log_probs)
+    log_probs, likeliest = zero_outside(loss_mask, log_probs, likeliest)
     loss = token_mean(-log_probs, loss_mask, denominators)
-    return loss, {"sft/loss": jax.lax.stop_gradient(loss)}
+    accuracy = token_mean(likeliest, loss_mask, denominators)
+    return loss, jax.lax.stop_gradient({"sft/loss": loss, "sft/token_accuracy": accuracy})
 
 
 def bradley_terry(
@@ -196,29 +200,57 @@ def bradley_terry(
 
 
 def dpo(
-    chosen_log_probs: PerPair,
-    rejected_log_probs: PerPair,
-    ref_chosen_log_probs: PerPair,
-    ref_rejected_log_probs: PerPair,
+    config: PreferenceLossConfig,
+    chosen_ratios: PerPair,
+    rejected_ratios: PerPair,
+    chosen_tokens: PerPair,
+    rejected_tokens: PerPair,
     pair_mask: Bool[Array, " pairs"],
     num_pairs: Scalar | float,
-    *,
-    beta: float,
 ) -> LossAndMetrics:
-    """Returns the loss of direct preference optimization.
+    """Returns the loss of direct preference optimization: the mean over pairs of one of
 
-        -log sigmoid(beta ((chosen - ref_chosen) - (rejected - ref_rejected)))
+        sigmoid   -(1 - s) log sigmoid(margin) - s log sigmoid(-margin)
+        robust    (-(1 - s) log sigmoid(margin) + s log sigmoid(-margin)) / (1 - 2 s)
+        ipo       (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1/(2 beta))**2
+        hinge     max(0, 1 - margin)
 
-    Log-probs are sums over a response; `dpo/margin` is that of the implied rewards.
-    Rafailov et al., arXiv:2305.18290, Eq. 7.
+    with `margin = beta (chosen_ratio - rejected_ratio)` and `s` the label smoothing. A ratio is the
+    sum over an answer's tokens of log-prob minus the reference's. Metrics are of the implied
+    rewards, `beta` times a ratio; a tie is no success here. arXiv:2305.18290, Eq. 7; its section on
+    conservative DPO; arXiv:2403.00409; arXiv:2310.12036, Eq. 17; arXiv:2305.10425.
+    Deviation: ratios of `ipo` are means over the tokens, so that long answers weigh no more.
 
-    >>> loss, metrics = dpo(
-    ...     jnp.array([-1.0]), jnp.array([-4.0]), jnp.array([-2.0]), jnp.array([-3.0]),
-    ...     jnp.array([True]), 1.0, beta=0.5)
-    >>> print(f"{loss:.4f}", metrics["dpo/margin"])
+    >>> one = jnp.array([1.0])
+    >>> loss, metrics = dpo(PreferenceLossConfig(beta=0.5), one, -one, one, one, one > 0, 1.0)
+    >>> print(f"{loss:.4f}", metrics["rewards/margins"])
     0.3133 1.0
     """
-    chosen = beta * (chosen_log_probs - ref_chosen_log_probs)
-    rejected = beta * (rejected_log_probs - ref_rejected_log_probs)
-    loss, metrics = bradley_terry(chosen, rejected, pair_mask, num_pairs)
-    return loss, {key.replace("reward_model/", "dpo/"): value for key, value in metrics.items()}
+    ratios = zero_outside(pair_mask, chosen_ratios, rejected_ratios)
+    beta, smoothing = config.beta, config.label_smoothing
+    chosen, rejected = (beta * ratio for ratio in ratios)
+    margins = chosen - rejected
+    right, wrong = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
+    if config.loss == "sigmoid":
+        each = -(1.0 - smoothing) * right - smoothing * wrong
+    elif config.loss == "robust":
+        each = (-(1.0 - smoothing) * right + smoothing * wrong) / (1.0 - 2.0 * smoothing)
+    elif config.loss == "ipo":
+        lengths = (jnp.maximum(tokens, 1.0) for tokens in (chosen_tokens, rejected_tokens))
+        means = [ratio / length for ratio, length in zip(ratios, lengths, strict=True)]
+        each = jnp.square(means[0] - means[1] - 0.5 / beta)
+    else:
+        each = jax.nn.relu(1.0 - margins)
+
+    def mean(values: PerPair) -> Scalar:
+        return masked.sum(values, pair_mask) / num_pairs
+
+    loss = mean(each)
+    metrics = {
+        "dpo/loss": loss,
+        "rewards/chosen": mean(chosen),
+        "rewards/rejected": mean(rejected),
+        "rewards/margins": mean(margins),
+        "rewards/accuracies": mean((margins > 0).astype(margins.dtype)),
+    }
+    return loss, jax.lax.stop_gradient(metrics)

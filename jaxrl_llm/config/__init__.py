@@ -8,5 +8,11 @@ from jaxrl_llm.config.job import JobConfig, RLConfig, SFTConfig, SupervisedConfi
 from jaxrl_llm.config.learner import LoraConfig, ModelConfig, OptimizerConfig, RLTrainerConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig, PoolConfig
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
-from jaxrl_llm.config.samples import DataConfig, RewardsConfig, RolloutConfig, SpeculationConfig
+from jaxrl_llm.config.samples import (
+    CurriculumConfig,
+    DataConfig,
+    RewardsConfig,
+    RolloutConfig,
+    SpeculationConfig,
+)
 from jaxrl_llm.errors import ConfigError

@@ -15,6 +15,20 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
+class PreferenceLossConfig(Group):
+    """The loss of direct preference optimization (docs/jobs.md)."""
+
+    loss: Literal["sigmoid", "robust", "ipo", "hinge"] = "sigmoid"
+    beta: Annotated[float, Range("(0, 1000]")] = 0.1  # pull to the reference
+    # Share of pairs that are taken to be the wrong way round; of "sigmoid" and "robust".
+    label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
+
+    def rules(self) -> Problems:
+        if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+            message = f"no effect on loss={self.loss!r}; set it to 0, or use 'sigmoid' or 'robust'"
+            yield "label_smoothing", message
+
+
 class AlgorithmConfig(Group):
     """The choices of an algorithm; `recipe` names a published row of them."""
 

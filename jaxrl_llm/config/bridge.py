@@ -11,14 +11,14 @@ from typing import Any, Literal
 from ml_collections import config_dict as ml_config
 
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.job import JobConfig, RewardModelingConfig, RLConfig, SFTConfig
+from jaxrl_llm.config.job import DPOConfig, JobConfig, RewardModelingConfig, RLConfig, SFTConfig
 from jaxrl_llm.config.ranges import Group
 from jaxrl_llm.config.recipes import RECIPES
 from jaxrl_llm.errors import ConfigError
 
 # The jobs, by the value of `config.job`.
 JOBS: Mapping[str, type[JobConfig]]
-JOBS = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelingConfig}
+JOBS = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward_model": RewardModelingConfig}
 
 
 def default_config_dict(job: str = "rl") -> ml_config.ConfigDict:

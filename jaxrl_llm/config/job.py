@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
 from jaxrl_llm.config import learner
-from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.ranges import INT32_MAX, Group, Problems, Range
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
-from jaxrl_llm.config.samples import DataConfig, EvaluationConfig, RewardsConfig, RolloutConfig
+from jaxrl_llm.config.samples import (
+    CurriculumConfig,
+    DataConfig,
+    EvaluationConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
 
 
 class JobConfig(Group):
@@ -55,14 +61,13 @@ class JobConfig(Group):
 
 
 class SupervisedConfig(JobConfig):
-    """A job on given answers; it does not sample, score or evaluate."""
+    """A job on given answers; it evaluates on those of held-out rows."""
 
     trainer: learner.SupervisedTrainerConfig = learner.SupervisedTrainerConfig()
 
     # Settings and groups of every job that have no effect in this one.
     unread = frozenset({
-        "lora", "data.eval_files", "mesh.rollout", "mesh.on_host",
-        "trainer.shared_prompts", "evaluation", "metrics.rollouts_every",
+        "mesh.on_host", "trainer.shared_prompts", "metrics.rollouts_every",
         "alerts.kl", "alerts.reference_kl", "alerts.entropy", "alerts.log_prob_difference",
         "alerts.constant_reward", "alerts.reward_failures",
     })  # fmt: skip
@@ -71,9 +76,15 @@ class SupervisedConfig(JobConfig):
     def max_sequence_tokens(self) -> int:
         return self.trainer.max_sequence_tokens
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are rows that the job does not learn from."""
+        return self.data.task in ("arithmetic", "stories") or bool(self.data.eval_files)
+
     def rules(self) -> Problems:
-        if self.lora.rank:
-            yield "lora.rank", "this job trains all weights; set it to 0"
+        if self.evaluation.every and not self.has_held_out:
+            message = f"{self.evaluation.every}, but no rows are held out; name data.eval_files"
+            yield "evaluation.every", f"{message}, or set it to 0"
 
     def warnings(self) -> Iterator[str]:
         for key in sorted(self.unread):
@@ -82,10 +93,53 @@ class SupervisedConfig(JobConfig):
                 yield f"config.{key}: no effect, this job does not read it"
 
 
-class SFTConfig(SupervisedConfig):
+class PolicyConfig(SupervisedConfig):
+    """A job on given answers that trains a policy; `evaluation.functions` score its own answers."""
+
+    rollout: RolloutConfig = RolloutConfig()  # of the evaluation
+
+    # The evaluation has its own.
+    unread = SupervisedConfig.unread.union(
+        f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+
+    def rules(self) -> Problems:
+        yield from super().rules()
+        if self.evaluation.functions and not self.has_held_out:
+            yield "evaluation.functions", "no rows are held out; name data.eval_files"
+
+    def as_rl(self) -> "RLConfig":
+        """Returns the run of RL that would sample and score with this policy."""
+        return RLConfig(
+            seed=self.seed,
+            model=self.model,
+            lora=self.lora,
+            data=self.data,
+            mesh=self.mesh,
+            rollout=self.rollout,
+            rewards=RewardsConfig(functions=self.evaluation.functions),
+            evaluation=self.evaluation,
+            trainer=learner.RLTrainerConfig(
+                max_tokens_per_microbatch=self.trainer.max_tokens_per_microbatch
+            ),
+            checkpoint=self.checkpoint,
+        )
+
+
+class SFTConfig(PolicyConfig):
     """Supervised fine-tuning of the policy on given answers."""
 
     job: Literal["sft"] = "sft"
+
+
+class DPOConfig(PolicyConfig):
+    """Direct preference optimization of the policy on pairs of a chosen and a rejected answer."""
+
+    job: Literal["dpo"] = "dpo"
+    reference: learner.ReferenceConfig = learner.ReferenceConfig()
+    dpo: PreferenceLossConfig = PreferenceLossConfig()
+
+    unread = PolicyConfig.unread | {"data.arithmetic_errors"}
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -93,9 +147,10 @@ class RewardModelingConfig(SupervisedConfig):
 
     job: Literal["reward_model"] = "reward_model"
 
-    unread = SupervisedConfig.unread.union(
-        ("model.vocab_chunk", "data.train_files", "data.arithmetic_errors")
-    )
+    unread = SupervisedConfig.unread.union({
+        "model.vocab_chunk", "mesh.rollout", "data.arithmetic_errors", "evaluation.functions",
+        "evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.top_p",
+    })  # fmt: skip
 
 
 Job = TypeVar("Job", bound=SupervisedConfig)
@@ -105,8 +160,10 @@ class RLConfig(JobConfig):
     """One run of reinforcement learning, with the stages before it."""
 
     job: Literal["rl"] = "rl"
+    curriculum: CurriculumConfig = CurriculumConfig()
     critic: learner.CriticConfig = learner.CriticConfig()
     reference: learner.ReferenceConfig = learner.ReferenceConfig()
+    router: learner.RouterConfig = learner.RouterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
@@ -172,6 +229,9 @@ class RLConfig(JobConfig):
                 f" data.max_prompt_tokens + rollout.max_response_tokens ="
                 f" {self.max_sequence_tokens}; use at least that",
             )
+        if self.curriculum.choice and self.data.stream:
+            message = "all prompts must be known, but data.stream reads them when they are drawn"
+            yield "curriculum.choice", f"{message}; set data.stream=False, or leave the choice out"
         buffer, most = self.algorithm.overlong_buffer_tokens, self.rollout.max_response_tokens
         if buffer > most:
             message = f"{buffer} exceeds rollout.max_response_tokens={most}"
@@ -179,6 +239,9 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
+        if self.router.bias_rate and self.lora.rank:
+            message = f"{self.router.bias_rate} moves weights that lora.rank={self.lora.rank}"
+            yield "router.bias_rate", message + " freezes; set one of them to 0"
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
@@ -197,20 +260,23 @@ class RLConfig(JobConfig):
         for name, reason in reasons.items():
             if getattr(self.alerts, name).action == "skip":
                 yield f"alerts.{name}.action", f"'skip' would never skip: {reason}"
+        tasks = "arithmetic", "files"
         for group in ("models", "cost_models"):
             for name, model in getattr(self.rewards, group).items():
                 if not model.path and not self.preference.num_steps:
                     message = "required: a folder, or preference.num_steps > 0 to train one first"
                     yield f"rewards.{group}.{name}.path", message
-        if self.preference.num_steps and self.data.task not in ("arithmetic", "files"):
-            message = f"data.task={self.data.task!r} has none, use 'arithmetic' or 'files'"
-            yield "preference.num_steps", f"needs preference pairs; {message}"
+                elif not model.path and not model.pairs and self.data.task not in tasks:
+                    message = f"needs preference pairs; data.task={self.data.task!r} has none"
+                    yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def warnings(self) -> Iterator[str]:
         algorithm = self.algorithm
         costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
         if costs and not algorithm.safe:
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
+        if self.curriculum.choice and not self.data.shuffle:
+            yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
 

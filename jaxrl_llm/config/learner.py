@@ -14,13 +14,16 @@ class ModelConfig(Group):
     tokenizer: Folder = ""  # folder; "": `path`, or the built-in character tokenizer
     chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
     # Shape of a random model; not used with `path`.
-    family: Literal["llama", "qwen2", "qwen3"] = "qwen2"
+    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = "qwen2"
     hidden_size: Width = 64
     num_layers: Annotated[int, Range("[1, 1024]")] = 2
     num_heads: Annotated[int, Range("[1, 65536]")] = 4
     num_kv_heads: Annotated[int, Range("[1, 65536]")] = 2
     head_size: Annotated[int, Range("[2, 65536]")] = 16
-    mlp_size: Width = 256
+    mlp_size: Width = 256  # of an expert's MLP too
+    # Of families with experts: in each layer, and visited by each token.
+    num_experts: Annotated[int, Range("[1, 32767]")] = 4
+    experts_per_token: Annotated[int, Range("[1, 32767]")] = 2
     rope_theta: Annotated[float, Range("[1, 1e+12]")] = 10_000.0
     tie_embeddings: bool = True
     # Dtypes and memory.
@@ -41,6 +44,9 @@ class ModelConfig(Group):
             yield "num_kv_heads", message
         if self.head_size % 2:
             yield "head_size", f"must be even (rotary pairs), got {self.head_size}"
+        if self.experts_per_token > self.num_experts:
+            message = f"{self.experts_per_token} exceeds num_experts={self.num_experts}"
+            yield "experts_per_token", message
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
             yield "attention", "cuDNN attends in 16 bits; set compute_dtype='bfloat16' or 'auto'"
 
@@ -57,6 +63,7 @@ class LoraConfig(Group):
     rank: Annotated[int, Range("[0, 65536]", "0: off, all weights of the policy are trained")] = 0
     alpha: Annotated[float, Range("(0, 1000000]")] = 16.0
     targets: tuple[Name, ...] = PROJECTIONS  # projections that get adapters
+    path: Folder = ""  # folder of `peft` with the first adapters; "": they change nothing yet
 
     @property
     def scale(self) -> float:
@@ -67,6 +74,8 @@ class LoraConfig(Group):
         for name in self.targets:
             if name not in PROJECTIONS:
                 yield "targets", f"unknown projection {name!r}; known: {', '.join(PROJECTIONS)}"
+        if self.path and not self.rank:
+            yield "path", "lora.rank=0 has no adapters; set it to the rank of those in the folder"
         if self.rank and not self.targets:
             yield "targets", "names no projection; nothing would be trained"
 
@@ -80,6 +89,8 @@ class OptimizerConfig(Group):
     # Lowest value of the decay, relative to learning_rate.
     min_lr_ratio: Annotated[float, Range("[0, 1]")] = 0.0
     weight_decay: Annotated[float, Range("[0, 1000]")] = 0.01
+    # "matrices": biases and the scales of norms do not decay.
+    weight_decay_on: Literal["all", "matrices"] = "all"
     # 1 - beta must be larger than the rounding error of float32.
     beta1: Annotated[float, Range("[0, 0.999999]")] = 0.9
     beta2: Annotated[float, Range("[0, 0.999999]")] = 0.999
@@ -87,6 +98,25 @@ class OptimizerConfig(Group):
     eps: Annotated[float, Range("[1e-18, 1000]")] = 1e-8
     max_grad_norm: Annotated[float, Range("(0, inf]", "inf: off")] = 1.0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class RouterConfig(Group):
+    """Routers of networks with experts: what keeps experts evenly used, whose routes they follow.
+
+    The coefficients are of losses over sampled tokens, of the policy and of critics.
+    """
+
+    # Of the balance loss of each sequence (arXiv:2412.19437, Sec. 2.1.2).
+    balance_coef: Annotated[float, Range("[0, 1000]")] = 0.0
+    # Of the mean squared log of the sum of exp(router's logits) (arXiv:2202.08906).
+    z_coef: Annotated[float, Range("[0, 1000]")] = 0.0
+    # Each update moves the biases that select experts by so much (arXiv:2408.15664).
+    bias_rate: Annotated[float, Range("[0, 1000]")] = 0.0
+    # "compare" reports how many routes are the engine's; "rollout" follows the engine's in scoring
+    # and update (R3), "scoring" those of the policy before the first update of a step (R2).
+    replay: Literal["off", "compare", "rollout", "scoring"] = "off"
+    # Tokens whose routes are not known: an error, or the router's own choice.
+    missing_routes: Literal["error", "own"] = "error"
 
 
 class CriticConfig(Group):
@@ -98,9 +128,9 @@ class CriticConfig(Group):
 
 
 class ReferenceConfig(Group):
-    """The frozen reference policy of the KL terms."""
+    """The frozen reference policy of the KL terms, and of direct preference optimization."""
 
-    path: Folder = ""  # "": the weights of the policy at the start of RL
+    path: Folder = ""  # "": the weights of the policy at the start
 
 
 class TrainerConfig(Group):

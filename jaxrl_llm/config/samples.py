@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import File, Folder, Group, Name, Problems, Range, Real, Tokens
+from jaxrl_llm.config.ranges import Every, File, Folder, Group, Name, Problems, Range, Real, Tokens
 
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
 # temperature this error would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
+PIECE_TOKENS = 2048  # of a prompt, read at one time
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
+Weight = Annotated[float, Range("[0, 1000000]")]
 
 
 class DataConfig(Group):
@@ -18,6 +20,14 @@ class DataConfig(Group):
 
     task: Literal["arithmetic", "stories", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
+    # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
+    train_weights: tuple[Weight, ...] = ()
+    # The weights that these become, in a line, while so many rows are drawn. Empty: they stay.
+    last_train_weights: tuple[Weight, ...] = ()
+    last_train_weights_after: Every = 0
+    # Files are read piece by piece (parquet, jsonl), a row when it is needed: more than memory
+    # holds. Otherwise all rows are read and checked at the start.
+    stream: bool = False
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
     max_prompt_tokens: Tokens = 256
@@ -35,6 +45,9 @@ class DataConfig(Group):
     arithmetic_errors: Annotated[float, Range("[0, 1)")] = 0.0
 
     def rules(self) -> Problems:
+        if self.stream and self.task != "files":
+            yield "stream", f"task={self.task!r} does not stream; use task='files'"
+        yield from self._rules_of_weights()
         if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
@@ -46,6 +59,43 @@ class DataConfig(Group):
                 f" arithmetic_terms={self.arithmetic_terms} digits make only"
                 f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
             )
+
+    def _rules_of_weights(self) -> Problems:
+        for name in ("train_weights", "last_train_weights"):
+            weights = getattr(self, name)
+            if weights and len(weights) != len(self.train_files):
+                message = f"{len(weights)} weights for {len(self.train_files)} train_files"
+                yield name, f"{message}; give one for each"
+            elif weights and not any(weights):
+                yield name, "all weights are 0; one at least must be above 0"
+        if self.train_weights and self.task != "files":
+            yield "train_weights", f"task={self.task!r} is no mixture of files; use task='files'"
+        if self.last_train_weights and not self.train_weights:
+            yield "last_train_weights", "nothing moves to them; set train_weights too"
+        if bool(self.last_train_weights) != bool(self.last_train_weights_after):
+            message = "how many rows are drawn until last_train_weights hold"
+            yield "last_train_weights_after", f"{message}: set both, or none of them"
+
+
+class CurriculumConfig(Group):
+    """Which training prompts come next, by the scores of earlier answers (docs/data.md)."""
+
+    # "success": mostly prompts that are solved now and then; or a function of yours. "": each comes
+    # once in a pass.
+    choice: Name = ""
+    success_score: Real = 0.5  # an answer with at least this score is a success
+    # What earlier answers to a prompt count when it is answered again; 1: as much as the latest.
+    memory: Annotated[float, Range("[0, 1]")] = 0.5
+    # Least weight of a prompt under "success", where 1 is that of one solved half of the time.
+    floor: Annotated[float, Range("(0, 1]")] = 0.05
+
+    def rules(self) -> Problems:
+        if self.choice not in ("", "success") and ":" not in self.choice:
+            remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
+            yield "choice", f"unknown choice {self.choice!r}; known: success; {remedy}"
+
+
+NO_CURRICULUM = CurriculumConfig()
 
 
 class SpeculationConfig(Group):
@@ -104,8 +154,15 @@ class RewardModelConfig(Group):
     """One reward (or cost) model on the mesh and its weight in the score."""
 
     path: Folder = ""  # Hugging Face one-label classifier; "": trained first, see `preference`
+    # Files of preference pairs that a model without a folder learns from; empty: those of the task.
+    # Of a cost model, the chosen answer is the one that costs less.
+    pairs: tuple[File, ...] = ()
     weight: Real = 1.0
     data_source: Name = "*"
+
+    def rules(self) -> Problems:
+        if self.path and self.pairs:
+            yield "pairs", "the model of `path` is not trained before RL; leave one of them out"
 
 
 class RewardsConfig(Group):

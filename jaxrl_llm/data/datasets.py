@@ -5,26 +5,33 @@ import functools
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-import grain
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import console
-from jaxrl_llm.config import DataConfig
+from jaxrl_llm.config import CurriculumConfig, DataConfig
+from jaxrl_llm.config.samples import NO_CURRICULUM
+from jaxrl_llm.data import curriculum as curriculum_lib
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, read_rows
 from jaxrl_llm.data.formats import example_of, pair_of
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
 from jaxrl_llm.data.masks import example
-from jaxrl_llm.data.tasks import Split, files_of, task_rows, worked_sum
+from jaxrl_llm.data.mixtures import Cursor, Mixed, Shares
+from jaxrl_llm.data.streaming import Made, StreamedRows
+from jaxrl_llm.data.streams import MixedRows, Rows, Stream, longest, streamed_parts
+from jaxrl_llm.data.tasks import Split, files_of, prompt_row, task_rows, worked_sum
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
 
+_NUM_FIRST = 4  # streamed rows that are looked at before the first step
 _CALL_CHARACTERS = 1 << 18  # tokenized in one call, between two reports of progress
 
 logger = logging.getLogger(__name__)
@@ -37,15 +44,21 @@ class Dataset:
     `prompt.index` is the row of the source: it has gaps where long prompts were dropped.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # of streamed rows, some of the first
+    rows: Rows[Prompt] = ()  # what training draws from; empty: `prompts`
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max((len(prompt.tokens) for prompt in self.prompts), default=0)
+        """Tokens of the longest prompt; of streamed rows, the most that are allowed."""
+        return longest(self.rows or self.prompts, lambda prompt: len(prompt.tokens))
+
+    @property
+    def identity(self) -> list[Any]:
+        """What all processes must have read alike."""
+        return [self.prompts, [part.pieces for part in streamed_parts(self.rows)]]
 
     def batches(self, num_prompts: int, limit: int = 0) -> list[PromptBatch]:
         """Returns the first `limit` prompts (0: all) in order; the last batch may be smaller."""
@@ -62,26 +75,20 @@ def load_dataset(
     `seed` draws the prompts of the arithmetic task; use the same one for both splits. Where long
     prompts are not cut, a text that is too long by its number of characters is not tokenized. A
     prompt that is empty, or too long while `long_rows` is "error", is a DataError, and so is that
-    no prompt is left.
+    no prompt is left. With `config.stream` training prompts are read when they are drawn.
     """
-    rows = task_rows(config, split, seed)
-
-    def fits(index: int, num_tokens: int, at_least: str = "") -> bool:
-        if num_tokens <= config.max_prompt_tokens or config.long_rows != "error":
-            return num_tokens <= config.max_prompt_tokens or config.long_rows != "drop"
-        raise DataError(
-            f"{split} split, row {index}: the prompt has {at_least}{num_tokens} tokens, more than"
-            f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or choose"
-            " data.long_rows 'drop', 'left', 'right' or 'middle'"
-        )
-
-    texts = [
-        prompt_text(tokenizer, row["prompt"], config.chat_template, row.get("options", EMPTY))
-        for row in rows
-    ]
+    if split == "train" and config.stream:
+        made = functools.partial(_streamed_prompt, config, tokenizer)
+        rule = "are longer than data.max_prompt_tokens"
+        rows = _streamed(config, made, config.max_prompt_tokens, rule)
+        first = (part.first(_NUM_FIRST) for part in streamed_parts(rows))
+        return Dataset(tuple(itertools.chain.from_iterable(first)), rows)
+    rows_of_task = task_rows(config, split, seed)
+    wheres = [row.get("where", f"{split} split, row {i}") for i, row in enumerate(rows_of_task)]
+    texts = [_text(config, tokenizer, row) for row in rows_of_task]
     bound = token_bound(tokenizer)
     fewest = [bound(text) for text in texts]  # tokens of each, at least
-    candidates = [i for i, num in enumerate(fewest) if fits(i, num, "at least ")]
+    candidates = [i for i, n in enumerate(fewest) if _fits(config, wheres[i], n, "at least ")]
     ends = list(itertools.accumulate(len(texts[index]) for index in candidates))
     calls = itertools.groupby(
         zip(candidates, ends, strict=True), key=lambda pair: pair[1] // _CALL_CHARACTERS
@@ -91,76 +98,136 @@ def load_dataset(
         for _, pairs in calls:
             indices = [index for index, _ in pairs]
             found = prompt_tokens(tokenizer, [texts[i] for i in indices], config.chat_template)
-            for index, tokens in zip(indices, found, strict=True):
-                row, text, fewest[index] = rows[index], texts[index], len(tokens)
-                if not tokens:
-                    raise DataError(f"{split} split, row {index}: the prompt has no tokens")
-                if fits(index, len(tokens)):
-                    if len(tokens) > config.max_prompt_tokens:
-                        tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
-                        text = str(tokenizer.decode(list(tokens)))
-                    truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
-                    prompts.append(Prompt(tokens, text, row["data_source"], truth, info, index))
-                advance(len(text))
+            for i, tokens in zip(indices, found, strict=True):
+                fewest[i] = len(tokens)
+                given = rows_of_task[i], texts[i], tokens, i, wheres[i]
+                if (prompt := _prompt(config, tokenizer, *given)) is not None:
+                    prompts.append(prompt)
+                advance(len(texts[i]))
     if not prompts:
         raise DataError(
-            f"config.data.max_prompt_tokens: all {len(rows)} prompts of the {split} split are"
+            f"config.data.max_prompt_tokens: all {len(texts)} prompts of the {split} split are"
             f" longer than {config.max_prompt_tokens} tokens, the shortest has"
             f"{'' if candidates else ' at least'} {min(fewest)}; raise it"
         )
-    if num_dropped := len(rows) - len(prompts):
+    if num_dropped := len(texts) - len(prompts):
         message = "%s split: dropped %d of %d prompts longer than data.max_prompt_tokens=%d"
-        logger.warning(message, split, num_dropped, len(rows), config.max_prompt_tokens)
-    return Dataset(tuple(prompts))
+        logger.warning(message, split, num_dropped, len(texts), config.max_prompt_tokens)
+    if split == "eval" or not config.train_weights:
+        return Dataset(tuple(prompts))
+    by_entry: list[list[Prompt]] = [[] for _ in config.train_files]
+    for prompt in prompts:
+        by_entry[rows_of_task[prompt.index]["entry"]].append(prompt)
+    return Dataset(tuple(prompts), _mixed(config, by_entry))
 
 
-class Stream(Generic[T]):
-    """Endless passes over rows, with a position to save and restore.
-
-    The seed, in [0, 2**32), alone decides the order of each pass, not how many rows are taken at a
-    time nor `num_workers`, the threads that read ahead. No rows are a DataError.
-    """
-
-    def __init__(self, rows: Sequence[T], seed: int, shuffle: bool = True, num_workers: int = 0):
-        if not len(rows):
-            raise DataError("a stream needs at least one row")
-        self._identity = {"num_rows": len(rows), "seed": seed, "shuffle": shuffle}
-        pipeline = grain.MapDataset.source(rows).seed(seed)
-        if shuffle:
-            pipeline = pipeline.shuffle()
-        options = grain.ReadOptions(num_threads=num_workers, prefetch_buffer_size=2 * num_workers)
-        self._rows = iter(pipeline.repeat().to_iter_dataset(options))
-
-    def take(self, count: int) -> tuple[T, ...]:
-        """Returns the next `count` rows and moves past them."""
-        return tuple(next(self._rows) for _ in range(count))
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position; JSON can hold it."""
-        return {**self._identity, "position": self._rows.get_state()}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` returned for the same rows, seed and order."""
-        for name, mine in self._identity.items():
-            if state.get(name) != mine:
-                raise DataError(
-                    f"the saved data position has {name}={state.get(name)!r}, this run has"
-                    f" {mine!r}: the position would be another row; restore the data and the"
-                    " config of the saved run, or begin in an empty folder"
-                )
-        self._rows.set_state(dict(state["position"]))
+def _text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    options = row.get("options", EMPTY)
+    return prompt_text(tokenizer, row["prompt"], config.chat_template, options)
 
 
-class PromptIterator(Stream[Prompt]):
-    """The training prompts: an endless stream in batches of any size."""
+def _prompt(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    text: str,
+    tokens: Tokens,
+    index: int,
+    where: str,
+) -> Prompt | None:
+    """Returns a prompt, cut if it is to be, or None if it is dropped."""
+    if not tokens:
+        raise DataError(f"{where}: the prompt has no tokens; leave the row out")
+    if not _fits(config, where, len(tokens)):
+        return None
+    if len(tokens) > config.max_prompt_tokens:
+        tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
+        text = str(tokenizer.decode(list(tokens)))
+    truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
+    return Prompt(tokens, text, row["data_source"], truth, info, index)
 
-    def __init__(self, dataset: Dataset, config: DataConfig, seed: int):
-        super().__init__(dataset.prompts, seed, config.shuffle, config.num_workers)
+
+def _fits(config: DataConfig, where: str, num_tokens: int, at_least: str = "") -> bool:
+    """Returns whether a prompt is kept, whole or cut; if it is neither nor dropped, raises."""
+    if num_tokens <= config.max_prompt_tokens or config.long_rows != "error":
+        return num_tokens <= config.max_prompt_tokens or config.long_rows != "drop"
+    raise DataError(
+        f"{where}: the prompt has {at_least}{num_tokens} tokens, more than"
+        f" data.max_prompt_tokens={config.max_prompt_tokens}; raise it or choose"
+        " data.long_rows 'drop', 'left', 'right' or 'middle'"
+    )
+
+
+def _streamed_prompt(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row, where: str, index: int
+) -> Prompt | None:
+    row = prompt_row(config, row, where)
+    text = _text(config, tokenizer, row)
+    (tokens,) = prompt_tokens(tokenizer, [text], config.chat_template)
+    return _prompt(config, tokenizer, row, text, tokens, index, where)
+
+
+def _streamed(config: DataConfig, made: Made[T], longest: int, rule: str) -> Rows[T]:
+    """Returns the rows of the training files, each made when it is asked for."""
+    paths = files_of(config, "train")
+    if not config.train_weights:
+        return StreamedRows(paths, made, longest, rule)
+    return _mixed(config, [StreamedRows([path], made, longest, rule) for path in paths])
+
+
+def _mixed(config: DataConfig, parts: Sequence[Sequence[T] | StreamedRows[T]]) -> Rows[T]:
+    """Returns the rows of each of `train_files` in their shares."""
+    for path, part in zip(config.train_files, parts, strict=True):
+        if not len(part):
+            raise DataError(f"{path}: all rows of it are too long; leave it and its weight out")
+    return MixedRows(tuple(parts), Shares.of(config))
+
+
+class PromptIterator:
+    """The training prompts: an endless stream in batches of any size, or as a curriculum says."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: DataConfig,
+        seed: int,
+        curriculum: CurriculumConfig = NO_CURRICULUM,
+    ):
+        rows = dataset.rows or dataset.prompts
         self._longest = dataset.longest
+        self._curricula: list[Curriculum] = []
+        self._cursor: Cursor[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
+        if curriculum.choice:
+            parts = rows.parts if isinstance(rows, MixedRows) else (rows,)
+            self._curricula = [
+                Curriculum(part, curriculum, (seed + i) % 2**32)
+                for i, part in enumerate(parts)
+                if not isinstance(part, StreamedRows)
+            ]
+            self._cursor = self._curricula[0]
+            if isinstance(rows, MixedRows):
+                self._cursor = Mixed(self._curricula, rows.shares)
 
     def batch(self, num_prompts: int) -> PromptBatch:
         """Returns the next prompts; a batch may span two passes."""
-        return PromptBatch(self.take(num_prompts), self._longest)
+        return PromptBatch(self._cursor.take(num_prompts), self._longest)
+
+    def learn(self, prompts: Sequence[Prompt], scores: Sequence[np.ndarray]) -> None:
+        """Takes the scores of the answers to each of these prompts of a batch."""
+        for curriculum in self._curricula:
+            curriculum.learn(prompts, scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what a curriculum knows of the prompts."""
+        return curriculum_lib.metrics(self._curricula) if self._curricula else {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position; JSON can hold it."""
+        return self._cursor.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state that `get_state` returned for the same prompts and config."""
+        self._cursor.set_state(state)
 
 
 def worked_examples(
@@ -169,7 +236,7 @@ def worked_examples(
     split: Split,
     seed: int,
     max_tokens: int = 0,
-) -> Sequence[Example]:
+) -> Rows[Example]:
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
@@ -177,7 +244,8 @@ def worked_examples(
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
-        return _of_files(config, split, functools.partial(_example, config, tokenizer, max_tokens))
+        made = functools.partial(_example, config, tokenizer, max_tokens)
+        return _of_files(config, split, made, max_tokens)
     prompts = load_dataset(config, tokenizer, split, seed).prompts
     texts = [prompt.extra_info["answer"] for prompt in prompts]
     if config.task == "arithmetic" and config.arithmetic_errors:
@@ -197,7 +265,7 @@ def preference_pairs(
     seed: int,
     name: str = "",
     max_tokens: int = 0,
-) -> Sequence[Pair]:
+) -> Rows[Pair]:
     """Returns the pairs of files, or two of every arithmetic row: its prompt with two answers.
 
     Of files, pairs with more than `max_tokens` together (0: any number) are treated as
@@ -210,7 +278,8 @@ def preference_pairs(
     pairs, the seed and the row choose the mistakes.
     """
     if config.task == "files":
-        return _of_files(config, split, functools.partial(_pair, config, tokenizer, max_tokens))
+        made = functools.partial(_pair, config, tokenizer, max_tokens)
+        return _of_files(config, split, made, max_tokens)
     if config.task != "arithmetic":
         message = f"{config.task!r} has no preference pairs; use 'arithmetic' or 'files'"
         raise DataError(f"config.data.task: {message}")
@@ -226,32 +295,50 @@ def preference_pairs(
     ]
 
 
-def _of_files(
-    config: DataConfig, split: Split, made: Callable[[Row, str], T | None]
-) -> Sequence[T]:
+def _of_files(config: DataConfig, split: Split, made: Made[T], most: int) -> Rows[T]:
     """Returns what becomes of every row of a split's files; that nothing is left is a DataError."""
-    found = [made(row, where) for where, row in read_rows(files_of(config, split))]
-    kept = [each for each in found if each is not None]
-    if not kept:
-        raise DataError(
-            f"config.data.{split}_files: all {len(found)} rows have more tokens than"
-            " trainer.max_sequence_tokens, or no answer after data.long_rows has cut them; raise it"
-        )
-    if num_dropped := len(found) - len(kept):
+    rule = (
+        f"have more tokens than trainer.max_sequence_tokens={most}, or no answer after"
+        " data.long_rows has cut them; raise it"
+    )
+    if split == "train" and config.stream:
+        return _streamed(config, made, most, rule)
+    index = itertools.count()
+    parts = [
+        [made(row, where, next(index)) for where, row in read_rows([path])]
+        for path in files_of(config, split)
+    ]
+    kept = [[row for row in part if row is not None] for part in parts]
+    total, num_kept = sum(map(len, parts)), sum(map(len, kept))
+    if not num_kept:
+        raise DataError(f"config.data.{split}_files: all {total} rows {rule}")
+    if num_dropped := total - num_kept:
         message = "%s split: dropped %d of %d rows longer than trainer.max_sequence_tokens"
-        logger.warning(message, split, num_dropped, len(found))
-    return kept
+        logger.warning(message, split, num_dropped, total)
+    if split == "train" and config.train_weights:
+        return _mixed(config, kept)
+    return list(itertools.chain.from_iterable(kept))
 
 
 def _example(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, most: int, row: Row, where: str
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    row: Row,
+    where: str,
+    index: int,
 ) -> Example | None:
     found = example(tokenizer, example_of(row, where, config.prompt_column), config.chat_template)
     return shortened(found, most, config.long_rows, where)
 
 
 def _pair(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, most: int, row: Row, where: str
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    row: Row,
+    where: str,
+    index: int,
 ) -> Pair | None:
     both = pair_of(row, where, config.prompt_column)
     found = Pair(*(example(tokenizer, one, config.chat_template) for one in both))

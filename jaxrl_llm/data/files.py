@@ -2,13 +2,14 @@
 
 import codecs
 import collections
+import contextlib
 import itertools
 import json
 import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import pyarrow
@@ -18,6 +19,9 @@ from jaxrl_llm import console
 from jaxrl_llm.data.errors import DataError
 
 Row = dict[str, Any]
+
+# Rows that came from Python, by the name that stands for them among the files.
+given_rows: dict[str, Sequence[Any]] = {}
 
 _MAX_DEPTH = 64  # brackets within brackets; Python's limit differs between releases
 _TOKEN = re.compile(
@@ -34,26 +38,63 @@ def read_rows(paths: Sequence[str]) -> Iterator[tuple[str, Row]]:
     empty, broken or unsupported, or a line that is no object, is a DataError.
     """
     for path in itertools.chain.from_iterable(map(files_in, paths)):
+        if path in given_rows:
+            for number, row in enumerate(given_rows[path], start=1):
+                where = f"{path}, row {number}"
+                yield where, as_row(row, where)
+            continue
         suffix = pathlib.Path(path).suffix.lower()
         if suffix not in READERS:
             known = ", ".join(sorted(READERS))
             raise DataError(f"{path}: unsupported suffix {suffix!r}; known: {known}")
         if not pathlib.Path(path).is_file():
-            raise DataError(f"{path}: no such file")
+            raise DataError(
+                f"{path}: no such file; give a path from {pathlib.Path.cwd()}, or a whole one"
+            )
         number = 0
         with console.work(f"reading {path}"):
             for number, row in READERS[suffix](path):
-                if not isinstance(row, Mapping):
-                    rule = f"must be a mapping of columns, got {type(row).__name__}"
-                    raise DataError(f"{path}, row {number}: {rule}")
-                yield f"{path}, row {number}", dict(row)
+                where = f"{path}, row {number}"
+                yield where, as_row(row, where)
         if not number:
-            raise DataError(f"{path}: no rows in this file")
+            raise DataError(f"{path}: no rows in this file; leave it out, or save it again")
+
+
+def as_row(value: Any, where: str) -> Row:
+    """Returns a row as a dict of its own; a DataError that begins with `where` if it is none."""
+    if not isinstance(value, Mapping):
+        rule = f"must be a mapping of columns, got {type(value).__name__}"
+        raise DataError(f"{where}: {rule}; write it as {{column: value}}")
+    return dict(value)
+
+
+@contextlib.contextmanager
+def given(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[dict[str, str]]:
+    """Lets rows of splits be read like files; gives the names that stand for them, by split.
+
+    A list or tuple is not copied. Of another iterable all rows are kept in memory.
+    """
+    if "train" not in rows or set(rows) - {"train", "eval"}:
+        raise DataError(f"rows: the splits are 'train' and, if wanted, 'eval', got {sorted(rows)}")
+    names = {split: f"rows of {split}" for split in rows}
+    try:
+        for split, name in names.items():
+            found = rows[split]
+            if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+                rule = "must be an iterable of mappings (dicts)"
+                raise DataError(f"{name}: {rule}, got {type(found).__name__}")
+            given_rows[name] = found if isinstance(found, (list, tuple)) else list(found)
+            if not given_rows[name]:
+                raise DataError(f"{name}: no rows; give some, or leave the split out")
+        yield names
+    finally:
+        for name in names.values():
+            given_rows.pop(name, None)
 
 
 def files_in(path: str) -> list[str]:
     """Returns the files of known suffix in a folder and below, by name; of a file, itself."""
-    if not pathlib.Path(path).is_dir():
+    if path in given_rows or not pathlib.Path(path).is_dir():
         return [path]
     below = sorted(pathlib.Path(path).rglob("*"))
     found = [str(each) for each in below if each.suffix.lower() in READERS and each.is_file()]
@@ -93,8 +134,10 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Returns whether `value` is a string without half a surrogate pair, which JSON can hold."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    """Returns whether `value` is a string that UTF-8 can hold: JSON can hold half a character."""
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or value.encode("utf-8", "ignore").decode() == value
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
@@ -130,7 +173,7 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
                 )
         messages.append(message)
     if not any(message.get("tool_calls") or message["content"].strip() for message in messages):
-        raise DataError(f"{where} is empty")
+        raise DataError(f"{where} is empty; write one, or leave the row out")
     return messages
 
 
@@ -147,11 +190,16 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                try:
-                    yield number, _json_value(line)
-                except ValueError as error:
-                    rule = "each line must hold one whole JSON object"
-                    raise DataError(f"{path}, row {number}: broken JSON {error}; {rule}") from error
+                yield number, row_of_line(line, f"{path}, row {number}")
+
+
+def row_of_line(line: bytes, where: str) -> Any:
+    """Returns the value of a line of a JSON lines file; errors begin with `where`."""
+    try:
+        return _json_value(line)
+    except ValueError as error:
+        rule = "each line must hold one whole JSON object"
+        raise DataError(f"{where}: broken JSON {error}; {rule}") from error
 
 
 def _json_array(path: str) -> Iterator[tuple[int, Any]]:
@@ -243,23 +291,39 @@ def _fault(text: str) -> str:
 
 def _parquet(path: str) -> Iterator[tuple[int, Any]]:
     number = 0
+    with told(path), parquet.ParquetFile(path) as file:
+        check_names(path, file)
+        batches = file.iter_batches()
+        while True:
+            where = f"{path}, after row {number}"
+            with told(where):
+                if (batch := next(batches, None)) is None:
+                    return
+            for row in rows_of(batch, where):
+                number += 1
+                yield number, row
+
+
+def check_names(path: str, file: parquet.ParquetFile) -> None:
+    """Raises a DataError if two columns of a parquet file have the same name."""
+    for name, count in collections.Counter(file.schema_arrow.names).items():
+        if count > 1:
+            raise DataError(f"{path}: {count} columns are named {name!r}; rename or drop them")
+
+
+@contextlib.contextmanager
+def told(where: str) -> Iterator[None]:
+    """Makes a DataError that begins with `where` of what reading a file raises."""
     try:
-        with parquet.ParquetFile(path) as file:
-            for name, count in collections.Counter(file.schema_arrow.names).items():
-                if count > 1:
-                    message = f"{count} columns are named {name!r}; rename or drop them"
-                    raise DataError(f"{path}: {message}")
-            for batch in file.iter_batches():
-                for row in _rows(batch, f"{path}, after row {number}"):
-                    number += 1
-                    yield number, row
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{path}: cannot be read as parquet after row {number}: {error}; is it complete?"
+            f"{where}: cannot be read: {error}; is the file complete? Save it again"
         ) from error
 
 
-def _rows(batch: pyarrow.RecordBatch, where: str) -> list[Row]:
+def rows_of(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]:
+    """Returns the rows of a part of a parquet file; errors begin with `where`."""
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:

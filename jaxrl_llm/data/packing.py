@@ -207,6 +207,8 @@ class Microbatch:
     shared: Int[Array, "*M b"]  # tokens of that prefix
     scored: Int[Array, "*M R scored"]  # columns of tokens that the policy chose; W: none
     before: Int[Array, "*M R scored"]  # column of the token before each of them
+    # Experts that tokens visited before, as `Rollouts.routes`; [R, W, 0]: not known.
+    routes: Int[Array, "*M R W routes"]
 
     @property
     def scores_everything(self) -> bool:
@@ -266,12 +268,29 @@ def accumulate(packed: PackedBatch, function, like):
 
 def by_sequence(packed: PackedBatch, function, num_sequences: int, width: int):
     """Returns the [b, T] arrays of `function(microbatch)` as one [B, T], zero elsewhere."""
-    first = jax.tree.map(lambda a: a[0], packed.microbatches)
-    shapes = jax.eval_shape(function, first)
-    blank = jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), shapes)
+    return both_ways(packed, lambda m: (function(m), ()), num_sequences, width)[0]
+
+
+def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
+    """Returns what `function(microbatch)` gives by sequence and what it gives by row.
+
+    Of a pair of [b, T] and [R, W, _] arrays: the first as one [B, T], the second as [M, R, W, _],
+    zero elsewhere.
+    """
+    microbatches = packed.microbatches
+    of_sequences, of_rows = jax.eval_shape(function, jax.tree.map(lambda a: a[0], microbatches))
+    count = microbatches.rows.shape[0]
+    blank = (
+        jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), of_sequences),
+        jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), of_rows),
+    )
 
     def body(i, total):
-        microbatch = jax.tree.map(lambda a: a[i], packed.microbatches)
-        return jax.tree.map(microbatch.put, total, function(microbatch))
+        microbatch = jax.tree.map(lambda a: a[i], microbatches)
+        of_sequences, of_rows = function(microbatch)
+        return (
+            jax.tree.map(microbatch.put, total[0], of_sequences),
+            jax.tree.map(lambda whole, part: whole.at[i].set(part), total[1], of_rows),
+        )
 
     return jax.lax.fori_loop(0, packed.count, body, blank)

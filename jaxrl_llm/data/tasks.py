@@ -138,9 +138,16 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 
 def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return [
-        {**checked_row(row, where, config.prompt_column), "options": template_options(row, where)}
-        for where, row in read_rows(files_of(config, split))
+        {**prompt_row(config, row, where), "entry": entry}
+        for entry, path in enumerate(files_of(config, split))
+        for where, row in read_rows([path])
     ]
+
+
+def prompt_row(config: DataConfig, row: Row, where: str) -> Row:
+    """Returns a row of a file in verl's schema, checked, with its template's options and origin."""
+    options = template_options(row, where)
+    return {**checked_row(row, where, config.prompt_column), "options": options, "where": where}
 
 
 def files_of(config: DataConfig, split: Split) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.packing import PackedBatch
-from jaxrl_llm.learner import batches, optimizer, predict, update
+from jaxrl_llm.learner import batches, optimizer, predict, routing, update
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -62,7 +62,9 @@ def abstract_state(config: RLConfig, models: Models) -> LearnerState:
 
     critic = weights_lib.abstract_params(models.value, models.meshes["critic"])
     return LearnerState(
-        policy=trainable(weights_lib.abstract_policy(models), config.trainer.optimizer),
+        policy=trainable(
+            weights_lib.abstract_trained(models.policy, models.mesh), config.trainer.optimizer
+        ),
         critic=trainable(critic if needed.critic else {}, config.critic.optimizer),
         cost_critic=trainable(critic if needed.cost_critic else {}, config.critic.optimizer),
         kl_coef=number,
@@ -133,7 +135,10 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
             np.arange(count) // config.algorithm.samples_per_prompt, np.full(count, prompt)
         ),
     )
-    return jax.tree.map(lambda a: _array(models, np.shape(a), a.dtype), packed)
+    packed = jax.tree.map(lambda a: _array(models, np.shape(a), a.dtype), packed)
+    if config.router.replay == "off":
+        return packed
+    return routing.abstract_routes(packed, models.policy.num_routes, models.mesh)
 
 
 def abstract_batch(config: RLConfig, models: Models) -> Minibatch:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, JobConfig, LoraConfig, ModelConfig, RLConfig
 from jaxrl_llm.config.placement import ROLES
+from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape, random_model
@@ -125,7 +126,7 @@ def build(
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
     mesh = meshes["policy"]
-    policy = dataclasses.replace(network(config, shape, "lm", mesh), lora=config.lora)
+    policy = network(config, shape, "lm", mesh)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
@@ -191,6 +192,8 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     if config.mesh.on_host and (found := pools.host_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
+    if isinstance(config, RLConfig):
+        routing.check(config.router, shape)
     ways, num = mesh.shape["expert"], shape.experts.num if shape.experts else 0
     if ways > 1 and (not num or num % ways):
         has = f"{num} experts do not divide by" if num else "no layer has experts; it asks for"
@@ -214,6 +217,7 @@ def network(config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], mesh
         param_dtype=model.param_dtype,
         compute_dtype=model.compute_dtype,
         remat="none" if model.remat == "auto" else model.remat,  # of a run: `planned.settled`
+        lora=config.lora,
         sequence_attention=config.mesh.sequence_attention,
         kernel=attention.implementation_for(
             model.attention, platform, model.compute_dtype, shape.head_size

@@ -25,10 +25,9 @@ from jaxrl_llm.planning.setting import Setting
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 Job = TypeVar("Job", bound=JobConfig)
+Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 
 _ERROR = 1.1  # estimates are at most a tenth from compilers' reports
-# What the backward pass computes again, from the least work to the least memory.
-_REMAT = ("none", "dots", "projections", "attention", "full")
 _TOKENS = (16_384, 8192, 4096)  # of a microbatch on a device
 _FEWEST_ON_CPU = 512
 _USABLE = 0.9  # of a device's memory, where sizes are chosen
@@ -65,17 +64,20 @@ def elsewhere(topology: str, device: str, num_devices: int) -> Target:
     return Target(kind, count, topology)
 
 
-def plan(config: RLConfig, target: Target) -> Plan:
-    """Returns the analytic plan of a run, with what it leaves to the planner chosen.
+def plan(config: JobConfig, target: Target) -> Plan:
+    """Returns the analytic plan of a job, with what it leaves to the planner chosen.
 
     Raises:
       ConfigError: If the model is not known, or the mesh does not fill the devices.
     """
-    setting = _setting(config, _policy(config), target)
-    return _fit(setting, _placed(setting, target), target)
+    policy = _policy(config)
+    if not isinstance(config, RLConfig):
+        return _fit(policy, (), _sized(config, policy, (), target), target)
+    setting = _setting(config, policy, target)
+    return _fit(policy, setting.scorers, _placed(setting, target), target)
 
 
-def check(config: RLConfig, present: Sequence[Any]) -> float:
+def check(config: JobConfig, present: Sequence[Any]) -> float:
     """Returns the planned peak of bytes on each of the devices present; 0 if they are not known.
 
     An estimate may be a tenth too high: up to that it warns, above it refuses.
@@ -100,15 +102,17 @@ def check(config: RLConfig, present: Sequence[Any]) -> float:
     return made.peak
 
 
-def filled(config: RLConfig, target: Target) -> RLConfig:
+def filled(config: Job, target: Target) -> Job:
     """Returns the config on a mesh that fills these devices; warns where that is not its own."""
     try:
         mesh_lib.mesh_sizes(config.mesh, target.num_devices)
     except ConfigError as error:
         tensor = math.gcd(max(1, config.mesh.tensor), target.num_devices)
-        logging.warning("%s; planned with fsdp -1 x tensor %d instead", error.problems[0], tensor)
+        expert = math.gcd(max(1, config.mesh.expert), target.num_devices // tensor)
+        split = f"fsdp -1{f' x expert {expert}' * (expert > 1)} x tensor {tensor}"
+        logging.warning("%s; planned with %s instead", error.problems[0], split)
         mesh = dataclasses.replace(
-            config.mesh, data=1, fsdp=-1, expert=1, sequence=1, tensor=tensor
+            config.mesh, data=1, fsdp=-1, expert=expert, sequence=1, tensor=tensor
         )
         config = dataclasses.replace(config, mesh=mesh)
     return config
@@ -123,10 +127,14 @@ def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
         if model.path:
             families.read_config(model.path)  # a plan would only say that it does not fit
+    config = _as_begun(config, workdir)
+    return _with_sizes_of(config, _chosen_here(config)) if _is_open(config) else config
+
+
+def _as_begun(config: Job, workdir: str | os.PathLike[str]) -> Job:
+    """Returns the config with the sizes of the run that has begun in this folder, if one has."""
     if _is_open(config) and (pathlib.Path(workdir) / "config.json").exists():
-        config = _with_sizes_of(config, load_config(workdir))
-    if _is_open(config):
-        config = _with_sizes_of(config, _chosen_here(config))
+        return _with_sizes_of(config, load_config(workdir))
     return config
 
 
@@ -154,7 +162,7 @@ def chosen(config: RLConfig, policy: Shape, present: Sequence[Any]) -> RLConfig:
     if config.placement.choice == "auto":
         config = dataclasses.replace(config, placement=PlacementConfig())
     _, most_tokens = _sizes(config, "tpu")[0]
-    return _with_sizes(config, _REMAT[-1], most_tokens)
+    return _with_sizes(config, fit.REMAT[-1], most_tokens)
 
 
 def _chosen_here(config: RLConfig) -> RLConfig:
@@ -163,14 +171,20 @@ def _chosen_here(config: RLConfig) -> RLConfig:
     return chosen(config, _policy(config), jax.devices())
 
 
-def of_supervised(config: SupervisedConfig) -> SupervisedConfig:
-    """Returns the config with sizes that hold its longest row, where it leaves them open."""
-    small = jax.default_backend() == "cpu"
-    tokens = max(2048 if small else 16_384, config.max_sequence_tokens)
-    return _with_sizes(config, "none" if small else "full", tokens)
+def of_supervised(config: Supervised, workdir: str | os.PathLike[str]) -> Supervised:
+    """Returns the config of a job on given answers with its sizes, as `settled`."""
+    config = _as_begun(config, workdir)
+    if not _is_open(config):
+        return config
+    if config.model.path:
+        families.read_config(config.model.path)
+    present = jax.devices()
+    if devices.present(present) is None:
+        return _with_sizes(config, fit.REMAT[-1], max(_TOKENS[0], config.max_sequence_tokens))
+    return _sized(config, _policy(config), (), here(present))
 
 
-def _policy(config: RLConfig) -> Shape:
+def _policy(config: JobConfig) -> Shape:
     """Returns the policy's shape; only that of a random model needs the tokenizer."""
     vocab_size = 0 if config.model.path else len(models_lib.load_tokenizer(config.model))
     return shapes.shape_of(config.model, vocab_size)
@@ -180,10 +194,8 @@ def _setting(config: RLConfig, policy: Shape, target: Target) -> Setting:
     return Setting(config, policy, shapes.scorers(config, policy), {}, target.device.backend)
 
 
-def _fit(setting: Setting, config: RLConfig, target: Target) -> Plan:
-    """Returns the plan of a config, which may differ from the setting's in what was chosen."""
-    device, count = target.device, target.num_devices
-    return fit.make(config, setting.policy, setting.scorers, device, count)
+def _fit(policy: Shape, scorers: tuple[Shape, ...], config: JobConfig, target: Target) -> Plan:
+    return fit.make(config, policy, scorers, target.device, target.num_devices)
 
 
 def _is_open(config: JobConfig) -> bool:
@@ -204,13 +216,13 @@ def _with_sizes(config: Job, remat: Any, tokens: int) -> Job:
     return dataclasses.replace(config, model=model, trainer=trainer)
 
 
-def _sizes(config: RLConfig, backend: str) -> list[tuple[str, int]]:
+def _sizes(config: JobConfig, backend: str) -> list[tuple[str, int]]:
     """Returns choices of recomputation and tokens of a microbatch, the least work first."""
     row = sequence_attention.row_width(config.max_sequence_tokens, config.mesh.sequence)
     row = -(-row // config.mesh.sequence)
     few = (_FEWEST_ON_CPU,) if backend == "cpu" else ()
     tokens = dict.fromkeys(max(each, row) for each in (*_TOKENS, *few))
-    return list(itertools.product(_REMAT, tokens))
+    return list(itertools.product(fit.REMAT, tokens))
 
 
 def _placed(setting: Setting, target: Target) -> RLConfig:
@@ -228,7 +240,7 @@ def _placed(setting: Setting, target: Target) -> RLConfig:
         else:
             logging.warning("placement: none fits; all roles share all devices")
         config = dataclasses.replace(config, placement=pools)
-    return _sized(dataclasses.replace(setting, config=config), target)
+    return _sized(config, setting.policy, setting.scorers, target)
 
 
 def _may_split(best: placement.Placement, config: RLConfig) -> bool:
@@ -246,18 +258,18 @@ def _may_split(best: placement.Placement, config: RLConfig) -> bool:
     return True
 
 
-def _sized(setting: Setting, target: Target) -> RLConfig:
+def _sized(config: Job, policy: Shape, scorers: tuple[Shape, ...], target: Target) -> Job:
     """Returns the config with microbatches and recomputation where it leaves them open.
 
     On a CPU small microbatches are as fast and memory is shared: there the limit is little more
     than the least memory that the run needs.
     """
-    config, backend = setting.config, setting.backend
+    backend = target.device.backend
     if not _is_open(config):
         return config
 
     def peak(remat: str, tokens: int) -> float:
-        return _fit(setting, _with_sizes(config, remat, tokens), target).peak
+        return _fit(policy, scorers, _with_sizes(config, remat, tokens), target).peak
 
     choices = _sizes(config, backend)
     limit = _USABLE * target.device.memory_bytes

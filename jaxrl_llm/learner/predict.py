@@ -1,5 +1,6 @@
 """What the models predict for sampled tokens: log-probs, values, scores of whole sequences."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +14,37 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.learner import routing as routing_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import heads, lora
+from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Predictions, Rollouts
 
 
-def _read(network: Network, params: Params, tokens: Array, microbatch: Microbatch):
-    """Returns packed tokens [R, W], hidden states [R, W, D] and the weight of the head."""
+def _read(
+    network: Network,
+    params: Params,
+    tokens: Array,
+    microbatch: Microbatch,
+    routing: Routing | None = None,
+):
+    """Returns packed tokens, hidden states [R, W, D], the weight of the head, routers' doings."""
     packed = microbatch.packed(tokens)
-    hidden = network.hidden(
+    hidden, routed = network.read(
         params,
         packed,
         microbatch.positions,
         microbatch.segment_ids,
         prefix_ids=microbatch.prefix_ids,
         key_blocks=microbatch.key_blocks,
+        routing=routing,
     )
-    return packed, hidden, network.head_weight(params)
+    return packed, hidden, network.head_weight(params), routed
 
 
 def token_statistics(
@@ -46,32 +56,45 @@ def token_statistics(
     temperature: float,
     chunk: int,
     entropy: heads.Entropy,
-) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"]]:
-    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens."""
-    packed, hidden, weight = _read(network, params, tokens, microbatch)
+    routing: Routing | None = None,
+) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"], Routed | None]:
+    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens.
+
+    And what the routers did, who are told `routing`; None without experts. `entropy` may ask for
+    other things, see `heads.token_statistics`.
+    """
+    packed, hidden, weight, routed = _read(network, params, tokens, microbatch, routing)
     settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
     settings["cap"] = network.shape.logit_cap
     if microbatch.scores_everything:
-        return heads.token_statistics(hidden, weight, packed, microbatch.segment_ids, **settings)
+        ids = microbatch.segment_ids
+        return *heads.token_statistics(hidden, weight, packed, ids, **settings), routed
     scored, before = microbatch.scored, microbatch.before
-    return heads.chosen_statistics(hidden, weight, packed, scored, before, **settings)
+    return *heads.chosen_statistics(hidden, weight, packed, scored, before, **settings), routed
 
 
 def token_values(
-    network: Network, params: Params, tokens: Array, microbatch: Microbatch
-) -> Float[Array, "R W"]:
-    """Returns the value just before each token of packed rows; zero at unscored tokens."""
-    _, hidden, weight = _read(network, params, tokens, microbatch)
+    network: Network,
+    params: Params,
+    tokens: Array,
+    microbatch: Microbatch,
+    routing: Routing | None = None,
+) -> tuple[Float[Array, "R W"], Routed | None]:
+    """Returns the value just before each token of packed rows; zero at unscored tokens.
+
+    And what the routers did, as `token_statistics`.
+    """
+    _, hidden, weight, routed = _read(network, params, tokens, microbatch, routing)
     if microbatch.scores_everything:
-        return heads.token_values(hidden, weight, microbatch.segment_ids)
-    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before)
+        return heads.token_values(hidden, weight, microbatch.segment_ids), routed
+    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before), routed
 
 
 def sequence_scores(
     network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
 ) -> Float[Array, " b"]:
     """Returns the score at the last token of each sequence of the microbatch."""
-    _, hidden, weight = _read(network, params, tokens, microbatch)
+    _, hidden, weight, _ = _read(network, params, tokens, microbatch)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
     return heads.sequence_scores(at_end, weight, jnp.zeros_like(last))
@@ -94,17 +117,31 @@ def is_on_policy(config: RLConfig) -> bool:
 def scoring_programs(config: RLConfig, models: Models):
     """Returns the jitted programs that ask a policy and a critic about all tokens of a step.
 
-    `of_policy(base, params, tokens, lengths, packed, *, entropy)` gives log-probs, entropies and
-    sums of squared probabilities, `of_critic(params, tokens, lengths, packed)` values, [B, T] each.
-    `base` is what the adapters `params` are added to; `{}` without adapters.
+    `of_policy(base, params, tokens, lengths, packed, *, entropy, records)` gives log-probs,
+    entropies and sums of squared probabilities, `of_critic(params, tokens, lengths, packed)`
+    values, [B, T] each. `base` is what the adapters `params` are added to; `{}` without adapters.
+    Routers follow the routes of `packed`, if it has any. With `records` the experts that packed
+    tokens visited are the second of two results, [M, R, W, routes].
     """
 
-    @functools.partial(jax.jit, static_argnames="entropy")
-    def of_policy(base, params, tokens, lengths, packed: PackedBatch, *, entropy: heads.Entropy):
+    @functools.partial(jax.jit, static_argnames=("entropy", "records"))
+    def of_policy(
+        base,
+        params,
+        tokens,
+        lengths,
+        packed: PackedBatch,
+        *,
+        entropy: heads.Entropy,
+        records: bool = False,
+    ):
         whole = lora.joined(base, params)
 
         def ask(microbatch: Microbatch):
-            found = token_statistics(
+            routing = None
+            if microbatch.routes.shape[-1]:
+                routing = Routing(microbatch.segment_ids != 0, microbatch.routes)
+            *found, routed = token_statistics(
                 models.policy,
                 whole,
                 tokens,
@@ -112,15 +149,22 @@ def scoring_programs(config: RLConfig, models: Models):
                 temperature=config.rollout.temperature or 1.0,
                 chunk=config.model.vocab_chunk,
                 entropy=entropy,
+                routing=routing,
             )
-            return tuple(microbatch.unpacked(each, lengths, tokens.shape[1]) for each in found)
+            unpacked = (microbatch.unpacked(each, lengths, tokens.shape[1]) for each in found)
+            visited: Any = ()
+            if records:
+                assert routed is not None
+                visited = models.policy.routes(routed.chosen)
+            return tuple(unpacked), visited
 
-        return packing.by_sequence(packed, ask, *tokens.shape)
+        found, visited = packing.both_ways(packed, ask, *tokens.shape)
+        return (found, visited) if records else found
 
     @jax.jit
     def of_critic(params, tokens, lengths, packed: PackedBatch):
         def ask(microbatch: Microbatch):
-            values = token_values(models.value, params, tokens, microbatch)
+            values, _ = token_values(models.value, params, tokens, microbatch)
             return microbatch.unpacked(values, lengths, tokens.shape[1])
 
         return packing.by_sequence(packed, ask, *tokens.shape)
@@ -130,27 +174,39 @@ def scoring_programs(config: RLConfig, models: Models):
 
 def predictor(
     config: RLConfig, models: Models, frozen: Frozen
-) -> Callable[[LearnerState, Rollouts, Clock], Predictions]:
+) -> Callable[[LearnerState, Rollouts, Clock], tuple[Predictions, Rollouts]]:
     """Returns what asks every model in one pass; times `old_log_prob`, `ref` and `values`.
 
-    With `is_on_policy` the policy is not asked; the engine's log-probs stand in its place and
-    nothing reads them. Models on different devices run at the same time: all are asked before any
-    answer is moved to the policy's devices.
+    It returns the rollouts too, with the routes that the update is to follow: of the engine, or
+    with `router.replay="scoring"` of this pass. With `is_on_policy` the policy is not asked; the
+    engine's log-probs stand in its place and nothing reads them. Models on different devices run at
+    the same time: all are asked before any answer is moved to the policy's devices.
     """
     of_policy, of_critic = scoring_programs(config, models)
     mesh, meshes, on_policy = models.mesh, models.meshes, is_on_policy(config)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
+    replay = config.router.replay
 
-    def predict(state: LearnerState, rollouts: Rollouts, clock: Clock) -> Predictions:
+    def predict(state: LearnerState, rollouts: Rollouts, clock: Clock):
+        routing_lib.check_routes(config.router, rollouts)
         packed = models.packer.pack_rollouts(rollouts)
         about = rollouts.tokens, rollouts.lengths, packed
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros
         if not on_policy:
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
-                found, entropies, squares = watch(
-                    of_policy(frozen.base, state.policy.params, *about, entropy="value")
-                )
+                routed = packed
+                if replay == "rollout" and rollouts.routes is not None:
+                    routed = routing_lib.with_routes(packed, rollouts.routes, mesh)
+                asked = frozen.base, state.policy.params, *about[:2], routed
+                records = replay == "scoring"
+                answer: Any = watch(of_policy(*asked, entropy="value", records=records))
+            if records:
+                answer, visited = answer
+                of_tokens = rollouts.lengths, rollouts.tokens.shape[1]
+                routes = routing_lib.by_sequence(packed, visited, *of_tokens)
+                rollouts = dataclasses.replace(rollouts, routes=routes)
+            found, entropies, squares = answer
             old = found if config.algorithm.old_log_probs == "recompute" else old
         reference = old
         if frozen.reference:
@@ -175,7 +231,8 @@ def predictor(
         if not one_mesh:
             answers = pools.move(answers, mesh_lib.replicated(mesh))
         with jax.set_mesh(mesh):
-            return jax.tree.map(lambda a: jnp.where(rollouts.response_mask, a, 0.0), answers)
+            mask = rollouts.response_mask
+            return jax.tree.map(lambda a: jnp.where(mask, a, 0.0), answers), rollouts
 
     return predict
 

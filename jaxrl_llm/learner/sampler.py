@@ -57,17 +57,6 @@ class Sampler:
         """Returns what resharding moves and needs, by the names of metrics."""
         return self.resharder.report().metrics()
 
-    def whole_policy(self, params: Params) -> Params:
-        """Returns the policy without adapters that `params` amount to, in the training layout."""
-        if not self.base:
-            return params
-        merge = jax.jit(
-            models_lib.merge_adapters(self.models.policy.lora),
-            out_shardings=self.models.policy_shardings,
-        )
-        with jax.set_mesh(self.models.mesh):
-            return merge(lora.joined(self.base, params))
-
 
 def build(config: RLConfig, models: Models, base: Params) -> Sampler:
     """Returns the sampler of a run. Compiles and allocates nothing; `base` as in `Sampler`."""
@@ -88,6 +77,7 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
             chunk_steps=config.rollout.chunk_steps,
             speculation=speculation,
             layout=layout,
+            keeps_routes=config.router.replay in ("compare", "rollout"),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         resharder=resharder(policy, network, pools.staging(mesh, target), layout),

@@ -1,4 +1,4 @@
-"""A policy in a folder: of a finished or running run, or a model's own."""
+"""What a run learned, in its folder; or a policy in a model's own."""
 
 import dataclasses
 import functools
@@ -9,20 +9,82 @@ from collections.abc import Callable
 import jax
 
 from jaxrl_llm.checkpoint import saver as saver_lib
-from jaxrl_llm.config import LoraConfig, MeshConfig, ModelConfig, RLConfig
+from jaxrl_llm.config import (
+    JobConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    RLConfig,
+    SupervisedConfig,
+)
 from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.config.folder import load_config
+from jaxrl_llm.config.job import PolicyConfig, RewardModelingConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import planned
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
-from jaxrl_llm.models import huggingface
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models import huggingface, lora
+from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.types import Weights
 
 MOST_TOKENS = 4096  # of prompt and answer, where none is asked for and a model would take more
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """The newest or best weights of a run: a policy's, or a reward model's."""
+
+    config: JobConfig
+    models: Models
+    network: Network
+    base: Params  # what its adapters are added to; empty without adapters
+    # Returns the weights as trained (whole, or adapters) and the step of their save.
+    read: Callable[[], tuple[Params, int]]
+
+    def whole(self, params: Params) -> Params:
+        """Returns the weights without adapters that `params` amount to, in the training layout."""
+        if not self.base:
+            return params
+        mesh = self.models.mesh
+        merge = jax.jit(
+            models_lib.merge_adapters(self.network.lora),
+            out_shardings=models_lib.train_shardings(self.network, mesh),
+        )
+        with jax.set_mesh(mesh):
+            return merge(lora.joined(self.base, params))
+
+
+def learned(workdir: str | os.PathLike[str], best: bool = False) -> Learned:
+    """Returns what a finished or running run learned, or its `best` by `checkpoint.best_metric`.
+
+    Critics, optimizers and frozen models are not read.
+
+    Raises:
+      ConfigError: If `workdir` is not the folder of a run.
+      CheckpointError: When it is read, if there is no undamaged checkpoint.
+    """
+    config, folder = load_config(workdir), pathlib.Path(workdir)
+    models = models_lib.of_job(
+        config, planned.meshes(config) if isinstance(config, RLConfig) else None
+    )
+    network = models.value if isinstance(config, RewardModelingConfig) else models.policy
+    base: Params = {}
+    if config.lora.rank:  # adapters lie on the weights that the run began with
+        product = folder / "warm_start" / "product"
+        if product.exists():
+            first = saver_lib.load_tree(product, weights_lib.abstract_params(network, models.mesh))[
+                0
+            ]
+        elif isinstance(config, SupervisedConfig):
+            first = weights_lib.initial(config, models)
+        else:
+            first = weights_lib.initial_policy(config, models)
+        base = {name: value for name, value in first.items() if name != "score"}
+    read = functools.partial(_newest, config, models, network, folder, best)
+    return Learned(config, models, network, base, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,31 +106,21 @@ class SavedPolicy:
 
 
 def from_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy:
-    """Returns the policy of a finished or running run, or its `best` by `checkpoint.best_metric`.
-
-    Critics, optimizers and frozen models are not read.
+    """Returns the policy of a run, ready to be sampled; raises as `learned`.
 
     Raises:
-      ConfigError: If `workdir` is not the folder of a run.
-      CheckpointError: When it is read, if there is no undamaged checkpoint.
+      ConfigError: If the run trains no policy.
     """
-    config, folder = rl_config(load_config(workdir)), pathlib.Path(workdir)
-    models = models_lib.of_job(config, planned.meshes(config))
-    base: Params = {}
-    if config.lora.rank:  # adapters lie on the policy as RL found it
-        product = folder / "warm_start" / "product"
-        if product.exists():
-            whole = weights_lib.abstract_params(models.policy, models.mesh)
-            base = saver_lib.load_tree(product, whole)[0]
-        else:
-            base = weights_lib.initial_policy(config, models)
+    job = load_config(workdir)
+    config = job.as_rl() if isinstance(job, PolicyConfig) else rl_config(job)
+    found = learned(workdir, best)
     return SavedPolicy(
-        name=folder.resolve().name,
+        name=pathlib.Path(workdir).resolve().name,
         config=config,
-        models=models,
-        sampler=sampler_lib.build(config, models, base),
+        models=found.models,
+        sampler=sampler_lib.build(config, found.models, found.base),
         max_tokens=config.max_sequence_tokens,
-        read=functools.partial(_newest, config, models, folder, best),
+        read=found.read,
     )
 
 
@@ -105,9 +157,10 @@ def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
 
 
 def _newest(
-    config: RLConfig, models: Models, workdir: pathlib.Path, best: bool
+    config: JobConfig, models: Models, network: Network, workdir: pathlib.Path, best: bool
 ) -> tuple[Params, int]:
-    abstract = weights_lib.abstract_policy(models)
+    wanted_params = {"params": weights_lib.abstract_trained(network, models.mesh)}
+    is_rl = isinstance(config, RLConfig)
     saver = saver_lib.Saver(workdir / "checkpoints", config.checkpoint, read_only=True)
     wanted = saver.best_step() if best else 0
     if best and not wanted:
@@ -115,6 +168,7 @@ def _newest(
             f"{workdir}: no best step; config.checkpoint.best_metric was"
             f" {config.checkpoint.best_metric!r}, or no saved step had it"
         )
-    state, _, step = saver.restore({"policy": {"params": abstract}}, partial=True, step=wanted)
+    tree = {"policy": wanted_params} if is_rl else wanted_params
+    state, _, step = saver.restore(tree, partial=True, step=wanted)
     saver.close()
-    return state["policy"]["params"], step
+    return (state["policy"] if is_rl else state)["params"], step

@@ -45,6 +45,10 @@ class Source(Protocol):
         """
         ...
 
+    def metrics(self) -> Mapping[str, float]:
+        """Returns what it knows of the prompts."""
+        ...
+
     def get_state(self) -> Mapping[str, Any]: ...
     def set_state(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -67,6 +71,10 @@ class SampledNow:
         sampled = episodes.sampling_params(config.rollout, sampler.models.eos_tokens)
         greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self._samples = [sampled] * algorithm.samples_per_prompt + [greedy] * self._has_baseline
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns `curriculum/NAME`; nothing without a curriculum."""
+        return self._prompts.metrics()
 
     def get_state(self) -> Mapping[str, Any]:
         """Returns the position in the prompts."""
@@ -119,11 +127,14 @@ class SampledNow:
         with clock("reward"):
             rewards = self._score(rollouts)
         if jax.process_count() > 1:
-            names = ("tokens", "response_mask", "rollout_log_probs", "responses")
+            names = ("tokens", "response_mask", "rollout_log_probs", "responses", "routes")
             sampled = {f"the {name}": getattr(rollouts, name) for name in names}
             hosts.agree("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:
             rollouts, rewards = split_baseline(rollouts, rewards, len(self._samples))
+        groups = range(len(rollouts.prompts))
+        scores = [rewards.scores[rollouts.group_ids == group] for group in groups]
+        self._prompts.learn(rollouts.prompts, scores)
         if self._config.algorithm.dynamic_sampling:
             uniform = np.asarray(
                 shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
@@ -171,9 +182,12 @@ def joined(waves: Sequence[Samples]) -> Samples:
         if isinstance(first, Mapping):
             return {name: join([value[name] for value in values]) for name in first}
         if isinstance(first, np.ndarray):
-            if first.ndim == 2:  # right-padded tokens
-                values = [np.pad(a, ((0, 0), (0, width - a.shape[1]))) for a in values]
+            if first.ndim >= 2:  # right-padded tokens
+                after = [((0, 0), (0, width - a.shape[1]), (0, 0))[: first.ndim] for a in values]
+                values = [np.pad(a, pad) for a, pad in zip(values, after, strict=True)]
             return np.concatenate(values)
+        if first is None:
+            return None
         return sum(values, type(first)())  # tuples one after the other, counts added
 
     def concatenated(batches: Sequence[Any]) -> Any:

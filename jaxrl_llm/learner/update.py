@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
-from jaxrl_llm.learner import optimizer
+from jaxrl_llm.learner import optimizer, routing
 from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
@@ -127,6 +127,8 @@ class Updater:
             # them only after the updates before.
             spread = self.spread(batch)
             for packed, update_key in minibatches(self.config, packer, rollouts, key):
+                if rollouts.routes is not None:
+                    packed = routing.with_routes(packed, rollouts.routes, self.homes["policy"])
                 state, metrics = self.update(
                     state, spread, packed, update_key, train_policy=train_policy
                 )
@@ -173,10 +175,11 @@ class Updater:
         for mesh, program in self.programs.items():
             mine: dict[str, Any] = self.learners(state, mesh)
             base = self.base if "policy" in mine else {}
+            here = packed if "policy" in mine else routing.without_routes(packed)
             if on_host:
                 mine = _moved_optimizers(pools.working, mine)
             with jax.set_mesh(mesh):
-                of_step = batch[mesh], packed, key
+                of_step = batch[mesh], here, key
                 mine, found = program(mine, base, *of_step, train_policy=train_policy)
             if on_host:
                 mine = _moved_optimizers(pools.resting, mine)
@@ -219,7 +222,8 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
 
             def before(microbatch: Microbatch):
                 params = lora.joined(base, role.params)
-                values, _, _ = ask(params, batch.tokens, microbatch, entropy="none")
+                told = routing.told(config.router, microbatch, batch.response_mask)
+                values, *_ = ask(params, batch.tokens, microbatch, entropy="none", routing=told)
                 return microbatch.unpacked(values, batch.lengths, width)
 
             values = packing.by_sequence(packed, before, num_sequences, width)
@@ -227,7 +231,10 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
 
         def loss(params: Params, microbatch: Microbatch):
             whole = lora.joined(base, params)
-            log_probs, entropies, _ = ask(whole, batch.tokens, microbatch, entropy=entropy)
+            told = routing.told(config.router, microbatch, batch.response_mask)
+            log_probs, entropies, _, routed = ask(
+                whole, batch.tokens, microbatch, entropy=entropy, routing=told
+            )
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
             log_probs = unpack(log_probs)
             rows = jax.tree.map(microbatch.take, batch)
@@ -239,15 +246,24 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
                 algorithm, log_probs, unpack(entropies), rows, selected, denominators
             )
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
-            return value, {**metrics, "log_probs": seen}
+            extra, of_routers = routing.penalty(config.router, routed, batch.response_mask)
+            return value + extra, {**metrics, **of_routers, "log_probs": seen}
 
         optimizing = config.trainer.optimizer
         role, found = take_update(
             role, optimizing, config.num_updates, packed, loss, compute_dtype, "actor", max_kl
         )
         # An entropy that was not computed is left out, not zero.
-        unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
+        unseen = {"log_probs", "routers", *(["actor/entropy"] if entropy == "none" else [])}
         metrics = {name: value for name, value in found.items() if name not in unseen}
+        routers: Any = found.get("routers")
+        if routers:
+            metrics |= routing.metrics(config.router, routers)
+            load, skipped = routers[0].load, found["actor/skipped_updates"] > 0
+            params = routing.rebalanced(
+                config.router, models.policy.shape, role.params, load, skipped
+            )
+            role = dataclasses.replace(role, params=params)
         if on_policy:
             metrics |= corrections.engine_gap(
                 found["log_probs"], batch.rollout_log_probs, batch.response_mask
@@ -260,10 +276,16 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         denominators = minibatch_denominators(batch.loss_mask, scale)
 
         def loss(params: Params, microbatch: Microbatch):
-            values = token_values(models.value, params, batch.tokens, microbatch)
+            told = routing.told(config.router, microbatch, batch.response_mask)
+            told = told._replace(given=None)  # the routes are the policy's
+            values, routed = token_values(models.value, params, batch.tokens, microbatch, told)
             values = microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1])
             before, wanted, mask = map(microbatch.take, (old, returns, batch.loss_mask))
-            return losses.value_loss(algorithm, values, before, wanted, mask, denominators, prefix)
+            value, metrics = losses.value_loss(
+                algorithm, values, before, wanted, mask, denominators, prefix
+            )
+            extra, _ = routing.penalty(config.router, routed, batch.response_mask)
+            return value + extra, metrics
 
         return take_update(
             role, config.critic.optimizer, config.num_updates, packed, loss, compute_dtype, prefix

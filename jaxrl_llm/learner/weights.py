@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
+from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config.job import DPOConfig, RewardModelingConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models import huggingface, peft_folder
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -101,13 +102,34 @@ def abstract_params(network: Network, mesh: Mesh) -> Params:
     return _with_shardings(network.abstract(), models_lib.train_shardings(network, mesh))
 
 
-def abstract_policy(models: Models) -> Params:
-    """Returns `abstract` of what RL trains of the policy: all of it, or its adapters."""
-    policy, mesh = models.policy, models.mesh
-    if not policy.lora.rank:
-        return abstract_params(policy, mesh)
-    shardings = models_lib.adapter_shardings(policy, mesh)
-    return _with_shardings(policy.abstract_adapters(), shardings)
+def abstract_trained(network: Network, mesh: Mesh) -> Params:
+    """Returns `abstract` of what is trained of a network: all of it, or as `divided` says."""
+    whole = abstract_params(network, mesh)
+    if not network.lora.rank:
+        return whole
+    shardings = models_lib.adapter_shardings(network, mesh)
+    score = {"score": whole["score"]} if network.head == "scalar" else {}
+    return _with_shardings(network.abstract_adapters(), shardings) | score
+
+
+def divided(
+    config: JobConfig, network: Network, mesh: Mesh, params: Params
+) -> tuple[Params, Params]:
+    """Returns what is trained of a network with these parameters, and what stays as it is.
+
+    With LoRA the adapters are trained, and a scalar head: those of the folder `lora.path`, else
+    such that change nothing yet, and the given head.
+    """
+    if not network.lora.rank:
+        return params, {}
+    score = {name: params[name] for name in ("score",) if name in params}
+    base = {name: value for name, value in params.items() if name not in score}
+    if config.lora.path:
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_trained(network, mesh))
+        return score | peft_folder.load(config.lora.path, network, shardings), base
+    key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
+    shardings = models_lib.adapter_shardings(network, mesh)
+    return jax.jit(network.init_adapters, out_shardings=shardings)(key) | score, base
 
 
 def initial_policy(config: JobConfig, models: Models) -> Params:
@@ -116,6 +138,18 @@ def initial_policy(config: JobConfig, models: Models) -> Params:
         return _read(config.model.path, models.policy, models.mesh)
     make = jax.jit(models.policy.init, out_shardings=models.policy_shardings)
     return make(jax.random.key(config.seed))
+
+
+def initial(config: SupervisedConfig, models: Models) -> Params:
+    """Returns the first weights of a job on given answers.
+
+    Those of a reward model are a classifier's of the folder, or the policy's with a head of zeros.
+    """
+    if not isinstance(config, RewardModelingConfig):
+        return initial_policy(config, models)
+    if config.model.path:
+        return _read(config.model.path, models.value, models.meshes["reward"])
+    return scalar_from_policy(models, initial_policy(config, models), "reward")
 
 
 def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
@@ -154,11 +188,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
             params = scalar_from_policy(models, policy_params, "critic")
         return begun(params, config.critic.optimizer, mesh)
 
-    trained = policy_params
-    if config.lora.rank:
-        key = jax.random.fold_in(jax.random.key(config.seed), _ADAPTERS)
-        shardings = models_lib.adapter_shardings(models.policy, models.mesh)
-        trained = jax.jit(models.policy.init_adapters, out_shardings=shardings)(key)
+    trained, _ = divided(config, models.policy, models.mesh, policy_params)
     return LearnerState(
         policy=begun(trained, config.trainer.optimizer, models.mesh),
         critic=critic(needed.critic),
@@ -183,7 +213,11 @@ def frozen(
             scorers[name] = Scalar(net, _read(model.path, net, models.meshes["reward"]))
         else:
             scorers[name] = Scalar(models.value, trained[name])
-    reference = _reference(config, models, policy_params)
+    reference: Params = {}
+    if needs.of(config.algorithm).reference:
+        reference = first_reference(config, models, policy_params)
+        if "reference" in config.mesh.on_host and not config.lora.rank:
+            reference = pools.resting(reference)
     return Frozen(reference, policy_params if config.lora.rank else {}, scorers)
 
 
@@ -191,22 +225,17 @@ def _read(path: str, network: Network, mesh: Mesh) -> Params:
     return huggingface.load(path, network, models_lib.train_shardings(network, mesh))
 
 
-def _reference(config: RLConfig, models: Models, policy_params: Params) -> Params:
-    if not needs.of(config.algorithm).reference:
-        return {}
+def first_reference(config: RLConfig | DPOConfig, models: Models, policy_params: Params) -> Params:
+    """Returns the frozen reference: of its folder, or the policy's first weights."""
     mesh = models.meshes["reference"]
     if config.reference.path:
-        params = _read(config.reference.path, models.policy, mesh)
-    elif mesh != models.mesh:
-        params = pools.move(policy_params, models_lib.train_shardings(models.policy, mesh))
-    elif config.lora.rank:
+        return _read(config.reference.path, models.policy, mesh)
+    if mesh != models.mesh:
+        return pools.move(policy_params, models_lib.train_shardings(models.policy, mesh))
+    if config.lora.rank:
         return policy_params  # only adapters change
-    else:
-        copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
-        params = jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
-    if "reference" in config.mesh.on_host and not config.lora.rank:
-        params = pools.resting(params)
-    return params
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+    return jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
 
 
 def scorer_network(config: JobConfig, models: Models, path: str) -> Network:
@@ -214,21 +243,25 @@ def scorer_network(config: JobConfig, models: Models, path: str) -> Network:
     return models_lib.network(config, huggingface.read_shape(path), "scalar", models.mesh)
 
 
-def check_folders(config: RLConfig, models: Models) -> None:
-    """Checks every model folder of a run by its headers, before any weights are read.
+def check_folders(config: JobConfig, models: Models) -> None:
+    """Checks every model folder of a job by its headers, before any weights are read.
 
     Raises:
       CheckpointFormatError: If one is missing, cut short, or does not fit its role.
     """
-    needed = needs.of(config.algorithm)
-    folders = [
-        (config.model.path, models.policy),
-        (config.reference.path if needed.reference else "", models.policy),
-        (config.critic.path if needed.critic else "", models.value),
-    ]
-    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
-        if model.path:
-            folders.append((model.path, scorer_network(config, models, model.path)))
+    scalar = isinstance(config, RewardModelingConfig)
+    folders = [(config.model.path, models.value if scalar else models.policy)]
+    if isinstance(config, DPOConfig):
+        folders.append((config.reference.path, models.policy))
+    if isinstance(config, RLConfig):
+        needed = needs.of(config.algorithm)
+        folders.append((config.reference.path if needed.reference else "", models.policy))
+        folders.append((config.critic.path if needed.critic else "", models.value))
+        for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+            if model.path:
+                folders.append((model.path, scorer_network(config, models, model.path)))
+    if config.lora.path:
+        peft_folder.check(config.lora.path, models.value if scalar else models.policy)
     for path, net in folders:
         if path:
             huggingface.check(path, net)

@@ -140,10 +140,10 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         `numbers` are all metrics of the step, tokens and seconds of the phases among them.
         """
         readings = _readings(numbers)
-        for role in ("actor", "critic", "cost_critic"):
+        for name, number in numbers.items():
             # Skipped for one of two reasons; the other is the KL's alert.
-            beyond = role == "actor" and self._rule("kl").action == "skip"
-            if numbers.get(f"{role}/skipped_updates") and not beyond:
+            beyond = name == "actor/skipped_updates" and self._rule("kl").action == "skip"
+            if name.endswith("/skipped_updates") and number and not beyond:
                 readings["nonfinite"] = 1.0
         try:
             usage = shutil.disk_usage(self._workdir)
@@ -178,11 +178,16 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         self._in_row |= {name: count for name, count in state.items() if name in ALERTS}
 
     def __exit__(self, *exception: Any) -> None:
-        """Waits some seconds for messages that are still to be sent."""
+        """Waits some seconds for messages that are still to be sent; drops those left then."""
+        if not self._thread.is_alive():
+            return
         with contextlib.suppress(queue.Full):
-            if self._thread.is_alive():
-                self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
-                self._thread.join(CLOSE_TIMEOUT_S)
+            self._messages.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        with contextlib.suppress(queue.Empty):
+            while self._thread.is_alive():
+                self._messages.get_nowait()
+        self._messages.put_nowait(None)  # the thread ends after the message that it is sending
 
     def _rule(self, name: str) -> AlertConfig:
         return getattr(self._config, name)

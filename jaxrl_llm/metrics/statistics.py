@@ -89,6 +89,8 @@ def of_rollouts(
         found |= _summary("critic/cost", rewards.costs)
     if config.algorithm.dynamic_sampling:
         found["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
+    if config.router.replay in ("compare", "rollout"):
+        found["router/missing_routes"] = float(rollouts.missing_routes)
     return found
 
 

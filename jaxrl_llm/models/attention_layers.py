@@ -57,6 +57,23 @@ def rotary_table(
     return cos, sin
 
 
+def rotary_tables(shape: Shape, positions: Int[Array, "B T"]) -> Rotary:
+    """Returns what layers of each kind rotate queries and keys at these positions with."""
+    latent, found = shape.latent, Rotary()
+    kinds = {layer.rope for layer in shape.kinds}
+    size = shape.rope_size or shape.head_size - (latent.plain_size if latent else 0)
+    if "main" in kinds:
+        found["main"] = rotary_table(positions, size, shape.rope_theta, shape.rope_scaling)
+    if "local" in kinds:
+        found["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
+    if "none" in kinds and shape.long_query_scale:
+        # Queries far from the start look more sharply (arXiv:2501.19399).
+        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / shape.long_query_from)
+        factors = 1.0 + shape.long_query_scale * jnp.log1p(steps)
+        found["none"] = (factors[..., None, None],)
+    return found
+
+
 def _kept_frequencies(
     frequencies: Float[Array, " half"], theta: float, scaling: RopeScaling
 ) -> Float[Array, " half"]:

@@ -5,8 +5,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.attention_layers import Attend, GroupedAttention, LatentAttention, Rotary
-from jaxrl_llm.models.experts import ExpertMLP, Routing
+from jaxrl_llm.models.experts import ExpertMLP
 from jaxrl_llm.models.layers import MLP, Build, RMSNorm
+from jaxrl_llm.models.router import Routing
 from jaxrl_llm.models.shape import Layer, Shape
 from jaxrl_llm.sharding.mesh import constrain
 

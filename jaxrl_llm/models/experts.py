@@ -15,99 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.layers import MLP, Build, as_peft, gated
-from jaxrl_llm.models.shape import Experts, Shape
+from jaxrl_llm.models.router import Routed, Router, Routing
+from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _SLACK = 1.25  # room of a round, relative to what a balanced load needs
+_GATHERED_BYTES = 2**30  # of a layer's experts, split for memory alone, that are whole at one time
 _LIMIT, _STEEPNESS = 7.0, 1.702  # of gpt-oss's activation
 
 Weights = dict[str, dict[str, Array]]  # of "gate", "up" and "down": kernel, bias, adapters
-
-
-class Routing(NamedTuple):
-    """What a router is told of its tokens."""
-
-    counted: Bool[Array, "B T"]  # tokens that its numbers are about
-    given: Int[Array, "B T k"] | None = None  # experts to visit; -1: the router's own choice
-
-
-class Routed(NamedTuple):
-    """What a router did. Sums are over counted tokens; `None` without a `Routing`."""
-
-    chosen: Int[Array, "B T k"]  # experts that were visited
-    load: Float[Array, " E"] | None = None  # visits of each expert
-    scores: Float[Array, " E"] | None = None  # sum of scores, those of a token sum to 1
-    squares: Float[Array, ""] | None = None  # sum of the squared log of the sum of exp(logits)
-    equal: Float[Array, ""] | None = None  # tokens of which the router's own choice is the given
-
-
-class Router(nnx.Module):
-    """Chooses experts and weighs them, in float32."""
-
-    def __init__(self, build: Build, shape: Shape, experts: Experts):
-        d, count = shape.hidden_size, experts.num
-        self.kernel = build.normal((d, count), ("whole", "router"))
-        if experts.bias:
-            self.bias = build.zeros((count,), ("router",))
-        if experts.selection_bias:
-            self.selection_bias = build.zeros((count,), ("router",))
-        self.experts = experts
-
-    def __call__(
-        self, x: Float[Array, "B T D"], routing: Routing | None
-    ) -> tuple[Float[Array, "B T k"], Routed]:
-        """Returns the weights of each token's experts, and which they are."""
-        experts = self.experts
-        kernel = self.kernel[...].astype(jnp.float32)
-        wide = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), kernel, **wide)
-        if experts.bias:
-            logits = logits + self.bias[...].astype(jnp.float32)
-        by = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[experts.scores]
-        scores = by(logits)
-        wanted = lax.stop_gradient(scores)
-        if experts.selection_bias:
-            wanted = wanted + lax.stop_gradient(self.selection_bias[...].astype(jnp.float32))
-        own = chosen = _likeliest(wanted, experts)
-        if routing is not None and routing.given is not None:
-            chosen = jnp.where(routing.given < 0, own, routing.given)
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        if experts.normalized:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        weights = weights * experts.scale
-        if routing is None:
-            return weights, Routed(chosen)
-        counted = routing.counted[..., None].astype(jnp.float32)
-        visits = jax.nn.one_hot(chosen, experts.num, dtype=jnp.float32).sum(-2)
-        shares = scores / scores.sum(-1, keepdims=True)
-        squares = jnp.square(jax.nn.logsumexp(logits, -1)) * counted[..., 0]
-        same = (jnp.sort(own, -1) == jnp.sort(chosen, -1)).all(-1) & routing.counted
-        return weights, Routed(
-            chosen,
-            (visits * counted).sum((0, 1)),
-            (shares * counted).sum((0, 1)),
-            squares.sum(),
-            same.sum().astype(jnp.float32),
-        )
-
-
-def _likeliest(scores: Float[Array, "B T E"], experts: Experts) -> Int[Array, "B T k"]:
-    """Returns the experts with the highest scores, of the best groups alone.
-
-    A group is as good as its two best experts together (arXiv:2412.19437, Sec. 2.1.2).
-    """
-    if experts.groups > 1:
-        grouped = scores.reshape(*scores.shape[:-1], experts.groups, -1)
-        best = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-        within = lax.top_k(best, experts.top_groups)[1]
-        allowed = jax.nn.one_hot(within, experts.groups, dtype=bool).any(-2)
-        scores = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
-    return lax.top_k(scores, experts.per_token)[1]
 
 
 class GroupedLinear(nnx.Module):
@@ -207,7 +128,7 @@ def visit(
     mesh = jax.sharding.get_abstract_mesh()
     arrays = {name: {n: a.astype(x.dtype) for n, a in of.items()} for name, of in arrays.items()}
     if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
-        return _local(x, weights, chosen, arrays, kind, "", ())
+        return _local(x, weights, chosen, lambda _: arrays, 1, kind, "", ())
 
     def specs(spec: Callable[..., P]) -> dict[str, dict[str, P]]:
         return {
@@ -216,19 +137,33 @@ def visit(
         }
 
     held, computed = specs(mesh_lib.weight_spec), specs(mesh_lib.activation_spec)
-    kernel = computed["gate"]["kernel"]
+    kernel, sizes = computed["gate"]["kernel"], arrays["gate"]["kernel"].shape
     expert_axis, inner_axes = kernel[0] or "", _axes(kernel[2])
     tokens = mesh_lib.activation_spec(x.shape, ("batch", "length", None))
     used = {axis for entry in tokens for axis in _axes(entry)}
-    if expert_axis and expert_axis not in used:
-        raise ValueError(
-            f"{x.shape[0]} rows do not divide by the devices that exchange tokens between experts:"
-            f" {dict(mesh.shape)}; use a multiple of their number"
-        )
+    # Too few rows to be split over the devices of the axis: each works for all of them.
+    alone = bool(expert_axis) and expert_axis not in used
+    whole_bytes = sum(
+        math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize
+        for a, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(computed), strict=True)
+    )
+    inner = NamedSharding(mesh, held["gate"]["kernel"]).shard_shape(sizes)[2]
+    exchanges = bool(expert_axis) and not alone
+    count = 1 if exchanges or held == computed else num_pieces(whole_bytes, inner)
+    summed = (expert_axis, *inner_axes) if alone else inner_axes
 
     def local(x, weights, chosen, arrays):
-        whole = jax.tree.map(_gathered, arrays, held, computed)
-        return _local(x, weights, chosen, whole, kind, expert_axis, inner_axes)
+        def piece(number) -> Weights:
+            part = arrays if count == 1 else _cut(arrays, dims, number, count)
+            return jax.tree.map(_gathered, part, held, computed)
+
+        if alone:
+            here = arrays["gate"]["kernel"].shape[0]
+            chosen = chosen - lax.axis_index(expert_axis) * here
+            chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+        axis = expert_axis if exchanges else ""
+        out = _local(x, weights, chosen, piece, count, kind, axis, inner_axes)
+        return lax.psum(out, summed) if summed else out
 
     return jax.shard_map(
         local, in_specs=(tokens, tokens, tokens, held), out_specs=tokens, check_vma=False
@@ -248,23 +183,67 @@ def _gathered(array: Array, held: P, computed: P) -> Array:
     return array
 
 
-def _local(x, weights, chosen, arrays: Weights, kind: _Kind, axis: str, inner_axes):
-    """Returns what `visit` does for the tokens of one device."""
+def num_pieces(whole_bytes: float, inner: int) -> int:
+    """Returns in how many pieces of the inner dim a device gathers a layer's experts.
+
+    `whole_bytes` are all that it gathers; `inner` is its own part of the inner dim.
+    """
+    enough = (n for n in range(1, inner) if inner % n == 0 and n * _GATHERED_BYTES >= whole_bytes)
+    return next(enough, inner)
+
+
+def _cut(arrays: Weights, dims, number: Int[Array, ""], count: int) -> Weights:
+    """Returns a piece of the inner dim of all experts; results of all pieces add up."""
+
+    def cut(array: Array, names: tuple[str | None, ...]) -> Array:
+        if "mlp" not in names:
+            return array
+        dim = names.index("mlp")
+        size = array.shape[dim] // count
+        return lax.dynamic_slice_in_dim(array, number * size, size, dim)
+
+    part = {
+        name: {n: cut(array, dims[name][n]) for n, array in of.items()}
+        for name, of in arrays.items()
+    }
+    if "bias" in part["down"]:
+        part["down"]["bias"] *= number == 0
+    return part
+
+
+def _local(x, weights, chosen, piece, count: int, kind: _Kind, axis: str, inner_axes):
+    """Returns what `visit` does for the tokens of one device.
+
+    `piece(number)` are the experts' weights, of `count` pieces of the inner dim. Experts that are
+    not among them return zero. With an `axis`, tokens are sent to the devices of their experts.
+    """
     shape, k = x.shape, chosen.shape[-1]
     rows, experts = x.reshape(-1, shape[-1]), chosen.reshape(-1)
     factors = weights.reshape(-1).astype(x.dtype)
     order = jnp.argsort(experts)
     token = order // k  # of each visit, visits in order of experts
-    if not axis:
-        sizes = jnp.bincount(experts, length=arrays["gate"]["kernel"].shape[0])
-        y = _mlp(rows[token], factors[order], experts[order], sizes, arrays, kind, inner_axes)
-        out = jnp.zeros_like(rows).at[token].add(y)
-    else:
+    if axis:
         visits = _Visits(token, factors[order], experts[order])
-        out = _exchanged(axis, inner_axes, kind, rows, visits, arrays)
-    if inner_axes:
-        out = lax.psum(out, inner_axes)
-    return out.reshape(shape)
+        return _exchanged(axis, inner_axes, kind, rows, visits, piece(0)).reshape(shape)
+    given = rows[token], factors[order], experts[order]
+
+    def compute(number):
+        arrays = piece(number)
+        here = arrays["gate"]["kernel"].shape[0]
+        y = _mlp(*given, jnp.bincount(experts, length=here), arrays, kind, inner_axes)
+        # Grouped products say nothing of rows beyond all groups.
+        return jnp.where(given[2][:, None] < here, y, 0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def add(total, number):
+        return total + compute(number).astype(jnp.float32), None
+
+    if count == 1:
+        y = compute(0)
+    else:
+        start = jnp.zeros(given[0].shape, jnp.float32)
+        y = lax.scan(add, start, jnp.arange(count))[0].astype(x.dtype)
+    return jnp.zeros_like(rows).at[token].add(y).reshape(shape)
 
 
 def _mlp(rows, factors, owners, sizes, arrays: Weights, kind: _Kind, inner_axes):
@@ -318,11 +297,15 @@ def _exchanged(axis, inner_axes, kind, rows, visits, arrays):
     return _exchange_forward(axis, inner_axes, kind, rows, visits, arrays)[0]
 
 
+def room_of_round(num_visits: int, shards: int) -> int:
+    """Returns how many visits a round takes from a device to each of so many, itself included."""
+    return min(num_visits, -(-math.ceil(num_visits / shards * _SLACK) // 8) * 8)
+
+
 def _rounds(axis, rows, visits: _Visits, arrays: Weights):
     """Returns room of a round, experts of a device, first visit to each device, rounds."""
     shards, here = lax.axis_size(axis), arrays["gate"]["kernel"].shape[0]
-    num = visits.token.shape[0]
-    room = min(num, -(-math.ceil(num / shards * _SLACK) // 8) * 8)
+    room = room_of_round(visits.token.shape[0], shards)
     starts = jnp.searchsorted(visits.expert, jnp.arange(shards + 1) * here)
     fullest = (starts[1:] - starts[:-1]).max()
     names = jax.sharding.get_abstract_mesh().axis_names

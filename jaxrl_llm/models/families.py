@@ -1,14 +1,13 @@
-"""config.json of the supported model families, read as a `Shape` and written."""
+"""config.json of the supported model families, read as a `Shape`; `written_config` writes it."""
 
 import json
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.models.family_table import (
     FAMILIES,
-    LATENT,
+    TEXT_OF,
     CheckpointFormatError,
     Family,
     Mixture,
@@ -22,6 +21,7 @@ Fields = dict[str, Any]
 
 HEADS: Mapping[str, str] = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
 
+_QUANTIZED = ("mxfp4", "fp8")  # what `quantized_file` reads
 # Keys that change the arithmetic, and the only value each may have.
 _FIXED: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -38,7 +38,7 @@ _REQUIRED = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-_KEYS = {
+KEYS = {
     **_REQUIRED,
     "num_kv_heads": "num_key_value_heads",
     "head_size": "head_dim",
@@ -48,14 +48,14 @@ _KEYS = {
     "rope_theta": "rope_theta",
 }
 # Fields of a layer by its type, and their keys.
-_ATTENTION: Mapping[str, Mapping[str, str]] = {
+ATTENTION: Mapping[str, Mapping[str, str]] = {
     "full_attention": {},
     "sliding_attention": {"window": "sliding_window"},
     "chunked_attention": {"chunk": "attention_chunk_size"},
 }
 _ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
 # By type of scaling: fields and keys that must be there.
-_ROPE = {
+ROPE = {
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -65,10 +65,11 @@ _ROPE = {
     },
     "yarn": {"factor": "factor", **_ORIGINAL},
 }
-_YARN = {"fast_turns": "beta_fast", "slow_turns": "beta_slow", "whole_dims": "truncate"}
+YARN = {"fast_turns": "beta_fast", "slow_turns": "beta_slow", "whole_dims": "truncate"}
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; CheckpointFormatError if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -86,21 +87,34 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
-        name = pathlib.PurePath(folder).name
         raise CheckpointFormatError(
             f"{folder}: no such folder; give a local folder with config.json and safetensors. A"
             " model is not downloaded by its name on Hugging Face:"
-            f" `hf download {folder} --local-dir {name}` makes such a folder"
+            f" `hf download {folder} --local-dir {folder.name}` makes such a folder"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointFormatError(f"{folder}: has no config.json; is it a model folder?")
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if "model_type" not in config and "trainer" in config:
         raise CheckpointFormatError(
             f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
             f" model's folder of it: launch/export.py --workdir={folder} --out=FOLDER"
         )
-    return config
+    return _of_text(config) if config.get("model_type") in TEXT_OF else config
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a config of text and images says of the text model alone."""
+    import transformers  # takes seconds; its classes know the keys that such a config leaves out
+
+    family = TEXT_OF[config["model_type"]]
+    given = {k: v for k, v in config.get("text_config", {}).items() if k != "model_type"}
+    text = transformers.AutoConfig.for_model(family, **given).to_dict()
+    outer = {k: v for k, v in config.items() if k.endswith(("_token_id", "dtype", "_config"))}
+    kept = {k: v for k, v in outer.items() if k not in ("text_config", "vision_config")}
+    classes = config.get("architectures") or []
+    causal = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in classes]
+    return {**text, **kept, "architectures": causal, "model_type": family}
 
 
 def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
@@ -112,10 +126,9 @@ def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
     generation = pathlib.Path(folder) / "generation_config.json"
     configs = [read_config(folder)]
     if generation.is_file():
-        configs.insert(0, _read_json(generation))
+        configs.insert(0, read_json(generation))
     for config in configs:
-        ids = config.get("eos_token_id")
-        if ids is not None:
+        if (ids := config.get("eos_token_id")) is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
 
@@ -132,7 +145,7 @@ def architecture(config: Mapping[str, Any], source: str = "config.json") -> tupl
         raise CheckpointFormatError(
             f"{source}: model_type is {family!r}; known families: {', '.join(FAMILIES)}"
         )
-    known = {_class_name(family, head): head for head in HEADS}
+    known = {class_name(family, head): head for head in HEADS}
     names = config.get("architectures") or []
     for name in names:
         if name in known:
@@ -142,7 +155,7 @@ def architecture(config: Mapping[str, Any], source: str = "config.json") -> tupl
     )
 
 
-def _class_name(family: str, head: str) -> str:
+def class_name(family: str, head: str) -> str:
     row = FAMILIES[family]
     return ((head == "scalar" and row.classifier) or row.model_class) + HEADS[head]
 
@@ -161,7 +174,7 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
     config = {k: v for k, v in {**row.defaults, **config}.items() if v is not None}
     if row.mixture and "num_local_experts" in config:
         config.setdefault(row.mixture.keys["num"], config["num_local_experts"])
-    keys = {**_KEYS, **row.keys}
+    keys = {**KEYS, **row.keys}
     _check_keys(config, name, keys, source)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     config.setdefault("head_dim", hidden // heads)
@@ -209,10 +222,11 @@ def _check_keys(config: Config, name: str, keys: Mapping[str, str], source: str)
             raise CheckpointFormatError(
                 f"{source}: {key} is {config[key]!r}; only {value!r} is implemented for {name}"
             )
-    if stored := config.get("quantization_config"):
+    stored = config.get("quantization_config")
+    if stored and stored.get("quant_method") not in _QUANTIZED:
         raise CheckpointFormatError(
-            f"{source}: quantization_config is {stored}; quantized weights are not read, use a"
-            " folder of bfloat16 or float32 weights"
+            f"{source}: quantization_config is {stored}; only {' and '.join(_QUANTIZED)} are read,"
+            " use a folder of bfloat16 or float32 weights"
         )
 
 
@@ -228,7 +242,7 @@ def _layers(config: Config, row: Family, source: str) -> tuple[Layer, ...]:
     numbers = range(config["num_hidden_layers"])
     attention = row.attention or (lambda config, number: "full_attention")
     types: Sequence[str] = [attention(config, number) for number in numbers]
-    known = {t for t, keys in _ATTENTION.items() if set(keys.values()) <= config.keys()}
+    known = {t for t, keys in ATTENTION.items() if set(keys.values()) <= config.keys()}
     if not row.attention or not row.lists_layers:
         known = set(types)
     types = config.get("layer_types", types)
@@ -241,7 +255,7 @@ def _layers(config: Config, row: Family, source: str) -> tuple[Layer, ...]:
     sparse = row.mixture.layers.read(config) if row.mixture else lambda number: False
     layers = tuple(
         Layer(
-            **{field: config[key] for field, key in _ATTENTION[types[number]].items()},
+            **{field: config[key] for field, key in ATTENTION[types[number]].items()},
             rope=row.rope(config, number, types[number]),
             experts=sparse(number),
         )
@@ -271,17 +285,17 @@ def _rope(config: Config, row: Family, source: str) -> Fields:
     kind = rope_type(rope)
     if kind == "default" and not any(isinstance(value, Mapping) for value in rope.values()):
         return fields
-    if kind not in _ROPE:
+    if kind not in ROPE:
         raise CheckpointFormatError(
             f"{source}: {key} is {dict(rope)}; rope_type must be 'default' or"
-            f" {', '.join(map(repr, _ROPE))}, the same for all layers"
+            f" {', '.join(map(repr, ROPE))}, the same for all layers"
         )
-    missing = [name for name in _ROPE[kind].values() if name not in rope]
+    missing = [name for name in ROPE[kind].values() if name not in rope]
     if missing:
         raise CheckpointFormatError(f"{source}: {key} of type {kind} lacks {', '.join(missing)}")
-    found = {field: rope[name] for field, name in _ROPE[kind].items()}
+    found = {field: rope[name] for field, name in ROPE[kind].items()}
     if kind == "yarn":
-        found |= {f: rope[name] for f, name in _YARN.items() if rope.get(name) is not None}
+        found |= {f: rope[name] for f, name in YARN.items() if rope.get(name) is not None}
         found["magnitude"] = _yarn_magnitude(rope)
     types = RopeScaling.__annotations__
     found = {f: types[f](value) for f, value in found.items()}
@@ -300,100 +314,3 @@ def _yarn_magnitude(rope: Config) -> float:
 def _as_declared(field: str, value: Any) -> Any:
     kind = Shape.__annotations__[field]
     return kind(value) if kind in (int, float, bool) else value
-
-
-def to_hf_config(
-    shape: Shape,
-    head: str = "lm",
-    dtype: str = "float32",
-    source_config: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Returns the contents of a config.json; the inverse of `shape_from_config`.
-
-    The head "scalar" becomes a sequence classifier with one label. `dtype` is that of the tensors.
-    Keys of `source_config` that depend on none of these (token ids, dropout) are kept.
-
-    Raises:
-      CheckpointFormatError: If the family is unknown or the shape is not one it can have.
-    """
-    if shape.family not in FAMILIES:
-        raise CheckpointFormatError(
-            f"shape.family is {shape.family!r}; known families: {', '.join(FAMILIES)}"
-        )
-    row = FAMILIES[shape.family]
-    replaced: tuple[str, ...] = (
-        "rope_parameters",
-        "torch_dtype",
-        "dtype",
-        "id2label",
-        "label2id",
-        "num_labels",
-    )
-    replaced += ("quantization_config", "layer_types", "num_local_experts", "num_experts")
-    config = {k: v for k, v in (source_config or {}).items() if k not in replaced}
-    keys = {**_KEYS, **row.keys}
-    config |= {key: getattr(shape, field) or None for field, key in keys.items()}
-    config |= {key: getattr(shape, f) for f, key in keys.items() if getattr(shape, f) is False}
-    config.update(
-        model_type=shape.family,
-        architectures=[_class_name(shape.family, head)],
-        # The older of the two spellings, which every reader knows.
-        rope_scaling=_written_rope(shape),
-        torch_dtype=dtype,
-    )
-    config |= {"hidden_act": "silu", **row.only, **_written_layers(shape, row)}
-    if "partial_rotary_factor" in row.defaults:
-        config["partial_rotary_factor"] = (shape.rope_size or shape.head_size) / shape.head_size
-    for field, used in {"experts": row.mixture, "latent": LATENT in row.further}.items():
-        if bool(getattr(shape, field)) != bool(used):
-            raise _impossible(shape, field, "some" if used else None)
-    for part in row.further:
-        config |= part.write(shape)
-    if row.mixture and shape.experts:
-        config |= {key: getattr(shape.experts, f) for f, key in row.mixture.keys.items()}
-        config |= row.mixture.layers.write(shape)
-        if row.mixture.shared == "n_shared_experts":
-            config[row.mixture.shared] = shape.experts.shared_size // shape.experts.size
-    if head == "scalar":
-        config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-    found = shape_from_config(config, "the config.json of this shape")
-    for field in Shape.__annotations__:
-        if getattr(found, field) != getattr(shape, field):
-            raise _impossible(shape, field, getattr(found, field))
-    return config
-
-
-def _impossible(shape: Shape, field: str, theirs: Any) -> CheckpointFormatError:
-    return CheckpointFormatError(
-        f"shape.{field} is {getattr(shape, field)}, but {shape.family} models have"
-        f" {field}={theirs}; another reader would compute otherwise"
-    )
-
-
-def _written_layers(shape: Shape, row: Family) -> Fields:
-    config: Fields = {}
-    if not row.attention:
-        return config
-    types = ["full_attention"] * shape.num_layers
-    for kind, keys in _ATTENTION.items():
-        for field, key in keys.items():
-            sizes = [getattr(layer, field) for layer in shape.kinds]
-            types = [kind if size else old for size, old in zip(sizes, types, strict=True)]
-            if key in row.defaults:
-                config[key] = max(sizes) or None
-    return {**config, "layer_types": types} if row.lists_layers else config
-
-
-def _written_rope(shape: Shape) -> Fields | None:
-    scaling = shape.rope_scaling
-    if scaling.factor == 1.0:
-        return None
-    rope: Fields = {"rope_type": scaling.kind}
-    rope |= {key: getattr(scaling, field) for field, key in _ROPE[scaling.kind].items()}
-    if scaling.kind == "yarn":
-        rope |= {key: getattr(scaling, field) for field, key in _YARN.items()}
-        rope["attention_factor"] = scaling.magnitude
-        if shape.latent and shape.query_scale:
-            growth = math.sqrt(shape.query_scale * shape.head_size**0.5)
-            rope["mscale_all_dim"] = round((growth - 1.0) / (0.1 * math.log(scaling.factor)), 9)
-    return rope

@@ -216,6 +216,8 @@ _SIGMOID_MIXTURE = Mixture(
     "n_shared_experts",
 )
 
+# Families of text in models of text and images, of which they are read.
+TEXT_OF: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama"),
     "qwen2": Family("Qwen2", {"qkv_bias": True}),

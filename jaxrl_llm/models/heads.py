@@ -19,8 +19,9 @@ from jaxrl_llm.models.attention import capped
 from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
 
 _MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
-# What is computed of the entropy: nothing, its value, or its value with a gradient.
-Entropy = Literal["none", "value", "gradient"]
+# What is computed of the entropy: nothing, its value, or its value with a gradient. "likeliest":
+# nothing, and in place of the sum of squares 1 where no token is likelier.
+Entropy = Literal["none", "likeliest", "value", "gradient"]
 
 
 def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int) -> int:
@@ -137,7 +138,7 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
         logits -= top[..., None, None]
         masses = jnp.exp(logits)
         total, weighted, squares = jnp.sum(masses, (-2, -1)), zeros, zeros
-        if entropy != "none":
+        if entropy in ("value", "gradient"):
             weighted = jnp.sum(masses * logits, (-2, -1))
             squares = jnp.sum(jnp.square(masses), (-2, -1))
         both = jax.tree.map(
@@ -153,9 +154,11 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
     log_sum = jnp.log(total)
     log_probs = jnp.where(valid, chosen - top - log_sum, 0.0)
     entropies = squared = jnp.zeros_like(top)
-    if entropy != "none":
+    if entropy in ("value", "gradient"):
         entropies = jnp.where(valid, log_sum - weighted / total, 0.0)
         squared = jnp.where(valid, squares / jnp.square(total), 0.0)
+    if entropy == "likeliest":
+        squared = jnp.where(valid & (chosen >= top), 1.0, 0.0)
     residuals = (hidden, weight, targets, valid, temperature, top, log_sum, entropies)
     return (log_probs, entropies, squared), residuals
 
@@ -264,7 +267,8 @@ def token_statistics(
     Args:
       temperature: Divides the logits; above 0. Has no gradient.
       chunk: Tokens whose logits exist at one time on each shard of the batch; at least 1.
-      entropy: "none" returns 0 for the two other results; "value" gives them no gradient.
+      entropy: "none" returns 0 for the two other results; "value" gives them no gradient;
+        "likeliest" returns 0, and 1 for each token than which none is likelier.
       cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
     """
     valid = _continues(segment_ids)

@@ -18,9 +18,17 @@ import numpy as np
 from flax import traverse_util
 
 from jaxrl_llm import console
-from jaxrl_llm.models import families, finite, safetensors_file, written_folder
+from jaxrl_llm.models import (
+    families,
+    finite,
+    quantized_file,
+    safetensors_file,
+    written_config,
+    written_folder,
+)
 from jaxrl_llm.models.families import CheckpointFormatError
-from jaxrl_llm.models.safetensors_file import StoredTensor, TensorToWrite
+from jaxrl_llm.models.quantized_file import Tensor
+from jaxrl_llm.models.safetensors_file import TensorToWrite
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.tensor_names import TensorName, may_be_unused, tensor_names
 from jaxrl_llm.models.transformer import Network, Params
@@ -83,12 +91,13 @@ def load(
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
     for name in console.each(f"loading {folder}", names):
+        shape, sharding = leaves[name.path].shape, split[name.path]
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)
+            arrays[name.path] = _assemble(shape, sharding, read)
         else:
             tensors = [stored[file] for file in name.file_names]
-            read = functools.partial(_read_block, name, tensors, dtype)
-        arrays[name.path] = _assemble(leaves[name.path].shape, split[name.path], read)
+            arrays[name.path] = read_parameter(name, tensors, dtype, shape, sharding)
     params = traverse_util.unflatten_dict(arrays)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it")
     return params
@@ -98,10 +107,11 @@ def _checked(folder: pathlib.Path, network: Network):
     """Returns the tensors of a network, those stored in the folder, and which may be absent."""
     config = families.read_config(folder)
     _check_shape(folder, config, network)
-    stored = safetensors_file.open_folder(folder)
+    source = str(folder / "config.json")
+    stored = quantized_file.dequantized(config, safetensors_file.open_folder(folder), str(folder))
     leaves = traverse_util.flatten_dict(network.abstract())
     names = tensor_names(network.shape, network.head)
-    _, head = families.architecture(config, str(folder / "config.json"))
+    _, head = families.architecture(config, source)
     absent = {"score.weight"} if head == "lm" and "score.weight" not in stored else set()
     _check_tensors(folder, network, leaves, [n for n in names if n.name not in absent], stored)
     return names, stored, absent
@@ -166,8 +176,19 @@ def _zeros(block: Block, dtype: np.dtype) -> np.ndarray:
     return np.zeros([part.stop - part.start for part in block], dtype)
 
 
+def read_parameter(
+    name: TensorName,
+    tensors: Sequence[Tensor],
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
+    """Returns one parameter; `tensors` are its layers, or a single one."""
+    return _assemble(shape, sharding, functools.partial(_read_block, name, tensors, dtype))
+
+
 def _read_block(
-    name: TensorName, tensors: list[StoredTensor], dtype: np.dtype, block: Block
+    name: TensorName, tensors: Sequence[Tensor], dtype: np.dtype, block: Block
 ) -> np.ndarray:
     """Returns one block of a parameter; it reads layers, and experts, in turn."""
     leading, part = block[: name.num_leading], block[name.num_leading :]
@@ -261,7 +282,7 @@ def write(
     written_folder.check_replaceable(folder)
     if tokenizer is not None:
         check_vocabulary(network.shape, tokenizer)
-    config = families.to_hf_config(network.shape, network.head, dtype.name, source_config)
+    config = written_config.to_hf_config(network.shape, network.head, dtype.name, source_config)
     _set_token_ids(config, tokenizer, eos_token_ids)
     files = _split(list(_tensors_to_write(network, contents, dtype)), max_shard_bytes)
 
@@ -285,7 +306,7 @@ def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequen
 def _tensors_to_write(network: Network, contents: Contents, dtype) -> Iterator[TensorToWrite]:
     """Yields every tensor, those of a layer together, so that a file holds whole layers."""
     leaves = traverse_util.flatten_dict(network.abstract())
-    found: dict[tuple[str, range], list[TensorName]] = collections.defaultdict(list)
+    found: dict[tuple[str, tuple[int, ...]], list[TensorName]] = collections.defaultdict(list)
     for name in tensor_names(network.shape, network.head):
         found[name.name, name.numbers].append(name)
 

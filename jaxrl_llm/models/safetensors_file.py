@@ -26,6 +26,13 @@ _DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# What quantized tensors consist of; they are no weights by themselves.
+_PARTS = {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+}
+_KNOWN = {**_DTYPES, **_PARTS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +51,7 @@ class StoredTensor:
         return self.code in _DTYPES
 
     def view(self) -> np.ndarray:
-        return np.memmap(self.file, _DTYPES[self.code], "r", self.begin, self.shape)
+        return np.memmap(self.file, _KNOWN[self.code], "r", self.begin, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +100,9 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
         if tensor.end > size:
             what = f"{name} ends at byte {tensor.end}, the file has {size}"
             raise _fault(path, f"cut short: {what}; copy it again")
-        if tensor.readable:
+        if tensor.code in _KNOWN:
             given = tensor.end - tensor.begin
-            expected = math.prod(tensor.shape) * _DTYPES[tensor.code].itemsize
+            expected = math.prod(tensor.shape) * _KNOWN[tensor.code].itemsize
             if given != expected or tensor.begin < 8 + length:
                 what = f"{name} {tensor.code}{list(tensor.shape)} needs {expected} bytes"
                 raise _fault(path, f"{what}, the header gives it {given}")
@@ -109,12 +116,15 @@ def _fault(path: pathlib.Path, what: str) -> CheckpointFormatError:
 def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns every tensor of a model folder by name; only headers are read.
 
+    Of a model of text and images those of the text model, under the names they have in a model of
+    text alone.
+
     Raises:
       CheckpointFormatError: If there are no safetensors, or a file that the index names is
         missing, cut short, or lacks a tensor.
     """
     if (folder / SINGLE).exists():
-        return read_header(folder / SINGLE)[0]
+        return _of_text(read_header(folder / SINGLE)[0])
     index = folder / INDEX
     if not index.exists():
         pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(folder.glob(end))]
@@ -139,7 +149,13 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         if tensor not in headers[name]:
             raise _fault(index, f"{tensor} is not in {name} as the index says")
         tensors[tensor] = headers[name][tensor]
-    return tensors
+    return _of_text(tensors)
+
+
+def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    prefix = "language_model."
+    inside = {name: tensor for name, tensor in tensors.items() if prefix in name}
+    return {name.replace(prefix, "", 1): tensor for name, tensor in inside.items()} or tensors
 
 
 def write_file(

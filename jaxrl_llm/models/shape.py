@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
 
-_LONGEST_PATTERN = 12  # layers
+_LONGEST_PATTERN = 12  # runs of equal layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,11 @@ class Shape:
         return {stack.name: stack for group in self.groups for stack in group}
 
     @property
+    def with_experts(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts."""
+        return tuple(number for number, kind in enumerate(self.kinds) if kind.experts)
+
+    @property
     def cached(self) -> tuple[int, int, int]:
         """Heads, and dims of keys and of values, that are kept of a token; latents have no values.
 
@@ -149,55 +155,62 @@ class Shape:
 
 
 class Stack(NamedTuple):
-    """Equal layers at equal distances; their parameters are stacked."""
+    """Equal layers whose parameters are stacked: runs of neighbours, at equal distances."""
 
     name: str
     layer: Layer
-    numbers: range
+    numbers: tuple[int, ...]
+    run: int  # layers of one run
 
 
 @functools.lru_cache(maxsize=256)
 def _groups(kinds: tuple[Layer, ...]) -> tuple[tuple[Stack, ...], ...]:
-    """Returns the layers as patterns that repeat, with the fewest layers in all patterns.
+    """Returns the layers as patterns of runs that repeat, with the fewest runs in all patterns.
 
-    Each layer of a pattern is compiled once, however often the pattern repeats.
+    One layer of each run of a pattern is compiled, however long the run is and however often the
+    pattern repeats.
     """
+    runs = [(kind, len(list(equal))) for kind, equal in itertools.groupby(kinds)]
+    starts = list(itertools.accumulate((length for _, length in runs), initial=0))
 
     def repeats(start: int, period: int) -> int:
-        pattern, count = kinds[start : start + period], 1
-        while kinds[start + count * period :][:period] == pattern:
+        pattern, count = runs[start : start + period], 1
+        while runs[start + count * period :][:period] == pattern:
             count += 1
         return count
 
-    # best[i]: cost, number of groups, and (period, repeats) of the first group from layer i on
-    best: list[tuple[int, int, tuple[int, int]]] = [(0, 0, (0, 0))] * (len(kinds) + 1)
-    for i in reversed(range(len(kinds))):
+    # best[i]: cost, number of groups, and (period, repeats) of the first group from run i on
+    best: list[tuple[int, int, tuple[int, int]]] = [(0, 0, (0, 0))] * (len(runs) + 1)
+    for i in reversed(range(len(runs))):
         found = []
-        for period in range(1, min(_LONGEST_PATTERN, len(kinds) - i) + 1):
+        for period in range(1, min(_LONGEST_PATTERN, len(runs) - i) + 1):
             count = repeats(i, period)
             cost, groups, _ = best[i + period * count]
             found.append((cost + period, groups + 1, (period, count)))
         best[i] = min(found)
 
-    def patterns() -> Iterator[tuple[int, int, int]]:
+    names = itertools.count()
+
+    def stack(first: int, period: int, count: int) -> Stack:
+        kind, length = runs[first]
+        places = (starts[first + i * period] + k for i in range(count) for k in range(length))
+        return Stack(str(next(names)), kind, tuple(places), length)
+
+    def patterns() -> Iterator[tuple[Stack, ...]]:
         start = 0
-        while start < len(kinds):
+        while start < len(runs):
             period, count = best[start][2]
-            yield start, period, count
+            yield tuple(stack(start + i, period, count) for i in range(period))
             start += period * count
 
-    names = iter(range(len(kinds)))
-    return tuple(
-        tuple(
-            Stack(str(next(names)), kinds[first], range(first, start + period * count, period))
-            for first in range(start, start + period)
-        )
-        for start, period, count in patterns()
-    )
+    return tuple(patterns())
 
 
 def random_model(config: ModelConfig, vocab_size: int) -> Shape:
     """Returns the architecture that a config describes where it names no folder."""
+    experts = None
+    if config.family in ("mixtral", "qwen3_moe"):
+        experts = Experts(config.num_experts, config.experts_per_token, config.mlp_size)
     return Shape(
         family=config.family,
         vocab_size=vocab_size,
@@ -209,6 +222,8 @@ def random_model(config: ModelConfig, vocab_size: int) -> Shape:
         mlp_size=config.mlp_size,
         rope_theta=config.rope_theta,
         qkv_bias=config.family == "qwen2",
-        qk_norm=config.family == "qwen3",
+        qk_norm=config.family in ("qwen3", "qwen3_moe"),
         tie_embeddings=config.tie_embeddings,
+        layers=(Layer(experts=True),) * config.num_layers if experts else (),
+        experts=experts,
     )

@@ -40,7 +40,7 @@ class TensorName:
     path: tuple[str, ...]  # keys into the parameter tree
     name: str  # "{}" stands for the layer where the parameter is stacked, then for the expert
     transposed: bool = False  # [out, in] in the file, [in, out] in the tree
-    numbers: range = range(0)  # of the layers that are stacked
+    numbers: tuple[int, ...] = ()  # of the layers that are stacked
     experts: int = 0  # of a layer, each in a tensor of its own; 0: one tensor for each layer
     part: int = 0
     parts: int = 1

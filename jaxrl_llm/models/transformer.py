@@ -22,16 +22,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.models import attention, casting, lora, sequence_attention
-from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_table
+from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
-from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
+from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sequence_attention import Form
-from jaxrl_llm.models.shape import EVERYWHERE, Layer, RopeScaling, Shape
+from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 Params = dict[str, Any]  # nested dict of arrays
+
+ROUTE_DTYPE = jnp.int16  # of numbers of experts, of which -1 is none
 
 # What the forward pass keeps for the backward pass, which computes the rest again. Of a layer,
 # "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's two inner
@@ -202,19 +204,7 @@ class Network:
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """Returns the rotary tables of these positions, shared by all layers."""
-        shape, latent, found = self.shape, self.shape.latent, Rotary()
-        kinds = {layer.rope for layer in shape.kinds}
-        size = shape.rope_size or shape.head_size - (latent.plain_size if latent else 0)
-        if "main" in kinds:
-            found["main"] = rotary_table(positions, size, shape.rope_theta, shape.rope_scaling)
-        if "local" in kinds:
-            found["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
-        if "none" in kinds and shape.long_query_scale:
-            # Queries far from the start look more sharply (arXiv:2501.19399).
-            steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / shape.long_query_from)
-            factors = 1.0 + shape.long_query_scale * jnp.log1p(steps)
-            found["none"] = (factors[..., None, None],)
-        return found
+        return rotary_tables(self.shape, positions)
 
     def block(
         self,
@@ -271,11 +261,12 @@ class Network:
         segment_ids: Int[Array, "B T"],
         prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NOTHING_SHARED,
         key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_BLOCKS,
-        routes: Int[Array, "B T routes"] | None = None,
+        routing: Routing | None = None,
     ) -> tuple[Float[Array, "B T D"], Routed | None]:
         """Returns `hidden`, and what the routers did, by layer with experts (None: no experts).
 
-        `routes` are the experts to visit, those of each layer in turn; -1: the router's choice.
+        Experts that `routing` gives are those of each layer in turn, [B, T, routes]; by default
+        none are given, and all tokens but padding are counted.
         """
 
         def attend(a: Attention):
@@ -301,13 +292,14 @@ class Network:
             return sequence_attention.attention(*given), None
 
         rotary = self.rotary(positions)
-        counted = segment_ids != 0
-        given = None if routes is None else self._by_layer(routes)
+        routing = routing or Routing(segment_ids != 0)
+        routes = None if routing.given is None else self._by_layer(routing.given)
 
-        def one(kind: Layer, x, stacked: Params, index, given):
+        def one(kind: Layer, x, entry):
+            stacked, index, given = entry
             layer = casting.computed(stacked, index, self.compute_dtype)
-            routing = Routing(counted, given) if kind.experts else None
-            x, _, routed = self.block(layer, x, rotary, attend, kind, routing=routing)
+            told = routing._replace(given=given) if kind.experts else None
+            x, _, routed = self.block(layer, x, rotary, attend, kind, routing=told)
             return x, routed
 
         if self.remat != "none":
@@ -318,18 +310,28 @@ class Network:
         found: list[Routed] = []
         for group in self.shape.groups:
 
-            def body(x, entry, group=group):
-                layers, index, given = entry
+            def run(x, entry, group=group):
                 done = []
-                for stack, layer, experts in zip(group, layers, given, strict=True):
-                    x, routed = one(stack.layer, x, layer, index, experts)
+                for stack, layers in zip(group, entry, strict=True):
+                    x, routed = jax.lax.scan(functools.partial(one, stack.layer), x, layers)
                     done.append(routed)
                 return x, done
 
-            layers = [params["layers"][stack.name] for stack in group]
-            chosen = [None if given is None else given[stack.name] for stack in group]
-            entries = layers, jnp.arange(len(group[0].numbers)), chosen
-            x, routed = jax.lax.scan(body, x, entries)
+            entries = [
+                (
+                    params["layers"][stack.name],
+                    jnp.arange(len(stack.numbers)),
+                    None if routes is None else routes[stack.name],
+                )
+                for stack in group
+            ]
+            repeats = len(group[0].numbers) // group[0].run
+            if repeats == 1:
+                x, routed = run(x, entries)
+            else:
+                by_repeat = functools.partial(_split, repeats)
+                x, routed = jax.lax.scan(run, x, jax.tree.map(by_repeat, entries))
+                routed = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), routed)
             numbers += [n for stack in group if stack.layer.experts for n in stack.numbers]
             found += [of for of in routed if of is not None]
         order = np.argsort(np.array(numbers, int))
@@ -340,17 +342,30 @@ class Network:
     def num_routes(self) -> int:
         """Experts that a token visits in all layers."""
         experts = self.shape.experts
-        return experts.per_token * sum(k.experts for k in self.shape.kinds) if experts else 0
+        return experts.per_token * len(self.shape.with_experts) if experts else 0
+
+    def routes(self, chosen: Int[Array, "L B T k"]) -> Int[Array, "B T routes"]:
+        """Returns the experts that tokens visit in each layer with experts, side by side."""
+        side_by_side = jnp.moveaxis(chosen, 0, 2)
+        return side_by_side.reshape(*side_by_side.shape[:2], -1).astype(ROUTE_DTYPE)
+
+    def routes_by_layer(self, routes: Int[Array, "B T routes"]) -> Int[Array, "L B T k"]:
+        """Returns what `routes` was given."""
+        per_token = self.shape.experts.per_token if self.shape.experts else 1
+        return jnp.moveaxis(routes.reshape(*routes.shape[:2], -1, per_token), 2, 0)
 
     def _by_layer(self, routes: Int[Array, "B T routes"]) -> dict[str, Array | None]:
         """Returns the experts to visit [L, B, T, k] of each stack; None: it has none."""
-        numbers = [number for number, kind in enumerate(self.shape.kinds) if kind.experts]
-        by_layer = jnp.moveaxis(routes.reshape(*routes.shape[:2], len(numbers), -1), 2, 0)
-        at = {number: i for i, number in enumerate(numbers)}
+        by_layer, at = self.routes_by_layer(routes), self.shape.with_experts
         return {
-            name: by_layer[np.array([at[n] for n in s.numbers])] if s.layer.experts else None
+            name: by_layer[np.array([at.index(n) for n in s.numbers])] if s.layer.experts else None
             for name, s in self.shape.stacks.items()
         }
+
+
+def _split(repeats: int, stacked: Array) -> Array:
+    """Returns parameters of all layers of a stack by the runs they stand in."""
+    return stacked.reshape(repeats, -1, *stacked.shape[1:])
 
 
 # Traced once for equal networks: a run makes the same one several times.

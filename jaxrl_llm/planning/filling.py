@@ -67,7 +67,7 @@ def filled(
     before = np.take_along_axis(before, np.minimum(scored, shape[2] - 1), axis=-1)
     on_host: tuple[Any, ...] = (
         segment_ids, prefix_ids, key_blocks, positions, sequences, rows, starts, beginnings,
-        shared, scored, before,
+        shared, scored, before, np.zeros((*shape, 0), np.int16),
     )  # fmt: skip
     return Microbatch(*on_host)
 

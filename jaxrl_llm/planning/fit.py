@@ -7,25 +7,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.planning import memory
+from jaxrl_llm.planning import jobs, memory
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device
-from jaxrl_llm.planning.setting import Parts, Setting
+from jaxrl_llm.planning.setting import Parts, Setting, expert_axes
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
 Changes = dict[str, Any]  # values by config key, in the order of the config
 
-# What the forward pass keeps on the device, from most to least.
-_REMAT = ("none", "dots", "projections", "attention", "full", "offload_full")
+# What the backward pass computes again, from the least work to the least memory.
+REMAT = ("none", "dots", "projections", "attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a run needs on its devices."""
 
+    job: JobConfig
     pools: Mapping[tuple[str, ...], Setting]  # by the roles of each pool; most runs have one
     device: Device
     # All bytes on a device while each program runs. With several pools, names end with the roles.
@@ -74,9 +75,12 @@ def axes(mesh: Mapping[str, int]) -> str:
 
 
 def make(
-    config: RLConfig, policy: Shape, scorers: tuple[Shape, ...], device: Device, num_devices: int
+    config: JobConfig, policy: Shape, scorers: tuple[Shape, ...], device: Device, num_devices: int
 ) -> Plan:
     """Returns the plan of a run whose `placement.choice` is not "auto"; raises as `pools.sizes`."""
+    if isinstance(config, SupervisedConfig):
+        return _of_job(config, policy, device, num_devices)
+    assert isinstance(config, RLConfig)
     meshes: dict[tuple[str, ...], dict[str, int]] = {}
     if config.placement.choice == "colocate":
         meshes[ROLES] = mesh_sizes(config.mesh, num_devices)
@@ -98,7 +102,30 @@ def make(
         for roles, setting in found.items()
         for name, parts in memory.step(setting, roles).items()
     }
-    return Plan(found, device, programs)
+    return Plan(config, found, device, programs)
+
+
+def _of_job(job: SupervisedConfig, policy: Shape, device: Device, num_devices: int) -> Plan:
+    mesh = mesh_sizes(job.mesh, num_devices)
+    programs: dict[str, Parts] = {}
+    planned = jobs.of(job)
+    settings = [
+        Setting(
+            each.config,
+            policy,
+            (),
+            mesh,
+            device.backend,
+            device.memory_bytes,
+            full=True,
+            scalar_adapters="policy" not in each.roles,
+        )
+        for each in planned
+    ]
+    for each, setting in zip(planned, settings, strict=True):
+        made = memory.step(setting, each.roles)
+        programs |= {name: parts for name, parts in made.items() if name in each.programs}
+    return Plan(job, {("policy",): settings[0]}, device, programs)
 
 
 def changed(group: Any, changes: Changes) -> Any:
@@ -142,22 +169,22 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
 
     def fitting(picked: Iterable[Changes]) -> Advice | None:
         changes = {key: value for each in picked for key, value in each.items()}
-        config = changed(setting.config, changes)
+        config = changed(plan.job, changes)
         try:
             made = make(config, setting.policy, setting.scorers, device, count)
         except ConfigError:  # the devices cannot be divided into the pools
             return None
         return Advice(changes, made) if made.fits else None
 
-    kinds = [values for values in _kinds(plan) if values]
+    kinds = [values for values in (_read(plan.job, each) for each in _kinds(plan)) if values]
     meshes = list(_meshes(plan, count))
     anywhere = [{}, *meshes]
 
-    def enough(tried: Iterable[list[Changes]]) -> bool:
-        last = [values if values in (meshes, anywhere) else values[-1:] for values in tried]
-        return any(map(fitting, itertools.product(*last)))
+    def enough(kinds: Iterable[list[Changes]], meshes: list[Changes]) -> bool:
+        last = (values[-1:] for values in kinds)
+        return any(map(fitting, itertools.product(*last, meshes)))
 
-    if not enough([*kinds, anywhere]):
+    if not enough(kinds, anywhere):
         return None
     # On other devices a new mesh does not count as a change.
     same = plan.num_devices == count and plan.device == device
@@ -165,9 +192,12 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     for number in range(len(options) + 1):
         found: list[tuple[int, Advice]] = []
         for chosen in itertools.combinations(options, number):
-            tried = chosen if same else (*chosen, anywhere)
-            if not enough(tried):
+            moves = same and meshes in chosen[-1:]
+            where = meshes if moves else [{}] if same else anywhere
+            of_kinds = chosen[:-1] if moves else chosen
+            if not enough(of_kinds, where):
                 continue
+            tried = (*of_kinds, where)
             steps = itertools.product(*map(range, map(len, tried)))
             for picks in sorted(steps, key=sum):
                 if made := fitting(values[i] for values, i in zip(tried, picks, strict=True)):
@@ -178,10 +208,23 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
     return None
 
 
+def _read(job: JobConfig, values: list[Changes]) -> list[Changes]:
+    """Returns the changes without keys that a job does not read, and without those left empty."""
+
+    def reads(key: str) -> bool:
+        if any(key == name or key.startswith(f"{name}.") for name in getattr(job, "unread", ())):
+            return False
+        return hasattr(job, key.partition(".")[0])
+
+    found = [{key: value for key, value in each.items() if reads(key)} for each in values]
+    return [each for each in found if each]
+
+
 def _kinds(plan: Plan) -> Iterator[list[Changes]]:
     config = plan.setting.config
-    known = _REMAT.index(config.model.remat) + 1 if config.model.remat in _REMAT else len(_REMAT)
-    yield [{"model.remat": name} for name in _REMAT[known:]]
+    remats = (*REMAT, "offload_full")
+    known = remats.index(config.model.remat) + 1 if config.model.remat in remats else len(remats)
+    yield [{"model.remat": name} for name in remats[known:]]
 
     tokens, width = config.trainer.max_tokens_per_microbatch, config.max_sequence_tokens
     fewer = _halves(tokens // width * width, width)
@@ -221,10 +264,17 @@ def _meshes(plan: Plan, count: int) -> Iterator[Changes]:
     now = plan.setting.mesh
     most = 4 * plan.setting.policy.num_kv_heads
     tensors = [2**i for i in range(6) if count % 2**i == 0 and 2**i <= most]
-    tensors.sort(key=lambda tensor: abs(math.log2(tensor / now["tensor"])))
+    pairs = [
+        {"fsdp": count // (tensor * expert), "tensor": tensor, "expert": expert}
+        for tensor, expert in itertools.product(tensors, expert_axes(plan.setting.policy))
+        if count % (tensor * expert) == 0
+    ]
+    pairs.sort(
+        key=lambda split: sum(abs(math.log2(split[a] / now[a])) for a in ("tensor", "expert"))
+    )
     for rollout in dict.fromkeys((config.mesh.rollout, "train")):
-        for tensor in tensors:
-            sizes = dict.fromkeys(AXES, 1) | {"fsdp": count // tensor, "tensor": tensor}
+        for split in pairs:
+            sizes = dict.fromkeys(AXES, 1) | split
             if sizes != now or rollout != config.mesh.rollout:
                 changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
                 changes["mesh.rollout"] = rollout

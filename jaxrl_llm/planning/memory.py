@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config.placement import ROLES
-from jaxrl_llm.models import attention, heads
-from jaxrl_llm.planning.setting import Head, Parts, Setting, num_params
+from jaxrl_llm.config.samples import PIECE_TOKENS
+from jaxrl_llm.models import attention, experts, heads
+from jaxrl_llm.models.shape import Layer
+from jaxrl_llm.planning.setting import Head, Parts, Setting, in_layers, num_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,6 @@ _COMPILERS: Mapping[str, _Compiler] = {
     # One device gathers nothing.
     "one cpu": _Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, 1.2),
 }
-_PIECE_TOKENS = 2048  # of one prompt, read at one time (`rollout/programs.py`)
 
 
 def _compiler(setting: Setting) -> _Compiler:
@@ -96,6 +97,40 @@ def _counted_twice(setting: Setting, program: str, own: Parts, roles: Collection
     return Parts(weights=own.weights - moved.get(program, 0.0))
 
 
+@dataclasses.dataclass(frozen=True)
+class _MLP:
+    """Bytes of what a device makes in the MLP, or in the experts, of one layer."""
+
+    inner: float  # one of the results that `remat` may keep; of experts, those of the shared MLP
+    weights: float  # of the whole layer, gathered for use
+    experts: float = 0.0  # of these, of experts, at one time
+    rows: float = 0.0  # the inputs of all experts' visits
+    results: float = 0.0  # one of the inner results of these
+
+    @classmethod
+    def of(cls, setting: Setting, kind: Layer, tokens: int, exchanges: bool = True) -> "_MLP":
+        shape, item, of = setting.policy, setting.compute_item, setting.policy.experts
+        stack = next(name for name, stack in shape.stacks.items() if stack.layer == kind)
+        params = setting.computed()[stack]
+        if not kind.experts or of is None:
+            inner = tokens * setting.split(shape.mlp_size) * item
+            return cls(inner, (params.experts + params.rest) * item)
+        ways, visits = setting.mesh["expert"], tokens * of.per_token
+        whole = 1.0 * params.experts * item
+        if ways > 1 and exchanges:
+            visits = ways * experts.room_of_round(visits, ways)
+        shards, inner = setting.mesh["fsdp"] * setting.mesh["sequence"], setting.split(of.size)
+        if ways == 1 and shards > 1 and inner % shards == 0:
+            whole /= experts.num_pieces(whole, inner // shards)
+        return cls(
+            inner=tokens * setting.split(of.shared_size) * item,
+            weights=params.rest * item + whole,
+            experts=whole,
+            rows=visits * shape.hidden_size * item,
+            results=visits * inner * item,
+        )
+
+
 class _Work:
     """Bytes of the pieces that a pass over one microbatch is made of, on one device."""
 
@@ -106,9 +141,15 @@ class _Work:
         query_heads = setting.split(shape.num_heads)
         self.carry = tokens * shape.hidden_size * item  # one layer's input
         self.queries = tokens * query_heads * shape.head_size * item  # one layer's
-        # One layer's, and as much of values.
-        self.keys = tokens * setting.split(shape.num_kv_heads) * shape.head_size * item
-        self.mlp = tokens * setting.split(shape.mlp_size) * item  # one of its intermediates
+        self.mixed = tokens * query_heads * shape.value_size * item
+        key_heads = setting.split(shape.num_kv_heads)
+        self.keys = tokens * key_heads * shape.head_size * item
+        self.values = tokens * key_heads * shape.value_size * item
+        latent = shape.latent
+        # Of latent attention: what queries, and what keys and values come from.
+        self.short = tokens * latent.q_rank * item if latent else 0
+        self.compressed = tokens * sum(shape.cached) * item if latent else 0
+        self.mlps = {kind: _MLP.of(setting, kind, tokens) for kind in set(shape.kinds)}
         # Float32 attention weights of one block of queries; a kernel keeps none.
         block = 1.0 if rows.gathered else min(1.0, attention.QUERY_BLOCK / rows.width)
         scores = tokens * query_heads * rows.keys * 4.0 * block
@@ -116,8 +157,7 @@ class _Work:
         # Scores that a layer keeps for its backward pass, and keys gathered for them. With several
         # blocks of queries, scores are computed again.
         at_once = rows.keys <= attention.QUERY_BLOCK
-        self.kept = (self.scores + 2 * rows.gathered * self.keys) * at_once
-        self.layer = setting.layer_params() * item  # one layer's weights, gathered for use
+        self.kept = (self.scores + rows.gathered * (self.keys + self.values)) * at_once
 
         vocab = setting.split(shape.vocab_size)  # rows of the head that are computed with
         here = setting.held("lm")["embed"] // shape.hidden_size  # that rest here
@@ -155,21 +195,27 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     beside = Parts(activations=saved, temporary=waiting + work.slices * (1 + both))
     # Beside the logits and the piece of the head: their gradients, whichever is larger.
     more = max((compiler.chunks[1] - 1) * work.chunk, work.arriving)
-    of_head = 0.0 if setting.config.lora.rank else compiler.of_head * work.share
+    of_head = 0.0 if setting.adapts("lm") else compiler.of_head * work.share
     at_head = beside + Parts(
         gradients=(summed if compiler.body else summed - narrow) + of_head,
         logits=work.chunk,
         temporary=work.table + more + work.pieces(compiler, passes=2),
     )
-    in_layers = beside + Parts(
-        gradients=summed,
-        activations=4 * work.scores + 4 * work.mlp + 2 * (work.queries + 2 * work.keys),
-        temporary=compiler.layers * work.layer,
-    )
+    attended = 4 * work.scores + 2 * (work.queries + work.keys + work.values)
+    layers = [
+        beside
+        + Parts(
+            gradients=summed,
+            activations=attended + 4 * mlp.inner + 6 * mlp.rows + 4 * mlp.results,
+            temporary=compiler.layers * mlp.weights + 2 * mlp.experts,
+        )
+        for mlp in work.mlps.values()
+    ]
     at_end = Parts(
         gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
     )
-    busiest = max((at_head, in_layers, at_end), key=lambda parts: parts.total)
+    phases = [at_head] * ("policy" in roles) + [*layers, at_end]
+    busiest = max(phases, key=lambda parts: parts.total)
     # A step's sequences as the update reads them: a whole copy on every device.
     config, width = setting.config, setting.config.max_sequence_tokens
     batch = config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
@@ -181,24 +227,28 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
     """Returns what the forward pass keeps for the backward pass, on the device and on the host."""
     remat, lora = setting.config.model.remat, setting.config.lora
     results = {
-        "q": work.queries,
-        "k": work.keys,
-        "v": work.keys,
+        "q": work.queries + work.short,
+        "k": work.compressed or work.keys,
+        "v": work.keys + work.values if work.compressed else work.values,
         "o": work.carry,
-        "gate": work.mlp,
-        "up": work.mlp,
     }
-    adapted = lora.targets if lora.rank else ()  # their matmuls have results of their own
-    around = 2 * work.queries + 2 * work.keys  # queries, keys, values and what is mixed of them
-    each = {
-        "full": work.carry,
-        "attention": work.carry + around,
-        "projections": work.carry + around + 2 * work.mlp,
-        "dots": work.carry + sum(results.values()) + sum(results.get(n, 0.0) for n in adapted),
+    around = work.queries + work.keys + work.values + work.mixed
+
+    def of_layer(mlp: _MLP) -> float:
+        made = results | {"gate": mlp.inner, "up": mlp.inner}
+        # Matmuls of adapters have results of their own.
+        adapted = sum(made.get(n, 0.0) for n in lora.targets) if lora.rank else 0.0
         # Of each of the two norms its input and its result, in float32 too.
-        "none": 7 * work.carry + around + work.queries + 3 * work.mlp + work.kept,
-    }
-    everything = each[remat.removeprefix("offload_")] * setting.policy.num_layers
+        whole = 7 * work.carry + around + work.queries + 3 * mlp.inner + work.kept
+        return {
+            "full": work.carry,
+            "attention": work.carry + around,
+            "projections": work.carry + around + 2 * mlp.inner,
+            "dots": work.carry + sum(made.values()) + adapted,
+            "none": whole + mlp.experts + 2 * mlp.rows + 3 * mlp.results,
+        }[remat.removeprefix("offload_")]
+
+    everything = sum(of_layer(work.mlps[kind]) for kind in setting.policy.kinds)
     # The memory of a CPU is the host's.
     moved = remat.startswith("offload_") and setting.backend != "cpu"
     return (0.0, everything) if moved else (everything, 0.0)
@@ -207,8 +257,11 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
 def _score(setting: Setting, head: Head) -> Parts:
     """Returns what a forward pass over a step's sequences needs: of a policy or a critic."""
     compiler, work = _compiler(setting), _Work(setting, setting.config.sequences_per_step)
-    layers = work.carry + 2 * work.scores + 2 * work.mlp
-    phases = [Parts(temporary=work.slices), Parts(activations=layers, temporary=work.layer)]
+    phases = [Parts(temporary=work.slices)]
+    for mlp in work.mlps.values():
+        made = 2 * mlp.inner + 2 * mlp.rows + mlp.results
+        layer = work.carry + 2 * work.scores + made
+        phases.append(Parts(activations=layer, temporary=mlp.weights))
     between, tables = Parts(temporary=work.slices), 1
     if head == "lm":
         phases += [
@@ -237,8 +290,11 @@ def _decode(setting: Setting) -> Parts:
         temporary += 1.25 * table  # in the order that the head's product wants
         # Values of heads smaller than a register's 128 lanes are kept in another order.
         temporary += 0.5 * cache if shape.head_size % 128 else 0.0
+        if latent := shape.latent:  # what it expands latents with, in the order of two products
+            inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
+            temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
     if setting.config.mesh.rollout == "train" and setting.mesh["fsdp"] > 1:
-        layer = setting.layer_params() * setting.compute_item
+        layer = max(sum(params) for params in setting.computed().values()) * setting.compute_item
         temporary += 2 * table + min(8, shape.num_layers) * layer
     return Parts(
         weights=setting.rollout_weights,
@@ -253,13 +309,16 @@ def _prefill(setting: Setting) -> Parts:
     width = config.data.max_prompt_tokens
     prompts = max(1, min(config.trainer.prompts_per_step, 4096 // width))
     rows = setting.rows_here(prompts)
-    block = attention.QUERY_BLOCK if width <= _PIECE_TOKENS else _PIECE_TOKENS
+    block = attention.QUERY_BLOCK if width <= PIECE_TOKENS else PIECE_TOKENS
     scores = rows * setting.split(shape.num_heads) * width * min(width, block) * 4.0
-    mlp = rows * width * setting.split(shape.mlp_size) * setting.rollout_item
+    tokens = rows * width
+    exchanges = prompts % setting.row_shards == 0
+    mlps = [_MLP.of(setting, kind, tokens, exchanges) for kind in set(shape.kinds)]
+    made = max(3 * mlp.inner + 4 * mlp.rows + 3 * mlp.results for mlp in mlps)
     return Parts(
         weights=setting.rollout_weights,
         cache=setting.cache_bytes(prompts, width),
-        activations=2 * scores + 3 * mlp,
+        activations=2 * scores + made,
         logits=rows * setting.split(shape.vocab_size) * 4.0,
     )
 
@@ -269,9 +328,10 @@ def _reshard(setting: Setting) -> dict[str, Parts]:
     ends, layer = setting.resharded.values()
     # Tables that are split as in training are copied one by one.
     beside_ends = ends if wanted["embed"] > held["embed"] else ends / 2 * _compiler(setting).laid
-    beside_layer = layer / 2 if wanted["layers"] > held["layers"] else 0.0
-    held_ends = held.total() - held["layers"]
+    beside_layer = layer / 2 if in_layers(wanted) > in_layers(held) else 0.0
+    held_ends = held.total() - in_layers(held)
+    last = held[f"layers.{list(setting.policy.stacks)[-1]}"]
     return {
         "reshard": Parts(held_ends * item + ends, temporary=beside_ends),
-        "reshard_layer": Parts(held["layers"] * item + layer, temporary=beside_layer),
+        "reshard_layer": Parts(last * item + layer, temporary=beside_layer),
     }

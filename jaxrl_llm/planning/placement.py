@@ -25,7 +25,7 @@ from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.setting import Head, Setting, num_params
+from jaxrl_llm.planning.setting import Head, Setting, expert_axes
 from jaxrl_llm.sharding.mesh import AXES
 
 ROLES = ("policy", "critic", "reference", "reward")
@@ -67,9 +67,12 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     if needed.critic:
         found["score_critic"] = _pass(setting, device, "scalar", trained=False)
         found["train_critic"] = _pass(setting, device, "scalar", trained=True)
-    for shape in setting.scorers:
-        scorer = dataclasses.replace(setting, policy=shape)
-        found["score_reward"] = _pass(scorer, device, "scalar", trained=False)
+    scorers = (dataclasses.replace(setting, policy=shape) for shape in setting.scorers)
+    passes = [_pass(scorer, device, "scalar", trained=False) for scorer in scorers]
+    if passes:  # one after the other
+        names = vars(passes[0]).keys() - {"num_devices"}
+        sums = {name: sum(getattr(each, name) for each in passes) for name in names}
+        found["score_reward"] = dataclasses.replace(passes[0], **sums)
     return found
 
 
@@ -91,11 +94,10 @@ def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cos
     """Returns a forward, or a forward and backward, pass over all sequences of a step."""
     config, shape, mesh = setting.config, setting.policy, setting.mesh
     sequences, width = config.sequences_per_step, config.max_sequence_tokens
-    params = num_params(shape)
     forward = flops.forward(shape, np.full(sequences, width), int(head == "scalar"))
     forward /= setting.num_devices
-    tensor, shards, data = mesh["tensor"], mesh["fsdp"], mesh["data"]
-    weights = params * setting.compute_item / tensor
+    tensor, data = mesh["tensor"], mesh["data"]
+    weights = sum(setting.used()) * setting.compute_item
     times = config.trainer.epochs if trained else 1
     passes = 3 if trained else 1
     each = config.minibatch_size * width if trained else sequences * width
@@ -107,60 +109,94 @@ def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cos
     memory = weights * passes * microbatches
     tokens = times * sequences * width / setting.row_shards
     carry = tokens * shape.hidden_size * setting.compute_item
-    links = weights * (shards - 1) / shards * passes * microbatches
+    links = _gathered(setting) * passes * microbatches
+    links += passes * _exchanged(setting, tokens)
     # Two sums over the tensor axis a layer and direction, each sent and received in pieces.
     links += passes * shape.num_layers * 2 * 2 * carry * (tensor - 1) / tensor
     if trained:
-        held = params / (tensor * shards)
+        held = setting.held(head).total()
         memory += updates * held * (2 * 4 * 3 + 4 * 2)  # weights and moments in and out, gradients
-        links += updates * 2 * params / (tensor * shards) * 4 * (data - 1) / data
+        links += updates * 2 * held * 4 * (data - 1) / data
     memory += shape.num_layers * carry * 12 * passes
     return _cost(setting, device, work, useful, memory, links, setting.num_devices)
 
 
+def _gathered(setting: Setting) -> float:
+    """Returns the bytes that reach a device where all weights are gathered for use, once."""
+    experts, rest = setting.used()
+    shards, ways = setting.mesh["fsdp"], setting.mesh["expert"]
+    arriving = experts * (1 - 1 / shards) + rest * (1 - 1 / (shards * ways))
+    return arriving * setting.compute_item
+
+
+def _exchanged(setting: Setting, tokens: float) -> float:
+    """Returns the bytes that a device sends to experts and back, for so many of its tokens."""
+    shape, ways = setting.policy, setting.mesh["expert"]
+    if shape.experts is None:
+        return 0.0
+    layers = sum(kind.experts for kind in shape.kinds)
+    visits = tokens * shape.experts.per_token * (1 - 1 / ways)
+    return layers * 2 * visits * shape.hidden_size * setting.compute_item
+
+
 def _recomputed(remat: str, shape: Shape) -> float:
-    """Returns the share of a forward pass that the backward pass does again."""
-    output = shape.num_heads * shape.head_size * shape.hidden_size
-    mlp = shape.mlp_size * shape.hidden_size
-    layer = flops.layer_products(shape)
-    kept = {"attention": output + 2 * mlp, "projections": output, "dots": 0.0, "none": 0.0}
-    return kept.get(remat.removeprefix("offload_"), layer) / layer
+    """Returns the share of a forward pass that the backward pass does again.
+
+    What experts multiply is never kept.
+    """
+    output = shape.num_heads * shape.value_size * shape.hidden_size
+    whole = again = 0.0
+    for kind in shape.kinds:
+        layer, mlp = flops.layer_products(shape, kind), flops.mlp_products(shape, kind)
+        never, inner = (mlp, 0.0) if kind.experts else (0.0, 2 / 3 * mlp)
+        kept = {"attention": output + inner, "projections": output, "dots": 0.0, "none": 0.0}
+        partly = kept.get(remat.removeprefix("offload_"))
+        whole += layer
+        again += layer if partly is None else partly + never
+    return again / whole
 
 
 def _prefill(setting: Setting, device: Device) -> Cost:
     config, shape, tensor = setting.config, setting.policy, setting.mesh["tensor"]
     prompts, tokens = config.trainer.prompts_per_step, config.data.max_prompt_tokens
     work = flops.forward(shape, np.full(prompts, tokens), 1) / setting.num_devices
-    weights = num_params(shape) * setting.compute_item / tensor
+    weights = sum(setting.used()) * setting.compute_item
     batches = max(1, prompts * tokens / 4096)
-    links = 4 * shape.num_layers * prompts * tokens / setting.row_shards * shape.hidden_size
-    links *= (tensor - 1) / tensor
+    here = prompts * tokens / setting.row_shards
+    links = 4 * shape.num_layers * here * shape.hidden_size * (tensor - 1) / tensor
+    links += _exchanged(setting, here)
     return _cost(setting, device, work, work, weights * batches, links, tensor)
 
 
 def _decode(setting: Setting, device: Device) -> Cost:
     config, shape, item = setting.config, setting.policy, setting.compute_item
-    tensor, fsdp = setting.mesh["tensor"], setting.mesh["fsdp"]
+    tensor, ways = setting.mesh["tensor"], setting.mesh["expert"]
     slots, response = setting.num_slots, config.rollout.max_response_tokens
     steps = math.ceil(config.sequences_per_step / slots) * response
     local = slots / setting.row_shards
-    held = num_params(shape) / tensor
+    experts, rest = setting.used()
+    visited = read = 0.0  # parameters of experts that a token meets, and that a step reads
+    if of := shape.experts:
+        visited = experts * ways * of.per_token / of.num
+        read = experts * min(1.0, local * of.per_token * ways / of.num)
     mean = config.data.max_prompt_tokens + response / 2
-    attended = 4 * shape.num_layers * shape.num_heads * shape.head_size * mean / tensor
-    work = steps * local * (2 * held + attended)
     held_heads, of_key, of_value = shape.cached
+    of_pair = of_key + (shape.latent.kv_rank if shape.latent else of_value)
+    attended = 2 * shape.num_layers * shape.num_heads * of_pair * mean / tensor
+    work = steps * local * (2 * (rest + visited) + attended)
     heads = setting.split(held_heads)
     cache = shape.num_layers * local * heads * mean * (of_key + of_value) * item
     links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
+    links += steps * _exchanged(setting, local)
     if config.mesh.rollout == "train":
-        links += steps * held * item * (fsdp - 1) / fsdp
-    return _cost(setting, device, work, work, steps * (held * item + cache), links, tensor)
+        links += steps * _gathered(setting)
+    memory = steps * ((rest + read) * item + cache)
+    return _cost(setting, device, work, work, memory, links, tensor * ways)
 
 
 def _reshard(setting: Setting, device: Device) -> Cost:
-    shards = 1 if setting.config.mesh.rollout == "train" else setting.mesh["fsdp"]
-    arriving = num_params(setting.policy) * setting.compute_item / setting.mesh["tensor"]
-    links = arriving * (shards - 1) / shards
+    links = 0.0 if setting.config.mesh.rollout == "train" else _gathered(setting)
+    arriving = sum(setting.used()) * setting.compute_item
     return _cost(setting, device, 0.0, 0.0, 2 * arriving, links, setting.num_devices)
 
 
@@ -301,11 +337,12 @@ def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: 
     """Returns the group on the fastest mesh over `count` devices on which it fits, if any."""
     roles = (*group, "rollout") if "policy" in group else group
     fitting = []
-    for tensor in (1, 2, 4, 8):
-        if count % tensor == 0:
+    for tensor, expert in itertools.product((1, 2, 4, 8), expert_axes(setting.policy)):
+        if count % (tensor * expert) == 0:
             # A power of two, as dims of models divide by these; the rest goes to data.
-            fsdp = (count // tensor) & -(count // tensor)
-            split = {"data": count // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            rest = count // (tensor * expert)
+            fsdp = rest & -rest
+            split = {"data": rest // fsdp, "fsdp": fsdp, "expert": expert, "tensor": tensor}
             mesh = dict.fromkeys(AXES, 1) | split
             pool = Pool(roles, dataclasses.replace(setting, mesh=mesh), device)
             if pool.bytes <= device.memory_bytes:

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_llm.config import RLConfig
 from jaxrl_llm.errors import Problem
 from jaxrl_llm.planning import placement
 from jaxrl_llm.planning.devices import GIB
@@ -104,7 +105,7 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
             "peak_bytes": advice.plan.peak,
         },
     }
-    if plan.device.flops:
+    if plan.device.flops and isinstance(plan.job, RLConfig):
         speed = placement.speed(plan)
         found["speed"] = dataclasses.asdict(speed)
         if price:

@@ -6,7 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh
@@ -27,14 +27,53 @@ Head = Literal["lm", "scalar"]
 
 @functools.lru_cache(maxsize=4096)
 def _counted(network: Network, layout: str, mesh: tuple, adapters: bool) -> Counter[str]:
-    """Returns the parameters, or adapters, of a network on each device by group of the tree."""
+    """Returns the parameters, or adapters, of a network on each device by group of the tree.
+
+    Each stack of layers is a group: "layers.0", ...
+    """
     tree = network.abstract_adapters() if adapters else network.abstract()
     names = network.adapter_axes() if adapters else network.logical_axes()
     axes, sizes = zip(*mesh, strict=True)
     rules = mesh_lib.ROLLOUT_WEIGHTS[layout]
     split = mesh_lib.shardings(tree, names, AbstractMesh(sizes, axes), rules, network.units)
     held = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)), tree, split)
-    return Counter({group: sum(jax.tree.leaves(held[group])) for group in held})
+    stacks = {f"layers.{name}": stack for name, stack in held.pop("layers").items()}
+    return Counter({group: sum(jax.tree.leaves(of)) for group, of in {**held, **stacks}.items()})
+
+
+def in_layers(held: Counter[str]) -> int:
+    """Returns how many of the parameters of `Setting.counted` are of layers."""
+    return sum(number for group, number in held.items() if group.startswith("layers."))
+
+
+class LayerParams(NamedTuple):
+    """Parameters of one layer on a device."""
+
+    experts: int
+    rest: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed(network: Network, mesh: tuple) -> dict[str, LayerParams]:
+    """Returns the parameters that a device computes one layer of each stack with."""
+    axes, sizes = zip(*mesh, strict=True)
+    tree, names = network.abstract()["layers"], network.logical_axes()["layers"]
+    split = mesh_lib.shardings(
+        tree, names, AbstractMesh(sizes, axes), mesh_lib.ROLLOUT, network.units
+    )
+    found = {}
+    for name, stack in network.shape.stacks.items():
+        held = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)), tree[name], split[name])
+        experts = jax.tree.map(lambda n, of: n * ("experts" in of), held, names[name])
+        whole, of_experts = (sum(jax.tree.leaves(t)) // len(stack.numbers) for t in (held, experts))
+        found[name] = LayerParams(of_experts, whole - of_experts)
+    return found
+
+
+def expert_axes(shape: Shape) -> list[int]:
+    """Returns the sizes of the expert axis to try: powers of two that divide the experts."""
+    num = shape.experts.num if shape.experts else 1
+    return [1 << i for i in range(num.bit_length()) if num % (1 << i) == 0]
 
 
 @functools.cache
@@ -73,13 +112,14 @@ class Parts:
 class Setting:
     """A run on a mesh: all that an estimate follows from."""
 
-    config: RLConfig
+    config: RLConfig  # of another job: a run with the same programs, see `jobs.of`
     policy: Shape  # of reference and critics too
     scorers: tuple[Shape, ...]  # reward and cost models
     mesh: Mapping[str, int]  # sizes of the axes, none of them -1
     backend: str = "tpu"  # whose compiler is assumed; or "cpu"
     memory_bytes: float = math.inf  # of a device
     full: bool = False  # whether microbatches have the most tokens that they may have
+    scalar_adapters: bool = False  # whether adapters are the scalar network's, not the policy's
 
     @property
     def num_devices(self) -> int:
@@ -181,33 +221,57 @@ class Setting:
     def weights(self, head: Head) -> float:
         return self.held(head).total() * self.param_item
 
-    def layer_params(self) -> int:
-        """Returns the parameters of one of the policy's layers, gathered for use on a device."""
-        whole = tuple((axis, size if axis == "tensor" else 1) for axis, size in self.mesh.items())
-        layers = _counted(Network(self.policy), "train", whole, False)["layers"]
-        return layers // self.policy.num_layers
+    def computed(self) -> dict[str, LayerParams]:
+        """Returns by stack the parameters of one of the policy's layers, gathered for use."""
+        return _computed(Network(self.policy), tuple(self.mesh.items()))
+
+    def used(self) -> LayerParams:
+        """Returns the policy's parameters that a device computes with, one layer after another.
+
+        Its ends are among the rest.
+        """
+        of_layers, stacks = self.computed(), self.policy.stacks
+        layers = [(of_layers[name], len(stack.numbers)) for name, stack in stacks.items()]
+        held = self.counted(Network(self.policy), "tensor")
+        ends = held.total() - in_layers(held)
+        found = sum(count * of.experts for of, count in layers)
+        return LayerParams(found, ends + sum(count * of.rest for of, count in layers))
 
     def num_learned(self, head: Head) -> int:
         """Returns the parameters that are trained, on a device: all of them, or the adapters."""
-        lora = self.config.lora
-        if head != "lm" or not lora.rank:
+        if not self.adapts(head):
             return self.held(head).total()
+        lora = self.config.lora
         return self.counted(Network(self.policy, lora=lora), adapters=True).total()
+
+    def adapts(self, head: Head) -> bool:
+        """Returns whether only adapters of a network are trained."""
+        return bool(self.config.lora.rank) and (head == "scalar") == self.scalar_adapters
 
     @property
     def rollout_held(self) -> Counter[str]:  # the rollout copy's parameters on a device
         return self.counted(Network(self.policy), self.config.mesh.rollout)
 
     @property
-    def rollout_weights(self) -> float:  # bytes of `rollout_held`
-        return self.rollout_held.total() * self.rollout_item
+    def wide_routers(self) -> float:
+        """Bytes that one layer's router needs beyond the rollout's dtype: it keeps its own."""
+        experts = self.policy.experts
+        more = max(0, self.param_item - self.rollout_item)
+        return more * self.policy.hidden_size * experts.num if experts else 0.0
+
+    @property
+    def rollout_weights(self) -> float:  # bytes of the rollout copy
+        routers = sum(kind.experts for kind in self.policy.kinds)
+        return self.rollout_held.total() * self.rollout_item + routers * self.wide_routers
 
     @property
     def resharded(self) -> dict[str, float]:
         """Bytes of the rollout copy that a program makes: embedding, head and norm; one layer."""
         held, item = self.rollout_held, self.rollout_item
-        layer = held["layers"] // self.policy.num_layers * item
-        return {"reshard": (held.total() - held["layers"]) * item, "reshard_layer": layer}
+        name, stack = list(self.policy.stacks.items())[-1]  # of experts, if there are any
+        of_layer = held[f"layers.{name}"] // len(stack.numbers)
+        layer = of_layer * item + stack.layer.experts * self.wide_routers
+        return {"reshard": (held.total() - in_layers(held)) * item, "reshard_layer": layer}
 
     def given(self, role: str) -> Parts:
         """Returns weights and optimizer of the policy or all critics, as an update takes them."""
@@ -216,7 +280,7 @@ class Setting:
         number = needs.of(config.algorithm).num_critics if critic else 1
         chosen = config.critic.optimizer if critic else config.trainer.optimizer
         learned, weights = self.num_learned(head), self.weights(head)
-        if head == "lm" and config.lora.rank:
+        if self.adapts(head):
             weights += learned * 4  # adapters are float32
         # The first moment has a dtype of its own, the second is float32.
         moments = ITEM_BYTES[chosen.moment_dtype] + 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config import ConfigError, ModelConfig, RLConfig
-from jaxrl_llm.models import huggingface
+from jaxrl_llm.models import families, huggingface
 from jaxrl_llm.models.shape import RopeScaling, Shape, random_model
 
 _LLAMA = {"family": "llama", "norm_eps": 1e-5, "head_size": 128}
@@ -27,6 +27,88 @@ def _shape(base: Mapping[str, Any], hidden, layers, heads, kv_heads, mlp, **chan
     sizes = {"hidden_size": hidden, "num_layers": layers, "mlp_size": mlp}
     sizes |= {"num_heads": heads, "num_kv_heads": kv_heads}
     return Shape(**{**base, **sizes, **changes})
+
+
+def _published(family: str, name: str, **config: Any) -> Shape:
+    """Returns a shape by the numbers of a config.json."""
+    config |= {"model_type": family, "architectures": [f"{name}ForCausalLM"]}
+    return families.shape_from_config(config)
+
+
+def _sizes(hidden, layers, heads, kv_heads, mlp, vocab) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+    }
+
+
+def _mixtral(*sizes: int) -> Shape:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return _published("mixtral", "Mixtral", **_sizes(*sizes), **experts)
+
+
+def _qwen3_moe(*sizes: int, inner: int) -> Shape:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": inner}
+    more = {"head_dim": 128, "rope_theta": 1e6, "norm_topk_prob": True}
+    return _published("qwen3_moe", "Qwen3Moe", **_sizes(*sizes), **experts, **more)
+
+
+def _gemma3(*sizes: int, scalar: int) -> Shape:
+    return _published(
+        "gemma3_text",
+        "Gemma3",
+        **_sizes(*sizes),
+        head_dim=scalar if scalar == 256 else 128,
+        query_pre_attn_scalar=scalar,
+        sliding_window=1024,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+
+
+def _gpt_oss(layers: int, experts: int) -> Shape:
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    return _published(
+        "gpt_oss",
+        "GptOss",
+        **_sizes(2880, layers, 64, 8, 2880, 201_088),
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        rope_scaling={**rope, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    )
+
+
+_DEEPSEEK_V3 = _published(
+    "deepseek_v3",
+    "DeepseekV3",
+    **_sizes(7168, 61, 128, 128, 18_432, 129_280),
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    first_k_dense_replace=3,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    max_position_embeddings=163_840,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+)
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -53,6 +135,16 @@ SHAPES: Mapping[str, Shape] = {
     "Llama-3.1-8B": _shape(_LLAMA31, 4096, 32, 32, 8, 14_336),
     "Llama-3.1-70B": _shape(_LLAMA31, 8192, 80, 64, 8, 28_672),
     "Llama-3.3-70B": _shape(_LLAMA31, 8192, 80, 64, 8, 28_672),
+    "Mixtral-8x7B": _mixtral(4096, 32, 32, 8, 14_336, 32_000),
+    "Mixtral-8x22B": _mixtral(6144, 56, 48, 8, 16_384, 32_768),
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 4, 6144, 151_936, inner=768),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12_288, 151_936, inner=1536),
+    "gemma-3-12b": _gemma3(3840, 48, 16, 8, 15_360, 262_208, scalar=256),
+    "gemma-3-27b": _gemma3(5376, 62, 32, 16, 21_504, 262_208, scalar=168),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "DeepSeek-V3": _DEEPSEEK_V3,
+    "DeepSeek-R1": _DEEPSEEK_V3,
 }
 
 

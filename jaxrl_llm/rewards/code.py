@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from jaxrl_llm.rewards import supervisor
 from jaxrl_llm.rewards.functions import Info
 from jaxrl_llm.rewards.sandbox import Limits, protections, run_python
 
@@ -35,7 +36,7 @@ def code(data_source: str, solution_str: str, ground_truth: Any, extra_info: Inf
         ended = run_python(f"{blocks[-1]}\n{after}", stdin, limits)
         right = after or _lines(ended.output) == _lines(expected)
         if not (ended.succeeded and right):
-            last = ended.errors.strip().rpartition("\n")[2]
+            last = ended.errors.strip().rpartition("\n")[2] or supervisor.ending(ended.exit_code)
             why = ended.failure or (last if ended.exit_code else "another output")
             return {**found, "passed": number / len(tests), "failure": why[:200]}
     return {**found, "score": 1.0, "passed": 1.0}

@@ -9,7 +9,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import IO, Any
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards import supervisor
 from jaxrl_llm.rewards.functions import ARGUMENTS
 from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES, send
 
@@ -257,7 +257,7 @@ class _Worker:
             code = self._process.wait()
         self.connection.close()
         self._reader.join(CLOSE_TIMEOUT_S)  # it closes the pipe
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return supervisor.ending(code)
 
 
 def _show(pipe: IO[bytes]) -> None:

@@ -42,6 +42,12 @@ def main(connection_fd: int) -> None:
     end_as(os.waitstatus_to_exitcode(status))
 
 
+def ending(code: int) -> str:
+    """Returns how a process ended: "exit code 3", "signal SIGKILL"."""
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else f"signal {names.get(-code, -code)}"
+
+
 def end_as(code: int) -> NoReturn:
     """Ends this process as one that ended with this exit code, or the signal that it stands for."""
     if code < 0:

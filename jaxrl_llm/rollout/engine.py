@@ -45,6 +45,7 @@ class Engine:
         layout: str = "tensor",
         speculation: SpeculationConfig = NO_SPECULATION,
         decode: Decode | None = None,
+        keeps_routes: bool = False,
     ):
         """
         Args:
@@ -52,13 +53,17 @@ class Engine:
           chunk_steps: Most decode steps before the host reads their tokens.
           layout: Of the weights, as `config.mesh.rollout`; slots and heads are split by it.
           decode: Tokens to text; without it requests with stop strings are refused.
+          keeps_routes: Whether completions say which experts their tokens visited.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
         self._step_tokens = 1 + speculation.draft_tokens  # that a step may give a slot
         self._decode = decode or str  # str is never called
-        self.limits = Limits(max_tokens, network.shape.vocab_size, decode is not None)
-        self.jitted = Jitted(network, mesh, num_slots, max_tokens, chunk_steps, layout, speculation)
+        self.jitted = Jitted(
+            network, mesh, num_slots, max_tokens, chunk_steps, layout, speculation, keeps_routes
+        )
+        vocab_size, num_routes = network.shape.vocab_size, self.jitted.num_routes
+        self.limits = Limits(max_tokens, vocab_size, decode is not None, num_routes)
         self.reset()
 
     def reset(self) -> None:
@@ -66,7 +71,8 @@ class Engine:
         self.statistics = Statistics()  # `generate` resets when it begins
         self._scheduler = Scheduler(self.num_slots, self._decode)
         read = lambda *args: self.jitted.prefill(*args)  # noqa: E731
-        self._reader = Reader(read, self.max_tokens, self.statistics)
+        num_routes = self.jitted.num_routes
+        self._reader = Reader(read, self.max_tokens, self.statistics, num_routes)
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.packing import bucket
+from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams, Statistics
 from jaxrl_llm.types import Prompt, PromptBatch, Rollouts, Weights
@@ -51,6 +52,7 @@ class _Sequence:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     stopped: bool = False
+    routes: np.ndarray | None = None  # of prompt and tokens, see `Rollouts.routes`
 
     def take(self, sampled: Completion) -> bool:
         """Takes in a turn; returns whether the policy goes on."""
@@ -59,6 +61,10 @@ class _Sequence:
         self.log_probs += sampled.log_probs
         self.versions += sampled.versions
         self.stopped = sampled.stopped
+        if sampled.routes:
+            self.routes = np.concatenate(sampled.routes)[
+                : len(self.prompt.tokens) + len(self.tokens)
+            ]
         following = self.episode.advance(sampled)
         count = len(following)
         if not 0 < count < self.room:
@@ -68,6 +74,13 @@ class _Sequence:
         self.log_probs += [0.0] * count
         self.versions += [0] * count
         return True
+
+    def routes_so_far(self) -> np.ndarray | None:
+        """Returns the experts that tokens so far visited, -1 where that is not known."""
+        if self.routes is None:
+            return None
+        unknown = len(self.prompt.tokens) + len(self.tokens) - len(self.routes)
+        return np.pad(self.routes, ((0, unknown), (0, 0)), constant_values=-1)
 
     @property
     def room(self) -> int:
@@ -110,6 +123,7 @@ def rollout(
                     dataclasses.replace(s.params, max_tokens=s.room) if s.tokens else s.params
                     for s in group
                 ),
+                group[0].routes_so_far(),
             )
             for group in groups
         ]
@@ -135,6 +149,9 @@ def rollout(
         stopped=np.array([s.stopped for s in sequences]),
         prompts=prompts.prompts,
         responses=tuple(map(text, sequences)),
+        routes=np.full((*shape, num_routes), -1, ROUTE_DTYPE)
+        if (num_routes := engine.limits.num_routes)
+        else None,
     )
     for row, s in enumerate(sequences):
         response = slice(starts[row], ends[row])
@@ -142,6 +159,8 @@ def rollout(
         rollouts.response_mask[row, response] = s.chosen
         rollouts.rollout_log_probs[row, response] = s.log_probs
         rollouts.versions[row, response] = s.versions
+        if rollouts.routes is not None and s.routes is not None:
+            rollouts.routes[row, : len(s.routes)] = s.routes
     return rollouts, done
 
 

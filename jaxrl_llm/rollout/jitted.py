@@ -39,8 +39,10 @@ class Jitted:
         chunk_steps: int,
         layout: str,
         speculation: SpeculationConfig,
+        keeps_routes: bool,
     ):
         self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
+        self.num_routes = network.num_routes if keeps_routes else 0
         self._replicated = mesh_lib.replicated(mesh)
         ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
@@ -78,6 +80,7 @@ class Jitted:
             draft_tokens=speculation.draft_tokens,
             ngram_tokens=speculation.ngram_tokens,
             gather=on_cpu,
+            keeps_routes=keeps_routes,
         )
         statics = ("num_slots", "window", *switches)
         self.generate = both(ruled(decode), static_argnames=statics, donate_argnums=1)
@@ -95,7 +98,7 @@ class Jitted:
     ) -> jax.stages.Lowered:
         """Returns the widest program that reads such prompts; `params` may be abstract."""
         shape = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        rows = jax.tree.map(self._abstract, scheduler.empty_rows(*shape))
+        rows = jax.tree.map(self._abstract, scheduler.empty_rows(*shape, self.num_routes))
         return self.prefill.lower(params, rows)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
@@ -151,7 +154,7 @@ class Jitted:
     def _insert_nothing(
         self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
     ) -> DecodeState:
-        prefix = self.prefill(params, scheduler.empty_rows(rows, width))
+        prefix = self.prefill(params, scheduler.empty_rows(rows, width, self.num_routes))
         for size in dict.fromkeys(self.insert_sizes):
             nobody = scheduler.admission([], size, self._num_slots)
             state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models.attention import by_chunk, full_attention, masked_attention
 from jaxrl_llm.models.attention_layers import Attention
+from jaxrl_llm.models.router import Routing
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
-
-PIECE_TOKENS = 2048  # of one row, read at one time
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +26,8 @@ class Prompts:
     segment_ids: Int[Array, "R T"]  # which prompt of the row; 0 is padding
     starts: Int[Array, " P"]  # of each prompt in the rows end to end
     lengths: Int[Array, " P"]
+    # Experts to visit, -1: the router's choice; [R, T, 0] where routes are not kept.
+    routes: Int[Array, "R T routes"]
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +42,7 @@ class Prefix:
     keys: tuple[Float[Array, "K tokens H"], ...]  # one per layer
     values: tuple[Float[Array, "K tokens value"], ...]  # (): they are dims of the keys
     tokens: Int[Array, " tokens"]
+    routes: Int[Array, "tokens routes"]  # experts that were visited; [tokens, 0] if not kept
     logits: Float[Array, "P V"]  # of the first response token
     starts: Int[Array, " P"]
     lengths: Int[Array, " P"]
@@ -56,6 +59,7 @@ def prefill(
     """
     rows, width = prompts.tokens.shape
     shared = prompts.starts.shape[0] > rows
+    routes = prompts.routes
     if width <= piece_tokens:
 
         def attend(a: Attention):
@@ -66,14 +70,21 @@ def prefill(
 
         x = network.embed(params, prompts.tokens)
         rotary = network.rotary(prompts.positions)
-        caches = []
-        for layer, kind in zip(params["layers"], network.shape.kinds, strict=True):
-            x, kept, _ = network.block(layer, x, rotary, attend, kind)
+        routing = _routing(network, routes)
+        caches, visited = [], []
+        for number, layer in enumerate(params["layers"]):
+            kind = network.shape.kinds[number]
+            x, kept, routed = network.block(
+                layer, x, rotary, attend, kind, routing=routing.get(number)
+            )
             caches.append(kept)
+            visited += [routed.chosen] if routed and routes.shape[-1] else []
+        if visited:
+            routes = network.routes(jnp.stack(visited))
         last = x.reshape(rows * width, 1, -1)[prompts.starts + prompts.lengths - 1]
     else:
         assert not shared, "a row that is read in pieces holds one prompt"
-        caches, last = _read_in_pieces(network, params, prompts, piece_tokens)
+        caches, last, routes = _read_in_pieces(network, params, prompts, piece_tokens)
     logits = network.logits(params, network.norm(params, last))[:, 0]
 
     def end_to_end(kept: Float[Array, "R T K H"]) -> Float[Array, "K tokens H"]:
@@ -83,30 +94,51 @@ def prefill(
 
     keys, *values = zip(*(map(end_to_end, kept) for kept in caches), strict=True)
     tokens = jnp.pad(prompts.tokens, ((0, int(shared)), (0, 0))).reshape(-1)
+    routes = jnp.pad(routes, ((0, int(shared)), (0, 0), (0, 0)))
     return Prefix(
-        keys, values[0] if values else (), tokens, logits, prompts.starts, prompts.lengths, width
+        keys=keys,
+        values=values[0] if values else (),
+        tokens=tokens,
+        routes=constrain(routes.reshape(tokens.size, routes.shape[-1]), None, None),
+        logits=logits,
+        starts=prompts.starts,
+        lengths=prompts.lengths,
+        width=width,
     )
 
 
+def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, Routing]:
+    """Returns what routers are told, by number of the layer; nothing if routes are not kept."""
+    if not routes.shape[-1]:
+        return {}
+    by_layer, counted = network.routes_by_layer(routes), jnp.ones(routes.shape[:2], bool)
+    layers = zip(network.shape.with_experts, by_layer, strict=True)
+    return {number: Routing(counted, given) for number, given in layers}
+
+
 def _read_in_pieces(network, params, prompts, size):
-    """Returns what is cached [P, T, K, _] of each layer, and the last hidden states [P, 1, D]."""
+    """Returns what is cached [P, T, K, _] of each layer, last hidden states [P, 1, D], routes."""
     rows, width = prompts.tokens.shape
     count = -(-width // size)
-    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, count * size - width)))
+    more = count * size - width
+    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, more)))
+    given = jnp.pad(prompts.routes, ((0, 0), (0, more), (0, 0)), constant_values=-1)
     shape, dtype = network.shape, network.compute_dtype
     heads, *dims = shape.cached
     blank = tuple(jnp.zeros((rows, count * size, heads, n), dtype) for n in dims if n)
     last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
 
     def read(i, carry):
-        caches, last = carry
+        caches, last, routes = carry
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         before = positions[:, None, :, None] - jnp.arange(count * size)  # of a query, each key
         x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
         rotary = network.rotary(positions)
-        kept = []
-        for layer, cache, kind in zip(params["layers"], caches, shape.kinds, strict=True):
+        routing = _routing(network, lax.dynamic_slice_in_dim(given, start, size, 1))
+        kept, visited = [], []
+        for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+            kind = shape.kinds[number]
 
             def attend(a: Attention, cache=cache):
                 held = tuple(
@@ -121,12 +153,20 @@ def _read_in_pieces(network, params, prompts, size):
                     seen &= before <= (positions % a.chunk)[:, None, :, None]
                 return masked_attention(a.q, keys, values, seen, a.scoring), held
 
-            x, cache, _ = network.block(layer, x, rotary, attend, kind, compressed=True)
+            x, cache, routed = network.block(
+                layer, x, rotary, attend, kind, compressed=True, routing=routing.get(number)
+            )
             kept.append(cache)
+            visited += [routed.chosen] if routing and routed else []
+        if visited:
+            found = network.routes(jnp.stack(visited))
+            routes = lax.dynamic_update_slice_in_dim(routes, found, start, 1)
         # Where the row ends in this piece; elsewhere any entry, not taken.
         place = jnp.clip(prompts.lengths - 1 - start, 0, size - 1)[:, None, None]
         ends = (prompts.lengths - 1) // size == i
-        return kept, jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
+        last = jnp.where(ends[:, None, None], jnp.take_along_axis(x, place, axis=1), last)
+        return kept, last, routes
 
     caches = [blank for _ in params["layers"]]
-    return lax.fori_loop(0, count, read, (caches, last))
+    caches, last, routes = lax.fori_loop(0, count, read, (caches, last, given))
+    return caches, last, routes[:, :width]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models.attention import PLAIN
 from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling
 from jaxrl_llm.rollout.cache import NOWHERE, Cache, Recent
@@ -52,6 +52,8 @@ class Outputs:
     log_probs: Float[Array, "rounds S"]
     top_tokens: Int[Array, "rounds S k"]
     top_log_probs: Float[Array, "rounds S k"]
+    # Experts that the token before each visited; none are kept of an `insert`.
+    routes: Int[Array, "rounds S routes"]
     remaining: Int[Array, " S"]  # tokens that may still be sampled; 0: the sample ended
 
 
@@ -117,7 +119,8 @@ def insert(
         history=history,
         sampler=jax.tree.map(put, state.sampler, a.sampler),
     )
-    round_of_one = [a[None] for a in (tokens, log_probs, *tops)]
+    nothing = jnp.zeros((len(tokens), 0), ROUTE_DTYPE)
+    round_of_one = [a[None] for a in (tokens, log_probs, *tops, nothing)]
     return state, Outputs(*[*round_of_one, remaining + 0])
 
 
@@ -152,6 +155,7 @@ def generate(
     num_top: int,
     draft_tokens: int = 0,
     ngram_tokens: int = 0,
+    keeps_routes: bool = False,
 ) -> tuple[DecodeState, Outputs]:
     """Decodes until `num_steps` are done or `free_target` slots are free, to be refilled soon.
 
@@ -161,6 +165,7 @@ def generate(
       gather: Whether the part of the cache that is read is copied out before the steps. On a CPU
         each matmul with part of an array copies that part; accelerators do not.
       num_top: Likeliest tokens to report.
+      keeps_routes: Whether to report the experts that tokens visit.
     """
     width = 1 + draft_tokens
     read = functools.partial(cache_lib.front, state.cache, num_slots, window)
@@ -173,6 +178,7 @@ def generate(
     recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.keys[0][0].dtype)
     first = live.positions[:, None]
     angles = network.rotary(first + jnp.arange(size))
+    num_routes = network.num_routes if keeps_routes else 0
 
     def step(carry):
         """Feeds every active slot its last token and samples the next.
@@ -208,7 +214,10 @@ def generate(
         }
         steps = (places - first)[:, :, None, None]
         rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        logits, keys, values = _forward(network, params, cache, recent, start, fed, rotary, seen)
+        logits, keys, values, routes = _forward(
+            network, params, cache, recent, start, fed, rotary, seen
+        )
+        routes = routes[..., :num_routes]
         following = places + 1
         flat = logits.reshape(num_slots * width, -1)
         sampler = jax.tree.map(lambda a: jnp.repeat(a, width, axis=0), live.sampler)
@@ -238,7 +247,7 @@ def generate(
             remaining=jnp.where(active, left, 0),
             history=history,
         )
-        found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops)
+        found = (jnp.where(given, drawn, -1), jnp.where(given, log_probs, 0.0), *tops, routes)
         kept = tuple(
             array.at[number].set(jnp.swapaxes(row, 0, 1))
             for array, row in zip(kept, found, strict=True)
@@ -252,7 +261,7 @@ def generate(
     dims = (num_steps, width, num_slots)
     tokens, log_probs = jnp.full(dims, -1, jnp.int32), jnp.zeros(dims, jnp.float32)
     tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
-    blank = (tokens, log_probs, *tops)
+    blank = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
     _, live, recent, kept = lax.while_loop(unfinished, step, (0, live, recent, blank))
     cache = cache_lib.join(state.cache, recent, window + size)
     rounds = [a.reshape(size, *a.shape[2:]) for a in kept]
@@ -278,9 +287,9 @@ def _nearness(shape: Shape, places: Int[Array, "S Q"]):
 
 
 def _forward(network, params, cache, recent, start, fed, rotary, seen):
-    """Returns logits [S, Q, V] after each token fed; recent keys and values, those added."""
+    """Returns logits [S, Q, V] after each token fed, recent keys and values, and routes."""
     x = network.embed(params, fed)
-    kept = []
+    kept, visited = [], []
     for i, (layer, kind) in enumerate(zip(params["layers"], network.shape.kinds, strict=True)):
 
         def attend(a: Attention, i=i):
@@ -295,8 +304,11 @@ def _forward(network, params, cache, recent, start, fed, rotary, seen):
             given = a.q, keys, values, visible, a.scoring, a.value_size
             return cache_lib.attention(*given), added
 
-        x, added, _ = network.block(layer, x, rotary, attend, kind, compressed=True)
+        x, added, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
         kept.append(added)
+        visited += [routed.chosen] if routed else []
     keys, *values = zip(*kept, strict=True)
     logits = network.logits(params, network.norm(params, x))
-    return logits, keys, values[0] if values else ()
+    nothing = jnp.zeros((*fed.shape, 0), ROUTE_DTYPE)
+    routes = network.routes(jnp.stack(visited)) if visited else nothing
+    return logits, keys, values[0] if values else (), routes

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.samples import MIN_TEMPERATURE
+from jaxrl_llm.data.files import is_text
 from jaxrl_llm.errors import UserError
 
 # Of one sample; the device compares each new token with them. The config allows 8, the rest is
@@ -66,6 +67,9 @@ class Request:
     tokens: tuple[int, ...]
     keys: np.ndarray  # [G, 2] uint32, one raw random key a sample
     params: tuple[SamplingParams, ...]  # G of them
+    # Experts that the prompt's tokens are to visit, [tokens, routes], -1: the router's choice;
+    # None: of all. Only for an engine that keeps routes.
+    routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -77,6 +81,9 @@ class Completion:
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights that drew each
     top_log_probs: list[TopLogProbs] = dataclasses.field(default_factory=list)  # none if off
     finish_reason: FinishReason = ""
+    # Experts that tokens visited, [_, routes] each: of the prompt, then of what was sampled but the
+    # last token, and of tokens after a stop string. Empty if not kept.
+    routes: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def stopped(self) -> bool:
@@ -167,11 +174,6 @@ def number_problem(name: str, value: Any) -> str:
         return f"must be {rule}, got {value!r:.100}"
 
 
-def is_text(string: str) -> bool:
-    """Returns whether UTF-8 can hold a string: it cannot hold half of a surrogate pair."""
-    return string.isascii() or string.encode("utf-8", "ignore").decode() == string
-
-
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What an engine can take."""
@@ -179,6 +181,7 @@ class Limits:
     max_tokens: int  # prompt and response
     vocab_size: int
     takes_stop_strings: bool
+    num_routes: int = 0  # of a token; 0: not kept
 
     @property
     def max_top_log_probs(self) -> int:
@@ -198,6 +201,12 @@ class Limits:
         if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
             came = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
             yield f"{came}; give one raw key of two integers for each"
+        if request.routes is not None:
+            found, wanted = request.routes.shape, (length, self.num_routes)
+            if not self.num_routes:
+                yield "routes: this engine keeps none; make it with keeps_routes=True"
+            elif found != wanted:
+                yield f"routes of shape {found} for a prompt of {length} tokens; give {wanted}"
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)

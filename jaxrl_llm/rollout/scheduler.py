@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.packing import bucket, pack
-from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.models.transformer import ROUTE_DTYPE, Params
 from jaxrl_llm.rollout import prefill, requests
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
 from jaxrl_llm.rollout.programs import Admission, Outputs
@@ -31,6 +31,7 @@ class Sample:
     def __init__(self, number: int, index: int, request: Request):
         self.request, self.index, self.slot = number, index, -1  # -1: it waits
         self.prompt, self.params = request.tokens, request.params[index]
+        self.routes = request.routes
         self.key = request.keys[index]
         self.completion = Completion()
         self.error: Exception | None = None
@@ -42,6 +43,8 @@ class Sample:
         c.tokens += sampled.tokens[given, column].tolist()
         c.log_probs += sampled.log_probs[given, column].tolist()
         c.versions += [version] * count
+        if sampled.routes.shape[-1] and count:
+            c.routes.append(np.asarray(sampled.routes[given, column]))
         if k := self.params.num_top_log_probs:
             tokens = sampled.top_tokens[given, column, :k].tolist()
             log_probs = sampled.top_log_probs[given, column, :k].tolist()
@@ -176,9 +179,15 @@ class Reader:
     """Reads each prompt once: those of samples that enter, and more of the queue in their batch."""
 
     def __init__(
-        self, read: Callable[[Params, Prompts], Prefix], max_tokens: int, done: requests.Statistics
+        self,
+        read: Callable[[Params, Prompts], Prefix],
+        max_tokens: int,
+        done: requests.Statistics,
+        num_routes: int = 0,
     ):
         self._read, self._max_tokens, self._done = read, max_tokens, done
+        self._num_routes = num_routes  # of a token, that are kept
+        self._routes: list[np.ndarray] = []  # of the batch's prompts
         self.longest = 0  # tokens of the longest prompt that may come later
         self._indices: dict[int, int] = {}  # request -> its prompt's index in the batch
         self._batch: Prefix | None = None
@@ -199,13 +208,26 @@ class Reader:
                 numbers = numbers[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
                 count = num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
-                batch = prompt_rows(prompts[:count], self._max_tokens, self.longest)
+                routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
+                batch = prompt_rows(
+                    prompts[:count], self._max_tokens, self.longest, routes, self._num_routes
+                )
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 self._batch = self._read(params, batch)
+                if self._num_routes:
+                    visited = np.asarray(self._batch.routes)
+                    starts = batch.starts[:count].tolist()
+                    self._routes = [
+                        visited[start : start + len(prompt)]
+                        for start, prompt in zip(starts, prompts, strict=False)
+                    ]
                 self._done.prefill_tokens += sum(map(len, prompts[:count]))
                 self._done.prefill_positions += batch.tokens.size
             assert self._batch is not None
             indices = {s: self._indices[s.request] for s in entering if s.request in self._indices}
+            if self._num_routes:
+                for sample, index in indices.items():
+                    sample.completion.routes = [self._routes[index]]
             yield self._batch, indices
             entering = entering[len(indices) :]
 
@@ -221,16 +243,24 @@ def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> in
     return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
 
 
-def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int, longest: int = 0) -> Prompts:
+def prompt_rows(
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    longest: int = 0,
+    routes: Sequence[np.ndarray | None] = (),
+    num_routes: int = 0,
+) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
     Rows and widths come in few sizes; `max_tokens` is the widest. Rows also hold a prompt of
-    `longest` tokens, if such rows can be shared and are at most four times as wide.
+    `longest` tokens, if such rows can be shared and are at most four times as wide. `routes` are
+    those to follow, `num_routes` of each token.
     """
     lengths = [len(prompt) for prompt in prompts]
     width = _width(max(lengths), max_tokens, longest)
     rows = _shared(lengths, width)
-    batch = empty_rows(_num_rows(max(len(rows), -(-len(prompts) // _share(width))), width), width)
+    count = _num_rows(max(len(rows), -(-len(prompts) // _share(width))), width)
+    batch = empty_rows(count, width, num_routes)
     for row, members in enumerate(rows):
         at = 0
         for segment, i in enumerate(members, 1):
@@ -239,6 +269,8 @@ def prompt_rows(prompts: Sequence[Sequence[int]], max_tokens: int, longest: int 
             batch.positions[row, inside] = np.arange(lengths[i])
             batch.segment_ids[row, inside] = segment
             batch.starts[i], batch.lengths[i] = row * width + at, lengths[i]
+            if routes and (given := routes[i]) is not None:
+                batch.routes[row, inside] = given
             at = inside.stop
     return batch
 
@@ -252,12 +284,14 @@ def row_shapes(num_prompts: int, prompt_tokens: int, max_tokens: int) -> list[tu
     return sorted(shapes, key=lambda shape: shape[::-1])
 
 
-def empty_rows(rows: int, width: int) -> Prompts:
+def empty_rows(rows: int, width: int, num_routes: int = 0) -> Prompts:
     """Returns rows without a prompt."""
     zeros: Any = np.zeros  # the device takes them as they are
     tokens, positions, segment_ids = zeros((3, rows, width), np.int32)
     starts = zeros(rows * _share(width), np.int32)
-    return Prompts(tokens, positions, segment_ids, starts, lengths=starts + 1)
+    own = np.full((rows, width, num_routes), -1, ROUTE_DTYPE)
+    own_choice: Any = own
+    return Prompts(tokens, positions, segment_ids, starts, starts + 1, own_choice)
 
 
 def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.files import is_text
 from jaxrl_llm.rollout import requests
-from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams, is_text
+from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
 
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16

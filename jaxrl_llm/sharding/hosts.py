@@ -112,6 +112,14 @@ def share(value: Json) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
 
 
+def whole(array: Array) -> np.ndarray:
+    """Returns an array of all processes, [M, ...], on the host of each, one entry at a time."""
+    if jax.process_count() == 1:
+        return np.asarray(array)
+    parts = [multihost_utils.process_allgather(array[i], tiled=True) for i in range(len(array))]
+    return np.stack(parts)
+
+
 def together(action: Callable[[], Json]) -> list[Any]:
     """Returns what `action` returned on each process, as `share`; a UserError of one is all's."""
     try:

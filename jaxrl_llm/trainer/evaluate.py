@@ -1,10 +1,10 @@
-"""Held-out evaluation: mean@k, pass@k and maj@k of each data source."""
+"""Held-out evaluation: mean@k, pass@k and maj@k of each data source; losses of given answers."""
 
 import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,9 +13,13 @@ from jaxtyping import Float
 from jaxrl_llm import console
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data.datasets import Dataset
+from jaxrl_llm.learner import objectives
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.objectives import Batch, Objective, Row
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.learner.source import Score
 from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.types import Weights
 
@@ -75,6 +79,41 @@ class Evaluator:
             for name, value in summary(np.stack(scores[source]), answers[source]).items():
                 found[f"val-core/{source}/{name}"] = value
         return found
+
+
+class HeldOut:
+    """The loss on held-out rows, and what training reports with it.
+
+    `batch_size` rows are looked at together. `packer` is not that of the training, whose shapes
+    follow from what it has packed; `complete` is `objectives.completion`.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        rows: Sequence[Row],
+        batch_size: int,
+        packer: Packer,
+        complete: Callable[[Batch, Clock], Batch],
+    ):
+        self._objective, self._complete = objective, complete
+        self._measure = objectives.measurement(objective)
+        width, starts = objectives.width_of(rows), range(0, len(rows), batch_size)
+        self._batches = [Batch.of(rows[i : i + batch_size], packer, width) for i in starts]
+
+    def __call__(self, trained: Params, base: Params, clock: Clock) -> dict[str, float]:
+        """Returns `val/NAME` for each metric of the objective, a mean over all rows."""
+        total: collections.Counter[str] = collections.Counter()
+        weight = 0.0
+        with clock("testing"):
+            for batch in console.each("evaluating", self._batches):
+                complete = self._complete(batch, Clock())
+                with jax.set_mesh(self._objective.mesh):
+                    found = jax.device_get(self._measure(trained, base, complete))
+                here = self._objective.weight(batch)
+                weight += here
+                total.update({name: here * float(value) for name, value in found.items()})
+        return {f"val/{name}": value / weight for name, value in total.items()}
 
 
 def summary(

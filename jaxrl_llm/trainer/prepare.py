@@ -7,7 +7,7 @@ from absl import logging
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.data import datasets
+from jaxrl_llm.data import curriculum, datasets
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import planned, predict, sampler
 from jaxrl_llm.learner import weights as weights_lib
@@ -43,6 +43,8 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
     training_set = datasets.load_dataset(config.data, models.tokenizer, "train", config.seed)
+    curriculum.check(config.curriculum, training_set.prompts)
+    supervised.check_pairs(config)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:
         held_out = datasets.load_dataset(config.data, models.tokenizer, "eval", config.seed)
@@ -65,7 +67,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     if config.evaluation.functions:
         judge = run.enter_context(rewards_lib.Scorer(config.evaluation_rewards, {}))
     samples = sampler.build(config, models, frozen.base)
-    prompts = datasets.PromptIterator(training_set, config.data, config.seed)
+    prompts = datasets.PromptIterator(training_set, config.data, config.seed, config.curriculum)
     source = SampledNow(config, samples, prompts, scorer.score)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
     evaluate = Evaluator(config, samples, held_out, judge.score, key)

@@ -67,7 +67,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             rollouts, rewards = samples.rollouts, samples.rewards  # [B, T], [B]
 
             # What the models predict for those tokens.
-            predictions = predictions_of(state, rollouts, clock)  # each field [B, T]
+            predictions, rollouts = predictions_of(state, rollouts, clock)  # each field [B, T]
 
             # Rewards become advantages. No model runs here.
             estimates, state, of_estimates = estimates_of(
@@ -97,6 +97,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
                 **of_updates,
                 "training/updates_left_out": float(not of_updates),
                 **of_estimates,
+                **source.metrics(),
                 **samples.engine.metrics(),
                 **sampler.metrics(),
                 **statistics.of_speed(

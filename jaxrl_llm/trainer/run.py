@@ -88,7 +88,7 @@ class Run(contextlib.ExitStack):
             "the version of jax": jax.__version__,
             "the number of devices": jax.local_device_count(),
             **{f"config.{group}": value for group, value in to_dict(self.config).items()},
-            **{f"dataset {i}": dataset.prompts for i, dataset in enumerate(datasets)},
+            **{f"dataset {i}": dataset.identity for i, dataset in enumerate(datasets)},
         }
         hosts.agree("start", begins_with)
         if hosts.is_first() and not self._outer:

@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms.losses import (
 )
 from jaxrl_llm.algorithms.policy_losses import POLICY_LOSSES
 from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config.algorithm import PreferenceLossConfig
 from jaxrl_llm.types import Minibatch
 
 MASK = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -241,10 +242,15 @@ def test_cross_entropy_weighs_tokens_alike():
     mask = jnp.array([[True, True, True], [True, False, False]])
     log_probs = jnp.array([[-1.0, -2.0, -3.0], [-6.0, NAN, NAN]])
     counts = minibatch_denominators(mask)
-    loss, slope = jax.value_and_grad(lambda x: token_cross_entropy(x, mask, counts)[0])(log_probs)
+    right = jnp.array([[1.0, 0.0, 1.0], [1.0, NAN, NAN]])
+    (loss, metrics), slope = jax.value_and_grad(
+        lambda x: token_cross_entropy(x, right, mask, counts), has_aux=True
+    )(log_probs)
+    assert metrics["sft/token_accuracy"] == 0.75
     np.testing.assert_allclose(loss, 3.0)
     np.testing.assert_array_equal(slope, jnp.where(mask, -0.25, 0.0))
-    parts = [token_cross_entropy(log_probs[i : i + 1], mask[i : i + 1], counts)[0] for i in (0, 1)]
+    rows = ((x[i : i + 1] for x in (log_probs, right, mask)) for i in (0, 1))
+    parts = [token_cross_entropy(*row, counts)[0] for row in rows]
     np.testing.assert_allclose(sum(parts), loss)
 
 
@@ -263,18 +269,41 @@ def test_bradley_terry_by_hand():
 def test_dpo_is_bradley_terry_on_implied_rewards():
     draw = np.random.default_rng(0)
     chosen, rejected, ref_chosen, ref_rejected = jnp.asarray(draw.normal(size=(4, 3)))
-    loss, metrics = dpo(chosen, rejected, ref_chosen, ref_rejected, PAIRS, 2.0, beta=0.3)
+    config, ones = PreferenceLossConfig(beta=0.3), jnp.ones(3)
+    ratios = chosen - ref_chosen, rejected - ref_rejected
+    loss, metrics = dpo(config, *ratios, ones, ones, PAIRS, 2.0)
     expected, _ = bradley_terry(
         0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected), PAIRS, 2.0
     )
-    assert loss == expected
-    assert set(metrics) == {"dpo/loss", "dpo/accuracy", "dpo/margin"}
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    rewards = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+    assert set(metrics) == {"dpo/loss", *rewards}
+    # A share of wrong pairs mixes the two directions; "robust" takes their expectation out.
+    swapped, _ = dpo(config, *ratios[::-1], ones, ones, PAIRS, 2.0)
+    for name, wanted in (
+        ("sigmoid", 0.9 * loss + 0.1 * swapped),
+        ("robust", (0.9 * loss - 0.1 * swapped) / 0.8),
+    ):
+        smooth = PreferenceLossConfig(beta=0.3, loss=name, label_smoothing=0.1)
+        found, _ = dpo(smooth, *ratios, ones, ones, PAIRS, 2.0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_ipo_and_hinge_by_hand():
+    # Margins 0.5 (2 - -2) = 2 and 0.5 (0 - 1) = -0.5; per token 2/2 + 2/4 = 1.5 and -1/4.
+    ratios = jnp.array([2.0, 0.0, NAN]), jnp.array([-2.0, 1.0, NAN])
+    tokens = jnp.array([2.0, 1.0, 0.0]), jnp.array([4.0, 4.0, 0.0])
+    for name, wanted in (("hinge", 1.5 / 2), ("ipo", (0.5**2 + 1.25**2) / 2)):
+        config = PreferenceLossConfig(loss=name, beta=0.5)
+        loss, metrics = dpo(config, *ratios, *tokens, PAIRS, 2.0)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+        assert metrics["rewards/margins"] == 0.75 and metrics["rewards/accuracies"] == 0.5
 
 
 def test_dpo_at_the_reference_is_log_two_and_safe_in_padding():
-    scores = jnp.array([-5.0, -7.0, NAN])
+    scores, one = jnp.array([-5.0, -7.0, NAN]), jnp.zeros(3)
     loss, slope = jax.value_and_grad(
-        lambda x: dpo(x, scores, scores, scores, PAIRS, 2.0, beta=0.1)[0]
+        lambda x: dpo(PreferenceLossConfig(), x - scores, one, one, one, PAIRS, 2.0)[0]
     )(scores)
     np.testing.assert_allclose(loss, np.log(2.0), rtol=1e-6)
     np.testing.assert_allclose(slope, [-0.025, -0.025, 0.0], rtol=1e-6)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 
 import config_probes as probe
 import jax
@@ -11,7 +12,7 @@ from config_fields import listed
 
 from jaxrl_llm.config.bridge import JOBS, from_config_dict
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import UserError
 
 SMALL = {
     "model.hidden_size": 16,
@@ -38,6 +39,7 @@ BASE = {
         "rewards.functions": {"NAME": {"function": "arithmetic"}},
     },
     "sft": {**SMALL, "job": "sft", "trainer.num_steps": 4},
+    "dpo": {**SMALL, "job": "dpo", "trainer.num_steps": 4},
     "reward_model": {**SMALL, "job": "reward_model", "trainer.num_steps": 4},
 }
 JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.num_steps": 1}
@@ -68,6 +70,14 @@ HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
 WARM = {"warm_start.num_steps": 2}
 FILES = {"data.task": "files", "data.train_files": ("a.jsonl",), "data.eval_files": ("b.jsonl",)}
 READ = FILES | {"data.train_files": ("FILE",)}
+MIXTURE = {
+    "data.task": "files",
+    "data.train_files": ("PROMPTS", "FILE"),
+    "data.eval_files": ("PROMPTS",),
+    "data.train_weights": (3.0, 1.0),
+}
+MOVING = MIXTURE | {"data.last_train_weights": (0.0, 1.0), "data.last_train_weights_after": 4}
+CHOSEN = {"curriculum.choice": "success"}
 SPREAD = {"alerts.constant_reward.limit": 1.0}
 BEST = {"checkpoint.best_metric": "quality"}
 
@@ -82,6 +92,10 @@ DATA = {
     "config.seed": (probe.prompts, 1),
     "config.data.task": (probe.prompts, "files", {"data.train_files": ("a.jsonl",)}),
     "config.data.train_files": (probe.prompts, ("none.jsonl",), FILES),
+    "config.data.stream": (probe.prompts, True, MIXTURE),
+    "config.data.train_weights": (probe.prompts, (1.0, 5.0), MIXTURE),
+    "config.data.last_train_weights": (probe.prompts, (1.0, 5.0), MOVING),
+    "config.data.last_train_weights_after": (probe.prompts, 1, MOVING),
     "config.data.eval_files": (
         probe.prompts,
         ("none.jsonl",),
@@ -113,6 +127,8 @@ SHARED = {
     "config.model.num_kv_heads": (probe.networks, 2),
     "config.model.head_size": (probe.networks, 16),
     "config.model.mlp_size": (probe.networks, 32),
+    "config.model.num_experts": (probe.networks, 5, {"model.family": "mixtral"}),
+    "config.model.experts_per_token": (probe.networks, 1, {"model.family": "mixtral"}),
     "config.model.rope_theta": (probe.networks, 500.0),
     "config.model.tie_embeddings": (probe.networks, False),
     "config.model.param_dtype": (probe.networks, "bfloat16"),
@@ -175,6 +191,7 @@ OPTIMIZER = {
     "warmup_steps": (2,),
     "min_lr_ratio": (0.5, {"schedule": "linear"}),
     "weight_decay": (0.5,),
+    "weight_decay_on": ("matrices", {"weight_decay": 0.5}),
     "beta1": (0.5,),
     "beta2": (0.5,),
     "eps": (0.5,),
@@ -208,6 +225,12 @@ RL = {
     "config.lora.rank": (probe.networks, 2),
     "config.lora.alpha": (probe.networks, 8.0, {"lora.rank": 2}),
     "config.lora.targets": (probe.networks, ("q",), {"lora.rank": 2}),
+    "config.router.balance_coef": (probe.routers, 0.5),
+    "config.router.z_coef": (probe.routers, 0.5),
+    "config.router.bias_rate": (probe.routers, 0.5),
+    "config.router.replay": (probe.routers, "rollout"),
+    "config.router.missing_routes": (probe.routers, "own", {"router.replay": "rollout"}),
+    "config.lora.path": (probe.networks, "none", {"lora.rank": 2}),
     "config.mesh.rollout": (probe.engine, "replicas"),
     "config.mesh.on_host": (probe.resting, ("optimizer",)),
     "config.critic.path": (probe.networks, "none"),
@@ -306,6 +329,7 @@ RL = {
     "config.rewards.functions.NAME.weight": (probe.scores, 3.0),
     "config.rewards.functions.NAME.data_source": (probe.scores, "elsewhere"),
     "config.rewards.models.NAME.path": (probe.networks, "none", JUDGE),
+    "config.rewards.models.NAME.pairs": (probe.pairs, ("FILE",), JUDGE),
     "config.rewards.models.NAME.weight": (probe.scores, 3.0, JUDGE),
     "config.rewards.models.NAME.data_source": (
         probe.scores,
@@ -316,6 +340,7 @@ RL = {
     "config.rewards.cost_functions.NAME.weight": (probe.scores, 3.0, COSTS),
     "config.rewards.cost_functions.NAME.data_source": (probe.scores, "elsewhere", COSTS),
     "config.rewards.cost_models.NAME.path": (probe.networks, "none", COST),
+    "config.rewards.cost_models.NAME.pairs": (probe.pairs, ("FILE",), COST),
     "config.rewards.cost_models.NAME.weight": (probe.scores, 3.0, COST),
     "config.rewards.cost_models.NAME.data_source": (probe.scores, "elsewhere", COST),
     "config.rewards.num_workers": (probe.scores, 3),
@@ -330,6 +355,10 @@ RL = {
     "config.preference.num_steps": (probe.stages, 3),
     "config.preference.batch_size": (probe.stages, 3),
     "config.preference.save_every": (probe.stages, 3),
+    "config.curriculum.choice": (probe.curriculum, "success"),
+    "config.curriculum.success_score": (probe.curriculum, 1.5, CHOSEN),
+    "config.curriculum.memory": (probe.curriculum, 1.0, CHOSEN),
+    "config.curriculum.floor": (probe.curriculum, 1.0, CHOSEN),
     "config.placement.choice": (probe.networks, "standalone"),
     "config.placement.roles": (
         probe.networks,
@@ -348,6 +377,7 @@ RL = {
     "config.placement.pools.NAME.tensor": (probe.networks, 2, POOLS),
 }
 
+TIMES = ("every", "before", "after")
 SUPERVISED = {
     **{key: (probe.examples, *rest) for key, (_, *rest) in DATA.items()},
     **SHARED,
@@ -358,19 +388,56 @@ SUPERVISED = {
         {"data.task": "gsm8k", "data.train_files": ("FILE",)},
     ),
     "config.data.shuffle": (probe.supervised_batch, False),
+    **{
+        key: (probe.supervised_batch, *rest)
+        for key, (_, *rest) in DATA.items()
+        if "weights" in key or "stream" in key
+    },
     "config.data.num_workers": (probe.supervised_batch, 2),
     "config.trainer.batch_size": (probe.supervised_batch, 3),
     "config.trainer.max_tokens_per_microbatch": (probe.supervised_batch, 256),
     "config.trainer.max_sequence_tokens": (probe.supervised_batch, 8),
     "config.model.vocab_chunk": (probe.supervised_loss, 8),
+    "config.data.eval_files": (
+        probe.held_out,
+        ("none.jsonl",),
+        FILES | {"data.task": "gsm8k"},
+    ),
+    **{key: row for key, row in RL.items() if key.startswith("config.lora.")},
+    **{f"config.evaluation.{name}": RL[f"config.evaluation.{name}"] for name in TIMES},
+    "config.evaluation.num_prompts": (probe.supervised_evaluation, 3),
 }
-TABLES = {"rl": RL, "sft": SUPERVISED, "reward_model": SUPERVISED}
+
+
+@functools.cache
+def through_rl(part):
+    """Returns the probe of the run of RL that samples as a job does."""
+    return lambda config: part(config.as_rl())
+
+
+SAMPLING = ("config.rollout.", "config.evaluation.", "config.mesh.rollout")
+POLICY = {
+    **SUPERVISED,
+    **{
+        key: (through_rl(part), *rest)
+        for key, (part, *rest) in RL.items()
+        if key.startswith(SAMPLING) and key not in SUPERVISED
+    },
+    "config.reference.path": (probe.networks, "none"),
+    "config.dpo.loss": (probe.dpo_loss, "hinge"),
+    "config.dpo.beta": (probe.dpo_loss, 0.5),
+    "config.dpo.label_smoothing": (probe.dpo_loss, 0.2),
+}
+TABLES = {"rl": RL, "sft": POLICY, "dpo": POLICY, "reward_model": SUPERVISED}
 KEYS = [(job, key) for job in JOBS for key, _, _ in listed(JOBS[job]) if key != "config.job"]
 
 
 def again(job, key):
     """Returns whether the same probe is asked for RL."""
-    return job != "rl" and SUPERVISED.get(key) == RL.get(key, ())
+    if job == "rl":
+        return False
+    first = key in SUPERVISED and job != "sft"  # what SFT is asked, the others are asked nightly
+    return first or key.startswith(SAMPLING) or SUPERVISED.get(key) == RL.get(key, ())
 
 
 @pytest.fixture(scope="module")
@@ -378,9 +445,16 @@ def places(tmp_path_factory):
     """What "FILE" and "FOLDER" stand for."""
     folder = tmp_path_factory.mktemp("places")
     character_tokenizer().save_pretrained(folder)
-    row = '{"data_source": "mine", "prompt": "1+1=", "question": "2+2="}'
-    (folder / "rows.jsonl").write_text(row + "\n")
-    return {"FILE": str(folder / "rows.jsonl"), "FOLDER": str(folder)}
+    answers = {"completion": "2", "chosen": "2", "rejected": "3"}
+    row = {"data_source": "mine", "prompt": "1+1=", "question": "2+2=", **answers}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [{"data_source": "all", "prompt": f"{i}+1=", **answers} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "FILE": str(folder / "rows.jsonl"),
+        "PROMPTS": str(folder / "prompts.jsonl"),
+        "FOLDER": str(folder),
+    }
 
 
 def built(settings, places):
@@ -429,12 +503,7 @@ def test_every_key_changes_something(job, key, places):
     name = key.removeprefix("config.")
     if is_unread(job, name):
         _, value, *more = RL[key]
-        others = {key: value for key, value in dict(*more).items() if key != "lora.rank"}
-        before, after = BASE[job], BASE[job] | others | {name: value}
-        if name == "lora.rank":
-            with pytest.raises(ConfigError, match="trains all weights"):
-                built(after, places)
-            return
+        before, after = BASE[job], BASE[job] | dict(*more) | {name: value}
         part = probe.warned
     else:
         part, value, *more = TABLES[job][key]
@@ -446,6 +515,7 @@ def test_every_key_changes_something(job, key, places):
 def test_the_tables_hold_no_other_keys():
     assert set(RL) == {key for job, key in KEYS if job == "rl"}
     assert set(SUPERVISED) <= {key for job, key in KEYS if job == "sft"}
+    assert set(POLICY) <= {key for job, key in KEYS if job == "dpo"}
 
 
 def test_a_job_is_of_its_class():

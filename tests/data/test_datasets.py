@@ -7,12 +7,12 @@ import pytest
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.datasets import (
     PromptIterator,
-    Stream,
     load_dataset,
     preference_pairs,
     worked_examples,
 )
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rewards.functions import arithmetic
 
@@ -67,7 +67,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
 
 def test_long_prompts_can_be_an_error(tmp_path, tokenizer):
     config = file_config(tmp_path, ["12345", "1234567"], max_prompt_tokens=5, long_rows="error")
-    with pytest.raises(DataError, match=r"row 1: the prompt has 7 tokens, .*max_prompt_tokens=5"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: .* 7 tokens, .*max_prompt_tokens=5"):
         load_dataset(config, tokenizer, "train", 0)
 
 

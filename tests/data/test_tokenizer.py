@@ -246,5 +246,5 @@ def test_a_row_that_cannot_fit_is_not_tokenized(tmp_path):
         chat_template=False,
         long_rows="error",
     )
-    with pytest.raises(DataError, match=r"row 1: the prompt has at least \d{6,7} tokens, more"):
+    with pytest.raises(DataError, match=r"row 2: the prompt has at least \d{6,7} tokens, more"):
         load_dataset(strict, PROVED["composed"], "train", 0)

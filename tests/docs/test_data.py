@@ -6,9 +6,11 @@ import re
 
 import pytest
 
-from jaxrl_llm.config import DataConfig
+from jaxrl_llm.config import CurriculumConfig, DataConfig
+from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.tasks import TASKS, task_rows
+from jaxrl_llm.types import Prompt
 
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
 ERRORS = re.findall(r"^\| `([{\[].*)` \| `(.*)` \|$", DOCUMENT, re.MULTILINE)
@@ -28,7 +30,7 @@ def test_every_task_has_its_row():
 
 
 def test_the_rows_are_read_as_it_says(tmp_path):
-    (lines, _), (wanted, _) = blocks("json"), blocks("python")
+    (lines, _), (wanted, *_) = blocks("json"), blocks("python")
     (tmp_path / "two.jsonl").write_text(lines)
     first, second = read(tmp_path / "two.jsonl")
     assert first["prompt"] == [{"role": "user", "content": "3+4+2="}]
@@ -42,8 +44,8 @@ def test_the_rows_are_read_as_it_says(tmp_path):
 def test_its_script_writes_both_kinds_of_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(blocks("python")[1], {})
-    rows = read("sums.jsonl")
-    assert len(rows) == 100 and read("sums.parquet") == rows
+    both = [[row | {"where": ""} for row in read(f"sums.{kind}")] for kind in ("jsonl", "parquet")]
+    assert len(both[0]) == 100 and both[0] == both[1]
 
 
 @pytest.mark.parametrize(("line", "message"), ERRORS)
@@ -52,3 +54,16 @@ def test_errors_are_told_as_it_says(line, message, tmp_path):
     with pytest.raises(DataError) as error:
         read(tmp_path / "rows.jsonl")
     assert "rows.jsonl, row 1" in str(error.value) and message in str(error.value)
+
+
+def test_its_curriculum_works(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(blocks("python")[2])
+    config = CurriculumConfig(choice=f"{path}:shortest_first")
+    prompts = [Prompt((1,) * (3 + 4 * i), "", "s", None, {}, i) for i in range(4)]
+    drawn = Curriculum(prompts, config, 0)
+    assert [{prompt.index for prompt in drawn.take(9)} for _ in range(3)] == [
+        {0, 1},
+        {0, 1, 2},
+        {0, 1, 2, 3},
+    ]

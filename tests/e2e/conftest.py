@@ -1,6 +1,8 @@
 """Runs that several tests look at, each made once a session, and what they share."""
 
 import contextlib
+import fcntl
+import os
 import pathlib
 import shutil
 
@@ -11,6 +13,28 @@ import runs
 
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """Returns `folder(name, make)`, which `make` fills once for all processes of the session."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of the session; the folder below it is this process's own
+
+    def folder(name, make) -> pathlib.Path:
+        path = root / name
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                unfinished = path.with_suffix(".unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(path)
+        return path
+
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +77,14 @@ def one_device():
 
 
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory) -> pathlib.Path:
+def taught(made_once) -> pathlib.Path:
     """The product of the warm start that all runs on sums begin from."""
-    workdir = tmp_path_factory.mktemp("taught")
-    with on_one_device():
-        rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
-    return workdir / "warm_start"
+
+    def teach(workdir):
+        with on_one_device():
+            rl.train(recipe_settings.config("grpo", {"trainer": {"num_steps": 1}}), workdir)
+
+    return made_once("taught", teach) / "warm_start"
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ import runs
 
 FILE = pathlib.Path(__file__).parents[1] / "goldens" / "curves.json"
 CONFIGS = ("grpo_tiny", "ppo_tiny")
+STEPS = "trainer.num_steps"
 # As in the config files, but for a shorter warm start and 20 steps.
 SETTINGS = {
     "warm_start.num_steps": 100,
-    "trainer.num_steps": 20,
+    STEPS: 20,
     "metrics.tensorboard": False,
 }
 NAMES = (
@@ -57,13 +58,15 @@ def machine() -> dict[str, str]:
     }
 
 
-def curves(name: str, workdir: pathlib.Path, cache: pathlib.Path) -> dict[str, list[float | None]]:
+def curves(
+    name: str, workdir: pathlib.Path, cache: pathlib.Path, num_steps: int = SETTINGS[STEPS]
+) -> dict[str, list[float | None]]:
     """Runs a config; returns each number by step, from 0 on, None where a step has none."""
     flags = [f"--config={runs.ROOT / 'configs' / name}.py"]
-    flags += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
+    flags += [f"--config.{key}={value}" for key, value in {**SETTINGS, STEPS: num_steps}.items()]
     runs.launch("train", [*flags, f"--workdir={workdir}"], cache)
     found = runs.metrics(workdir)
-    assert list(found) == list(range(SETTINGS["trainer.num_steps"] + 1))
+    assert list(found) == list(range(num_steps + 1))
     return {name: [data.get(name) for data in found.values()] for name in NAMES}
 
 

@@ -84,19 +84,32 @@ def values(name: str) -> ConfigDict:
     return module.get_config()
 
 
+def changes(found: ConfigDict, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what makes a config tiny, as far as its job has it, with `settings` on top."""
+    tiny = {key: value for key, value in TINY.items() if _has(found, key)}
+    return {**tiny, **ALSO.get(name, {}), **settings}
+
+
+def _has(found: Any, key: str) -> bool:
+    for part in key.split("."):
+        if part not in found:
+            return False
+        found = found[part]
+    return True
+
+
 def config(name: str, settings: Mapping[str, Any] = {}) -> RLConfig:
     """Returns the typed config of `configs/NAME.py`, made tiny, with `settings` on top."""
     found = values(name)
-    found.update_from_flattened_dict({**TINY, **ALSO.get(name, {}), **settings})
+    found.update_from_flattened_dict(changes(found, name, settings))
     return from_config_dict(found)
 
 
 def flags(name: str, settings: Mapping[str, Any] = {}) -> list[str]:
     """Returns the command line of the same run."""
-    changes = {**TINY, **ALSO.get(name, {}), **settings}
     return [
         f"--config={ROOT / 'configs' / name}.py",
-        *(f"--config.{key}={value}" for key, value in changes.items()),
+        *(f"--config.{k}={v}" for k, v in changes(values(name), name, settings).items()),
     ]
 
 

@@ -153,7 +153,7 @@ def test_a_prompt_longer_than_allowed(tmp_path):
     settings = from_rows(tmp_path, *rows) | {"data.long_rows": "error"}
     said = refused(tmp_path, settings, DataError)
     assert (
-        "train split, row 1: the prompt has 20 tokens, more than data.max_prompt_tokens=16" in said
+        "rows.jsonl, row 2: the prompt has 20 tokens, more than data.max_prompt_tokens=16" in said
     )
 
 

@@ -76,7 +76,11 @@ def model(tmp_path_factory, gsm8k) -> pathlib.Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[("grpo", 4), ("ppo", 1)], ids=["grpo", "ppo"])
+@pytest.fixture(
+    scope="module",
+    params=[("grpo", 4), pytest.param(("ppo", 1), marks=pytest.mark.nightly)],
+    ids=["grpo", "ppo"],
+)
 def trained(request, tmp_path_factory, cache, gsm8k, model) -> pathlib.Path:
     """The folder of a run of three steps."""
     recipe, samples = request.param

@@ -22,11 +22,10 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", curves.CONFIGS)
 def test_numbers_are_those_that_were_kept(name, tmp_path, cache):
     kept = json.loads(curves.FILE.read_text())
-    found = curves.curves(name, tmp_path / "run", cache)
-    assert all(any(number is not None for number in found[metric]) for metric in ELSEWHERE)
     if kept["made_by"] == curves.machine():
-        assert found == kept[name]
+        assert curves.curves(name, tmp_path / "run", cache) == kept[name]
         return
+    found = curves.curves(name, tmp_path / "run", cache, num_steps=1)
     for metric, tolerance in ELSEWHERE.items():
         first = next(i for i, number in enumerate(kept[name][metric]) if number is not None)
         assert found[metric][first] == pytest.approx(kept[name][metric][first], abs=tolerance)

@@ -66,7 +66,7 @@ def test_only_adapters_are_trained_and_kept(train, tmp_path):
     # What is read back is what was trained; merged it is what samples and what is exported.
     assert step == 40
     jax.tree.map(np.testing.assert_array_equal, params, state.policy.params)
-    merged = sampler.whole_policy(params)
+    merged = saved.learned(whole).whole(params)
     assert jax.tree.structure(merged) == jax.tree.structure(sampler.base)
     sampled = sampler.weights(params)["layers"][0]["attention"]["q"]["kernel"]
     if sampler.engine.network.products.transposes(*sampled.shape):

@@ -38,8 +38,13 @@ def check_same_run(workdir, reference) -> None:
         assert (workdir / dump).read_bytes() == (reference / dump).read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grpo_tiny", marks=pytest.mark.nightly),  # tests/faults kill it everywhere
+        pytest.param("ppo_tiny", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_in_the_middle_of_step_7(name, tmp_path, cache, request):
     reference = request.getfixturevalue(name.replace("_tiny", "_run"))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -54,6 +59,10 @@ def test_killed_in_the_middle_of_step_7(name, tmp_path, cache, request):
     # The save after step 6 may or may not have been complete.
     assert any(f"resumed after step {step}" in result.stderr for step in (3, 6))
     check_same_run(workdir, reference)
+    if name == "ppo_tiny":
+        steps = list(runs.metrics(reference).values())[1:]
+        coefficients = [data["actor/reward_kl_penalty_coeff"] for data in steps]
+        assert len(set(coefficients)) == len(steps)  # the controller moved it in every step
 
 
 MOMENTS = {
@@ -64,8 +73,14 @@ MOMENTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        # While a checkpoint is saved, tests/faults kill it at each file.
+        pytest.param(m, marks=pytest.mark.nightly if m == "saving" else pytest.mark.slow)
+        for m in MOMENTS
+    ],
+)
 def test_killed_at_another_moment(moment, tmp_path, grpo_run, cache):
     arguments = [*runs.flags("grpo_tiny"), f"--workdir={tmp_path / 'run'}"]
     killed_when(MOMENTS[moment], arguments, tmp_path / "run", cache)
@@ -74,7 +89,7 @@ def test_killed_at_another_moment(moment, tmp_path, grpo_run, cache):
     assert not [path for path in (tmp_path / "run").rglob("*") if "tmp" in path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_three_times(tmp_path, ppo_run, cache):
     arguments = [*runs.flags("ppo_tiny"), f"--workdir={tmp_path / 'run'}"]
     for step in (2, 4, 6):
@@ -86,6 +101,3 @@ def test_killed_three_times(tmp_path, ppo_run, cache):
         )
     runs.launch("train", arguments, cache)
     check_same_run(tmp_path / "run", ppo_run)
-    steps = list(runs.metrics(ppo_run).values())[1:]
-    coefficients = [data["actor/reward_kl_penalty_coeff"] for data in steps]
-    assert len(set(coefficients)) == len(steps)  # the controller moved it in every step

@@ -22,12 +22,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.path import atomicity
 
 from jaxrl_llm.checkpoint import saver, seal
-from jaxrl_llm.learner import batches, sampler, source, weights
+from jaxrl_llm.learner import batches, objectives, sampler, source, weights
 from jaxrl_llm.metrics import alerts, statistics, writer
 from jaxrl_llm.rewards import pool
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.trainer import evaluate
+from jaxrl_llm.trainer import evaluate, supervised
 from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,6 +69,18 @@ POINTS = {
     "saved": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
 }
 
+# Of jobs on given answers; the others are as in RL.
+OF_JOBS = {
+    "job_setup": (weights, "initial", "before", 1),
+    **{name: POINTS[name] for name in ("restore_checked", "restored", "numbers_opened")},
+    "job_batch_before": (objectives.Batch, "of", "before", 5),
+    "job_update_before": (batches.Packer, "pack", "after", 5),
+    "job_update_after": (supervised, "padding_share", "after", 1),
+    "job_evaluation": (evaluate.HeldOut, "__call__", "before", 1),
+    **{name: POINTS[name] for name in ("numbers_half", "numbers_after", "save_begun")},
+    **{name: POINTS[name] for name in ("save_writing", "commit_before", "seal_half", "saved")},
+}
+
 
 def halved(function, die):
     """Does the first half of a write, then what `die` does."""
@@ -88,7 +100,7 @@ def halved(function, die):
 
 def arm(point: str, number: signal.Signals) -> None:
     """Makes this process send itself a signal at a point, once."""
-    owner, name, when, at = POINTS[point]
+    owner, name, when, at = {**POINTS, **OF_JOBS}[point]
     function = getattr(owner, name)
     calls = itertools.count(1)
 

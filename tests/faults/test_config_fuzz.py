@@ -155,9 +155,12 @@ def test_a_change_of_the_settings_is_refused_or_works():
     fuzz(40, lower_every=1000)
 
 
-@pytest.mark.slow
-def test_two_thousand_changes():
-    fuzz(2000, lower_every=40)
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(600, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
+)
+def test_many_changes(count):
+    fuzz(count, lower_every=40)
 
 
 def test_every_field_can_be_changed():

@@ -19,7 +19,18 @@ import quick_compiler
 import runs
 import starter
 
-STEPS = 70
+REQUESTED_AT = (
+    "setup",
+    "restored",
+    "rollout_during",
+    "reward_during",
+    "predicted",
+    "update_between",
+    "evaluation",
+    "numbers_half",
+    "save_writing",
+    "saved",
+)
 SETTINGS = {
     # An untaught model gets no sum right; all scores would be 0 and nothing would be learned.
     "rewards.functions.answer.function": f"{pathlib.Path(__file__).with_name('letters.py')}:score",
@@ -34,13 +45,24 @@ SETTINGS = {
     "rewards.num_workers": 1,
     "warm_start.num_steps": 0,
     "algorithm.samples_per_prompt": 2,
-    "trainer.num_steps": STEPS,
     "trainer.minibatch_size": 4,
     "evaluation.num_prompts": 2,
     "evaluation.every": 2,
     "checkpoint.every": 2,
     "checkpoint.best_metric": "val-core/arithmetic/mean@1",
 }
+
+OF_JOBS = {
+    "model.path": "",
+    **{key: value for key, value in SETTINGS.items() if key.startswith(("model.", "checkpoint."))},
+    "data.max_prompt_tokens": 8,
+    "data.arithmetic_train_prompts": 100,
+    "trainer.batch_size": 4,
+    "trainer.optimizer.warmup_steps": 0,
+    "evaluation.num_prompts": 6,
+    "evaluation.every": 2,
+}
+JOBS = {"sft_tiny": "sft", "dpo_tiny": "dpo", "reward_model_tiny": "reward_model"}
 
 
 class Starter:
@@ -49,7 +71,7 @@ class Starter:
     def __init__(self, name: str, workdir: pathlib.Path, cache: pathlib.Path, **settings):
         self.workdir = workdir
         self.log = workdir.with_suffix(".log")
-        self._arguments = [*runs.flags(name, {**SETTINGS, **settings}), f"--workdir={workdir}"]
+        self._arguments = [*runs.flags(name, settings), f"--workdir={workdir}"]
         self._process = subprocess.Popen(
             [sys.executable, pathlib.Path(starter.__file__)],
             stdin=subprocess.PIPE,
@@ -86,20 +108,20 @@ def arrays(step: pathlib.Path) -> dict[str, np.ndarray]:
         return checkpointer.restore(step / "arrays")
 
 
-def check_same(workdir: pathlib.Path, reference: pathlib.Path, last: int) -> None:
+def check_same(workdir: pathlib.Path, reference: pathlib.Path, last: int, learned: str) -> None:
     found, wanted = runs.metrics(workdir), runs.metrics(reference)
     assert list(found) == list(wanted) == list(range(last + 1))
     for step in wanted:
         assert runs.repeatable(found[step]) == runs.repeatable(wanted[step]), step
-    for step in range(1, last + 1):
-        dump = f"rollouts/{step}.jsonl"
+    dumps = [f"rollouts/{step}.jsonl" for step in range(1, last + 1)]
+    for dump in dumps if learned.startswith("critic/") else ():
         assert (workdir / dump).read_bytes() == (reference / dump).read_bytes()
     mine, other = (arrays(folder / "checkpoints" / str(last)) for folder in (workdir, reference))
     assert mine.keys() == other.keys()
     for name in mine:
         assert np.asarray(mine[name]).tobytes() == np.asarray(other[name]).tobytes(), name
     assert not [path for path in workdir.rglob("*") if "tmp" in path.name or "damaged" in path.name]
-    assert len({wanted[step]["critic/score/mean"] for step in range(1, last + 1)}) > last // 2
+    assert len({wanted[step][learned] for step in range(1, last + 1)}) > last // 2
 
 
 def end_at(start: Starter, point: str, number: str) -> None:
@@ -115,34 +137,60 @@ def end_at(start: Starter, point: str, number: str) -> None:
         assert f"{number}: ended " in said
 
 
-def chain(name: str, tmp_path, cache, moments, last: int) -> None:
+def chain(name: str, tmp_path, cache, moments, last: int, learned: str, settings=SETTINGS) -> None:
     """Ends one run at all moments, one after the other, and compares it to one left alone."""
-    with Starter(name, tmp_path / "reference", cache, **{"trainer.num_steps": last}) as start:
+    settings = {**settings, "trainer.num_steps": last}
+    with Starter(name, tmp_path / "reference", cache, **settings) as start:
         assert start.run() == 0, start.log.read_text()[-3000:]
-    with Starter(name, tmp_path / "run", cache, **{"trainer.num_steps": last}) as start:
+    with Starter(name, tmp_path / "run", cache, **settings) as start:
         for point, number in moments:
             end_at(start, point, number)
         assert last not in runs.metrics_written(tmp_path / "run")
         assert start.run() == 0, start.log.read_text()[-3000:]
-    check_same(tmp_path / "run", tmp_path / "reference", last)
+    check_same(tmp_path / "run", tmp_path / "reference", last, learned)
 
 
 def test_every_point_names_a_function():
-    for point, (owner, name, when, at) in starter.POINTS.items():
+    for point, (owner, name, when, at) in {**starter.POINTS, **starter.OF_JOBS}.items():
         assert callable(getattr(owner, name, None)), point
         assert when in ("before", "after", "half") and at >= 1, point
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, requested_at",
     [
-        pytest.param("grpo_tiny", marks=pytest.mark.slow),
-        pytest.param("ppo_tiny", marks=pytest.mark.nightly),
+        # A request acts where the run may next end, whatever is half done: one a phase.
+        pytest.param("grpo_tiny", REQUESTED_AT, marks=pytest.mark.slow),
+        pytest.param("grpo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
+        pytest.param("ppo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
     ],
+    ids=["grpo", "all-grpo", "all-ppo"],
 )
-def test_every_point(name, tmp_path, cache):
+def test_every_point(name, requested_at, tmp_path, cache):
     # A checkpoint must be there before there can be anything to restore.
     moments = [("save_begun", "SIGTERM")]
-    moments += [(point, number) for point in starter.POINTS for number in ("SIGKILL", "SIGTERM")]
-    assert len(starter.POINTS) >= 20
-    chain(name, tmp_path, cache, moments, STEPS)
+    for point in starter.POINTS:
+        moments += [(point, "SIGKILL")]
+        moments += [(point, "SIGTERM")] if point in requested_at else []
+    assert len(starter.POINTS) >= 20 and set(requested_at) <= starter.POINTS.keys()
+    # A start takes one step on average, and every second is saved.
+    last = len(moments) // 2 * 2 + 4
+    chain(name, tmp_path, cache, moments, last, "critic/score/mean")
+
+
+@pytest.mark.parametrize(
+    "name, rank",
+    [
+        pytest.param("sft_tiny", 0, marks=pytest.mark.slow),
+        pytest.param("dpo_tiny", 0, marks=pytest.mark.nightly),
+        pytest.param("reward_model_tiny", 0, marks=pytest.mark.nightly),
+        *(pytest.param(name, 2, marks=pytest.mark.nightly) for name in JOBS),
+    ],
+)
+def test_every_point_of_a_job(name, rank, tmp_path, cache):
+    moments = [("save_begun", "SIGTERM"), *((point, "SIGKILL") for point in starter.OF_JOBS)]
+    assert len(starter.OF_JOBS) >= 10
+    job, settings = JOBS[name], {**OF_JOBS, "lora.rank": rank}
+    settings["checkpoint.best_metric"] = f"val/{job}/loss"
+    last = len(moments) // 2 * 2 + 4
+    chain(name, tmp_path, cache, moments, last, f"{job}/loss", settings)

@@ -71,8 +71,10 @@ def test_sft_by_the_command_resumes_and_is_the_same_as_by_a_call(start, tmp_path
     code, said = start(tmp_path / "whole", small)
     assert code == 0, said
     whole = runs.metrics(tmp_path / "whole")
-    assert list(whole) == list(range(1, 11))
+    assert list(whole) == list(range(11))
     assert whole[10]["sft/loss"] < whole[1]["sft/loss"]
+    assert whole[10]["val/sft/loss"] < whole[0]["val/sft/loss"]
+    assert whole[10]["val/sft/token_accuracy"] > whole[0]["val/sft/token_accuracy"]
     assert whole[10]["perf/total_num_tokens"] > 0 and "timing_s/update" in whole[10]
 
     write = Writer.write
@@ -109,8 +111,8 @@ def test_sft_by_the_command_resumes_and_is_the_same_as_by_a_call(start, tmp_path
         assert np.asarray(called[name]).tobytes() == np.asarray(other[name]).tobytes(), name
 
     # The folder is that job's.
-    code, said = start(tmp_path / "whole", small, "--config.job=reward_model")
-    assert code == 1 and "belongs to another run" in said and "config.job: 'reward_model'" in said
+    code, said = start(tmp_path / "whole", small, "--config.job=dpo")
+    assert code == 1 and "belongs to another run" in said and "config.job: 'dpo'" in said
 
 
 def test_a_reward_model_is_a_job(tmp_path, one_device):
@@ -123,16 +125,57 @@ def test_a_reward_model_is_a_job(tmp_path, one_device):
     state = jaxrl_llm.train(config, tmp_path / "run")
     assert state.params["score"].shape[0] == 1 and int(state.num_updates) == 3
     found = runs.metrics(tmp_path / "run")
-    assert list(found) == [1, 2, 3]
+    assert list(found) == [0, 1, 2, 3]
     assert found[1]["reward_model/loss"] == pytest.approx(np.log(2))
+    assert found[0]["val/reward_model/loss"] == pytest.approx(np.log(2))
     assert (tmp_path / "run" / "checkpoints" / "3").exists()
+
+
+@pytest.mark.parametrize("learns", ["all weights", "adapters"])
+def test_dpo_is_a_job(learns, tmp_path, one_device):
+    """The reference is the policy's first weights; sampled answers are scored on the way."""
+    config = jaxrl_llm.default_config("dpo")
+    config.model.hidden_size, config.model.num_layers, config.model.head_size = 32, 1, 8
+    config.data.max_prompt_tokens = 16
+    config.data.arithmetic_eval_prompts = 8
+    config.rollout.max_response_tokens = 8
+    config.trainer.num_steps, config.trainer.batch_size = 3, 8
+    config.trainer.max_sequence_tokens = 128
+    config.trainer.optimizer.learning_rate = 1e-2
+    config.lora.rank = 4 if learns == "adapters" else 0
+    config.evaluation.functions.answer = {"function": "arithmetic"}
+    config.metrics.tensorboard = config.metrics.console = False
+    state = jaxrl_llm.train(config, tmp_path / "run")
+    assert int(state.num_updates) == 3
+    assert state.params.keys() == {"layers"} | (
+        {"embed", "norm"} if not config.lora.rank else set()
+    )
+    found = runs.metrics(tmp_path / "run")
+    assert list(found) == [0, 1, 2, 3]
+    assert found[1]["dpo/loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert abs(found[1]["rewards/margins"]) < 1e-5 < found[3]["rewards/margins"]
+    assert found[0]["val/rewards/margins"] == 0.0 < abs(found[3]["val/rewards/margins"])
+    assert found[3]["val/logps/chosen"] < 0 <= found[3]["val-core/arithmetic/mean@1"]
+    assert "timing_s/ref" in found[3] and "timing_s/testing" in found[3]
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"job": "dpo"}, "config.job: unknown job 'dpo'; known: rl, sft, reward_model"),
-        ({"job": "sft", "rollout": {}}, "config.rollout: unknown field"),
+        ({"job": "kto"}, "config.job: unknown job 'kto'; known: rl, sft, dpo, reward_model"),
+        ({"job": "reward_model", "rollout": {}}, "config.rollout: unknown field"),
+        (
+            {"job": "dpo", "dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            "config.dpo.label_smoothing: no effect on loss='ipo'; set it to 0, or use",
+        ),
+        (
+            {
+                "job": "sft",
+                "data": {"task": "gsm8k", "train_files": ["a"]},
+                "evaluation": {"every": 2},
+            },
+            "config.evaluation.every: 2, but no rows are held out; name data.eval_files",
+        ),
         (
             {"job": "sft", "trainer": {"max_sequence_tokens": 8}},
             "config.trainer.max_sequence_tokens: the longest row has .* raise it",

@@ -47,14 +47,30 @@ def test_first_update_by_hand():
     params, state, norm, skipped = optimizer.apply_if_finite(
         make, {"w": jnp.array([3.0, 4.0])}, make.init(params), params
     )
-    # 1 - 0.999, which the step is divided by the root of, has four digits fewer in float32.
-    np.testing.assert_allclose(params["w"], [1 - 0.5 - 0.05, -2 - 0.5 + 0.1], rtol=1e-5)
+    np.testing.assert_allclose(params["w"], [1 - 0.5 - 0.05, -2 - 0.5 + 0.1], rtol=1e-6)
     assert norm == 5.0
     assert not skipped
     adam = state[1][0]
     assert adam.mu["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(adam.mu["w"].astype(float), [0.06, 0.08], rtol=4e-3)
     np.testing.assert_allclose(adam.nu["w"], [0.36e-3, 0.64e-3], rtol=1e-4)
+
+
+@pytest.mark.parametrize("beta1, beta2", [(0.9, 0.999), (0.0, 0.0), (0.5, 0.999999)])
+def test_updates_are_those_of_float64(beta1, beta2):
+    """The correction of the bias has all digits, in the first update and in a late one."""
+    config = OptimizerConfig(
+        learning_rate=1.0, weight_decay=0.0, beta1=beta1, beta2=beta2, max_grad_norm=1e9
+    )
+    make, gradients = optimizer.make(config, 10), np.random.default_rng(0).normal(size=(9, 4))
+    params = {"w": jnp.zeros(4)}
+    state, first, second = make.init(params), np.zeros(4), np.zeros(4)
+    for n, gradient in enumerate(gradients.astype(np.float32), start=1):
+        moved, state = make.update({"w": jnp.asarray(gradient)}, state, params)
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient.astype(float) ** 2
+        root = np.sqrt(second / (1 - beta2**n)) + config.eps
+        np.testing.assert_allclose(-moved["w"], first / (1 - beta1**n) / root, rtol=2e-6)
 
 
 def test_no_clipping_at_infinity():

@@ -72,7 +72,7 @@ def two_updates(choice: str):
     estimates_of = estimate.estimator(run, models.mesh)
     learn = update.updater(run, models, frozen.base, state)
     rollouts, clock = rollouts_of(), Clock()
-    predictions = predictions_of(state, rollouts, clock)
+    predictions, _ = predictions_of(state, rollouts, clock)
     estimates, state, _ = estimates_of(state, rollouts, rewards_of(), predictions, clock)
     batch = learn.spread(batches.assemble(rollouts, predictions, estimates))
     found = []

@@ -72,7 +72,8 @@ def rollouts():
 def test_predictions_are_of_one_pass(run, rollouts):
     models, frozen, state = run
     clock = Clock()
-    predictions = predict.predictor(CONFIG, models, frozen)(state, rollouts, clock)
+    predictions, same = predict.predictor(CONFIG, models, frozen)(state, rollouts, clock)
+    assert same is rollouts
     timed = {f"timing_s/{phase}" for phase in ("old_log_prob", "ref", "values", "step")}
     assert set(clock.seconds()) == timed
     mask, ones = rollouts.response_mask, np.ones(B, np.float32)

@@ -153,13 +153,18 @@ class FakeRun:
         self.source = SampledNow(config, sampler, self, self.score)
         self.score_of = score
         self.next = 0
-        self.taken, self.keys, self.samples = [], [], []
+        self.taken, self.learned, self.keys, self.samples = [], [], [], []
         monkeypatch.setattr(source.episodes, "rollout", self.rollout)
 
     def batch(self, count):
         first, self.next = self.next, self.next + count
         self.taken.append(count)
         return PromptBatch(tuple(prompt(i) for i in range(first, self.next)))
+
+    def learn(self, prompts, scores):
+        self.learned.append(
+            [(p.index, list(found)) for p, found in zip(prompts, scores, strict=True)]
+        )
 
     def rollout(self, engine, weights, tokenizer, prompts, samples, key):
         assert weights.version == 7
@@ -201,6 +206,9 @@ def test_uniform_groups_are_dropped_and_others_sampled(monkeypatch):
     assert [p.index for p in rollouts.prompts] == [0, 3, 6, 9]
     np.testing.assert_array_equal(rollouts.group_ids, [0, 0, 1, 1, 2, 2, 3, 3])
     np.testing.assert_array_equal(rewards.scores, [0, 1] * 4)
+    # What was dropped is known too.
+    assert run.learned[0] == [(0, [0, 1]), (1, [1, 1]), (2, [2, 2]), (3, [0, 1])]
+    assert [index for wave in run.learned for index, _ in wave] == list(range(10))
     assert len({tuple(key) for key in run.keys}) == 5, "every wave draws with a key of its own"
 
 
@@ -234,6 +242,7 @@ def test_remax_asks_for_one_greedy_sample(monkeypatch):
     assert run.samples == [(sampled, sampled, greedy)]
     np.testing.assert_array_equal(rewards.scores, [0, 1, 10, 11, 20, 21, 30, 31])
     np.testing.assert_array_equal(rewards.baselines, [2, 2, 12, 12, 22, 22, 32, 32])
+    assert run.learned[0][1] == (1, [10, 11])  # without the greedy answer
 
 
 def test_long_answers_are_worth_less(monkeypatch):

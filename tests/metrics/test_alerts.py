@@ -48,6 +48,7 @@ def only(name, **alert):
 CASES = [
     ("nonfinite", {"on_host": {"actor/grad_norm": math.inf}}, {}),
     ("nonfinite", {"on_host": {"critic/loss": math.nan}}, {}),
+    ("nonfinite", {"on_host": {"dpo/skipped_updates": 1.0}}, {"on_host": {"dpo/loss": 1.0}}),
     ("kl", {"on_host": {"actor/ppo_kl": 0.6}}, {"on_host": {"actor/ppo_kl": 0.4}}),
     ("reference_kl", {"of_estimates": {"actor/reward_kl_penalty": 11.0}}, {}),
     ("reference_kl", {"on_host": {"actor/kl_loss": 11.0}}, {}),
@@ -204,6 +205,8 @@ def test_who_is_told_cannot_hold_up_or_end_the_run(tmp_path, monkeypatch, caplog
         time.sleep(0.01)
     monkeypatch.setattr(alerts_lib, "CLOSE_TIMEOUT_S", 0.1)
     watch.__exit__()
+    watch._thread.join(60.0)
+    assert not watch._thread.is_alive()
 
 
 @pytest.mark.parametrize("content", ["def tell(", "import absent_package", "def other(m): pass"])

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, experts, lora, transformer
+from jaxrl_llm.models import attention, casting, experts, lora, router, transformer
 from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -66,22 +66,28 @@ def test_a_layer_is_what_its_experts_return():
     def run(x):
         layer = jax.tree.map(lambda a: a[0], params["layers"]["1"])
         block = transformer._merged(NETWORK, "block", layer, KINDS[1])
-        return block.mlp(x, experts.Routing(jnp.ones(x.shape[:2], bool)))
+        there = jnp.ones(x.shape[:2], bool)
+        return block.mlp(x, router.Routing(there, sequences=there[..., None]))
 
     found, routed = jax.jit(run)(x)
     wanted = reference(x.reshape(10, -1).astype(np.float64), weights)
     np.testing.assert_allclose(found.reshape(10, -1), wanted, atol=2e-5)
-    assert routed.load.sum() == 20 and float(routed.equal) == 10
-    np.testing.assert_allclose(routed.scores.sum(), 10, rtol=1e-6)
+    assert routed.load.sum() == 20 and routed.given == routed.equal == 0
+    logits = x.reshape(10, -1).astype(np.float64) @ weights["router"]["kernel"]
+    squares = np.log(np.exp(logits).sum(-1)) ** 2
+    np.testing.assert_allclose(routed.squares, squares.sum(), rtol=1e-5)
+    shares = (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).mean(0)
+    balance = (np.asarray(routed.load) / 20 * shares).sum() * 8
+    np.testing.assert_allclose(routed.balance, balance, rtol=1e-5)
 
 
 def test_groups_and_bias_choose_and_do_not_weigh():
     of = Experts(num=8, per_token=2, size=4, scores="sigmoid", groups=4, top_groups=2)
     scores = jnp.array([[[0.9, 0.0, 0.5, 0.5, 0.8, 0.8, 0.1, 0.1]]])
     # The sums of two are 0.9, 1.0, 1.6 and 0.2: the experts of the second and third group.
-    assert set(np.asarray(experts._likeliest(scores, of))[0, 0].tolist()) == {4, 5}
+    assert set(np.asarray(router.likeliest(scores, of))[0, 0].tolist()) == {4, 5}
     assert {0, 4} <= set(
-        np.asarray(experts._likeliest(scores, dataclasses.replace(of, groups=1, per_token=3)))[
+        np.asarray(router.likeliest(scores, dataclasses.replace(of, groups=1, per_token=3)))[
             0, 0
         ].tolist()
     )
@@ -90,7 +96,8 @@ def test_groups_and_bias_choose_and_do_not_weigh():
 @functools.partial(jax.jit, static_argnums=0)
 def loss_and_gradients(network, params, *given, routes=None):
     def loss(params):
-        hidden, routed = network.read(params, *given, routes=routes)
+        routing = None if routes is None else router.Routing(given[2] != 0, routes)
+        hidden, routed = network.read(params, *given, routing=routing)
         real = (given[2] != 0)[..., None]
         return jnp.sum(jnp.sin(hidden) * real), routed and routed._replace(chosen=None)
 
@@ -148,6 +155,42 @@ def test_any_mesh_is_one_device(sizes, load, request):
     close(found, wanted)
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 4}], ids=str)
+def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
+    """With biases and adapters, of which some have no inner dim."""
+    monkeypatch.setattr(experts, "_GATHERED_BYTES", 1)
+    shape = dataclasses.replace(
+        SHAPE, experts=dataclasses.replace(EXPERTS, bias=True, act="clamped")
+    )
+    network = dataclasses.replace(Network(shape), lora=LoraConfig(rank=3, alpha=6.0))
+    params = tiny.params(network)
+    adapters = jax.tree.map(lambda a: a + 0.01, network.init_adapters(jax.random.key(1)))
+    both, given = lora.joined(params, adapters), rows()
+    wanted = loss_and_gradients(network, both, *given)
+    mesh = tiny.make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        rules = mesh_lib.shardings(
+            network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+        )
+        both = lora.joined(jax.device_put(params, rules), adapters)
+        close(loss_and_gradients(network, both, *given), wanted)
+
+
+def test_few_rows_are_read_by_all_devices_of_the_expert_axis(even):
+    params, (tokens, positions, segments), _ = even
+    few = tokens[:2], positions[:2], segments[:2]
+    wanted = NETWORK.hidden(params, *few)
+    for sizes in ({"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}):
+        with jax.set_mesh(tiny.make_mesh(**sizes)):
+            np.testing.assert_allclose(jax.jit(NETWORK.hidden)(params, *few), wanted, atol=2e-5)
+
+
+def test_pieces_divide_the_inner_dim():
+    assert experts.num_pieces(2**30, 96) == 1
+    assert experts.num_pieces(4.5 * 2**30, 96) == 6
+    assert experts.num_pieces(4.5 * 2**30, 7) == 7
+
+
 def test_remat_and_the_narrow_dtype_keep_routers_wide(even):
     params, given, wanted = even
     full = dataclasses.replace(NETWORK, remat="full")
@@ -163,13 +206,19 @@ def test_given_routes_are_taken_and_the_rest_is_chosen(even):
     _, routed = jax.jit(NETWORK.read)(params, *given)
     assert routed.chosen.shape == (4, 8, 24, 2) and NETWORK.num_routes == 8
     routes = jnp.moveaxis(routed.chosen, 0, 2).reshape(8, 24, -1)
-    again = loss_and_gradients(NETWORK, params, *given, routes=routes)
-    close(again, wanted)
+    real = float((given[2] != 0).sum())
+
+    def same(found, count):
+        (value, routed), gradients = found
+        assert (np.asarray(routed.given) == count).all() and (routed.equal == routed.given).all()
+        routed = routed._replace(given=wanted[0][1].given, equal=wanted[0][1].equal)
+        close(((value, routed), gradients), wanted)
+
+    same(loss_and_gradients(NETWORK, params, *given, routes=routes), real)
     own = jnp.full_like(routes, -1)
-    close(loss_and_gradients(NETWORK, params, *given, routes=own), wanted)
+    same(loss_and_gradients(NETWORK, params, *given, routes=own), 0.0)
     other = (routes + 1) % 8
     (_, moved), gradients = loss_and_gradients(NETWORK, params, *given, routes=other)
-    real = float((given[2] != 0).sum())
     assert (np.asarray(moved.equal) < real).all()
     router = gradients["layers"]["1"]["mlp"]["router"]["kernel"]
     assert np.abs(router).max() > 0
@@ -193,13 +242,9 @@ def test_adapters_of_experts_are_the_merged_weights():
         np.testing.assert_allclose(jax.jit(network.hidden)(both, *rows()), found, atol=2e-4)
 
 
-def test_patterns_are_the_layers_one_after_another():
-    """Five layers in two groups; each layer sees the right kind."""
-    assert [[s.numbers for s in group] for group in SHAPE.groups] == [
-        [range(0, 1)],
-        [range(1, 5, 2), range(2, 5, 2)],
-    ]
-    params, given = tiny.params(NETWORK), rows()
+def check_layers(network):
+    """The hidden states are those of one layer after another, each of its kind."""
+    params, given = tiny.params(network), rows()
     tokens, positions, segments = given
 
     def attend(a):
@@ -207,15 +252,42 @@ def test_patterns_are_the_layers_one_after_another():
             a.q, a.k, a.v, segments, window=a.window, scoring=a.scoring
         ), None
 
-    x, rotary = NETWORK.embed(params, tokens), NETWORK.rotary(positions)
-    places = {n: (s.name, i) for s in SHAPE.stacks.values() for i, n in enumerate(s.numbers)}
-    for number, kind in enumerate(SHAPE.kinds):
+    x, rotary = network.embed(params, tokens), network.rotary(positions)
+    places = {
+        n: (s.name, i) for s in network.shape.stacks.values() for i, n in enumerate(s.numbers)
+    }
+    for number, kind in enumerate(network.shape.kinds):
         name, index = places[number]
         layer = jax.tree.map(lambda a, index=index: a[index], params["layers"][name])
-        x, _, _ = NETWORK.block(layer, x, rotary, attend, kind)
-    found = NETWORK.hidden(params, *given)
+        x, _, _ = network.block(layer, x, rotary, attend, kind)
+    found = network.hidden(params, *given)
     real = segments != 0
-    np.testing.assert_allclose(NETWORK.norm(params, x)[real], found[real], atol=2e-5)
+    np.testing.assert_allclose(network.norm(params, x)[real], found[real], atol=2e-5)
+
+
+def test_runs_of_equal_layers_are_the_layers_one_after_another():
+    """Twice two sliding layers and a full one, then a sliding one: three stacks."""
+    slides, full = Layer(window=7, experts=True), Layer()
+    kinds = (slides, slides, full) * 2 + (slides,)
+    shape = dataclasses.replace(SHAPE, num_layers=7, layers=kinds)
+    assert [[(s.numbers, s.run) for s in group] for group in shape.groups] == [
+        [((0, 1, 3, 4), 2), ((2, 5), 1)],
+        [((6,), 1)],
+    ]
+    check_layers(Network(shape))
+    full = dataclasses.replace(Network(shape), remat="full")
+    params, given = tiny.params(full), rows()
+    _, routed = jax.jit(full.read)(params, *given)
+    routes = full.routes(routed.chosen)
+    again = loss_and_gradients(full, params, *given, routes=routes)
+    close(again[1], loss_and_gradients(Network(shape), params, *given)[1])
+    assert (again[0][1].equal == again[0][1].given).all()
+
+
+def test_patterns_are_the_layers_one_after_another():
+    """Five layers in two groups; each layer sees the right kind."""
+    assert [[s.numbers for s in group] for group in SHAPE.groups] == [[(0,)], [(1, 3), (2, 4)]]
+    check_layers(NETWORK)
 
 
 def test_latent_attention_is_the_same_in_its_short_space():

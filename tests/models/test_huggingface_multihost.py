@@ -59,7 +59,7 @@ def test_two_processes_export_what_they_imported(tmp_path):
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=480) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -19,6 +19,7 @@ from jaxrl_llm.config import LoraConfig
 from jaxrl_llm.config.learner import PROJECTIONS
 from jaxrl_llm.models import huggingface, lora, peft_folder
 from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.shape import Experts, Layer
 from jaxrl_llm.models.transformer import Network
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -106,6 +107,9 @@ def test_what_peft_writes_is_understood_and_written_again(family, tmp_path):
     assert np.abs(wanted - theirs["logits"][-len(wanted) :]).max() > 0.1
     np.testing.assert_allclose(ours, wanted, atol=3e-5 * np.abs(wanted).max())
     peft_folder.save(tmp_path / "adapters", network, learned)
+    split = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), learned)
+    again = peft_folder.load(tmp_path / "adapters", network, split)
+    jax.tree.map(np.testing.assert_array_equal, again, learned)
     written = safetensors.numpy.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -144,3 +148,44 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
         peft_folder.save(tmp_path, NETWORK, adapters())
     peft_folder.save(tmp_path / "out", NETWORK, adapters())
     peft_folder.save(tmp_path / "out", NETWORK, adapters(size=0.1))  # an earlier export is
+
+
+def test_adapters_of_another_kind_are_refused(tmp_path):
+    peft_folder.save(tmp_path, NETWORK, adapters())
+    peft_folder.check(tmp_path, NETWORK)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+
+    def refused(message, lora=LORA, **changes):
+        file.write_text(json.dumps({**config, **changes}))
+        with pytest.raises(CheckpointFormatError, match=message):
+            peft_folder.check(tmp_path, dataclasses.replace(NETWORK, lora=lora))
+
+    refused("r is 99, expected .*; set lora.rank to it", r=99)
+    refused("lora_alpha is 1, expected .*; set lora.alpha", lora_alpha=1)
+    refused("peft_type is 'IA3', expected 'LORA'", peft_type="IA3")
+    refused("use_dora is True; only plain adapters", use_dora=True)
+    refused("modules_to_save is .'lm_head'.; only plain", modules_to_save=["lm_head"])
+    one = dataclasses.replace(LORA, targets=LORA.targets[:1])
+    refused(r"lora_A.weight is F32.*, not of this network \(.* such tensors\)", one)
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused("cut short")
+    path.unlink()
+    refused("no such file")
+    file.unlink()
+    with pytest.raises(CheckpointFormatError, match=r"adapter_config.json: cannot be read"):
+        peft_folder.check(tmp_path, NETWORK)
+
+
+def test_adapters_of_experts_are_not_written(tmp_path):
+    shape = dataclasses.replace(
+        tiny.SHAPE,
+        family="qwen3_moe",
+        layers=(Layer(experts=True),) * 2,
+        experts=Experts(num=4, per_token=2, size=12),
+    )
+    network = Network(shape, lora=LORA)
+    with pytest.raises(CheckpointFormatError, match=r"experts \(.*gate.*leave --adapters out"):
+        peft_folder.save(tmp_path / "out", network, network.init_adapters(jax.random.key(0)))
+    assert not (tmp_path / "out").exists()

@@ -90,6 +90,16 @@ def test_time_follows_the_work():
     assert step.phases["train"].flops == pytest.approx(train.flops * 4 / 3)
 
 
+def test_every_scorer_takes_its_time():
+    made = plan()
+    (one,) = made.setting.scorers
+    twice = dataclasses.replace(made.setting, scorers=(one, one))
+    costs = [placement.phases(each, made.device)["score_reward"] for each in (made.setting, twice)]
+    assert costs[1].seconds == pytest.approx(2 * costs[0].seconds) and costs[0].seconds > 0
+    assert costs[1].flops == 2 * costs[0].flops
+    assert costs[1].num_devices == costs[0].num_devices
+
+
 def test_reports_say_the_same():
     made = plan()
     found = report.to_json(made, fit.nearest(made), 3.0)

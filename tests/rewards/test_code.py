@@ -22,6 +22,11 @@ def test_the_first_failure_is_told():
     assert found["score"] == 0.0 and found["passed"] == pytest.approx(1 / 3)
     assert found["failure"].startswith("ZeroDivisionError")
     assert code("s", "```py\nprint(5)\n```", TESTS, {})["failure"] == "another output"
+    for silent, why in (
+        ("import os; os._exit(3)", "exit code 3"),
+        ("import ctypes; ctypes.string_at(0)", "signal SIGSEGV"),
+    ):
+        assert code("s", f"```py\n{silent}\n```", TESTS, {})["failure"] == why
     assert code("s", "no program", TESTS, {})["failure"] == "no block of code"
     slow = code("s", "```python\nwhile True: pass\n```", TESTS, {"timeout_s": 0.5})
     assert slow["score"] == 0.0 and "more than" in slow["failure"]

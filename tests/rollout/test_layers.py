@@ -77,6 +77,7 @@ def test_pieces_of_a_prompt_are_the_prompt(name):
         *(jnp.asarray(a) for a in (tokens, places, np.ones_like(tokens))),
         jnp.array([0, 32]),
         jnp.array([32, 32]),
+        np.full((2, 32, network.num_routes), -1, np.int16),
     )
     read = jax.jit(functools.partial(prefill.prefill, network), static_argnames="piece_tokens")
     whole, pieces = read(rollout, prompts), read(rollout, prompts, piece_tokens=8)

@@ -124,7 +124,7 @@ def test_what_does_not_end_is_ended(grace_s, how, said):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == 75, result.stderr
     assert said in result.stderr and "goes on from the last checkpoint" in result.stderr

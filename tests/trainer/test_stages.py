@@ -1,7 +1,10 @@
 """The stages before RL learn what they are given, once: a later start reads their product."""
 
 import dataclasses
+import json
 import os
+import pathlib
+import shutil
 import signal
 
 import jax
@@ -16,10 +19,12 @@ from jaxrl_llm.checkpoint.seal import SEAL
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.learner import OptimizerConfig, StageConfig
 from jaxrl_llm.data import datasets
-from jaxrl_llm.errors import Interrupted
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.errors import ConfigError, Interrupted
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import optimizer, predict, update, weights
+from jaxrl_llm.learner import objectives, optimizer, predict, update, weights
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.objectives import Batch
 from jaxrl_llm.learner.weights import Trainable
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.rewards import base as rewards_lib
@@ -154,15 +159,16 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     no_matter = OptimizerConfig(), 1
     policy = weights.initial_policy(CONFIG, models)
     if learns == "sft":
-        task, params = supervised._sft(CONFIG, models), policy
+        task, params = objectives.sft(CONFIG, models), policy
     else:
-        task = supervised._reward_model(CONFIG, models, "judge")
+        task = objectives.reward_model(CONFIG, models, "judge")
         params = weights.scalar_from_policy(models, policy, "reward")
         score = np.random.default_rng(0).standard_normal(params["score"].shape, np.float32)
         params = params | {"score": jnp.asarray(score)}
     found = []
-    for budget in (supervised._longest(task) // 32 * 32 + 32, 4096):
-        batch = supervised._batch(task.rows[:12], Packer(budget, 1))
+    given = task.rows("train")
+    for budget in (objectives.longest(given) // 32 * 32 + 32, 4096):
+        batch = Batch.of(given[:12], Packer(budget, 1))
         role = Trainable(params, GRADIENT.init(params), jnp.int32(0))
 
         @jax.jit
@@ -195,7 +201,7 @@ def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
         preference=few,
     )
     judge, other, harm = (
-        supervised._reward_model(config, models, name, costs=name == "harm").rows
+        objectives.reward_model(config, models, name, costs=name == "harm").rows("train")
         for name in ("judge", "other", "harm")
     )
     assert [row[0] for row in judge] == [row[0] for row in other]  # the worked answers
@@ -216,8 +222,45 @@ def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
     assert all(same_bits(trained[name], again[name]) for name in trained)
 
 
+def test_files_of_pairs_are_each_models_own(models, tmp_path):
+    def write(name, chosen, rejected):
+        path = tmp_path / name
+        row = {"prompt": "1+1=", "chosen": chosen, "rejected": rejected}
+        path.write_text(json.dumps(row) + "\n")
+        return str(path)
+
+    good = write("good.jsonl", "abc", "123")
+    safe = write("safe.jsonl", "123", "abc")
+    scorers = {"models": {"judge": {"pairs": (good,)}, "sums": {}}}
+    scorers |= {"cost_models": {"harm": {"pairs": (safe,)}}}
+    values = {**VALUES, "algorithm": {"recipe": "safe_rlhf"}, "rewards": scorers}
+    config = dataclasses.replace(
+        from_config_dict({**values, "preference": {"num_steps": 1}}),
+        preference=StageConfig(num_steps=2, batch_size=1),
+    )
+    supervised.check_pairs(config)
+    policy = weights.initial_policy(config, models)
+    trained = reward_models(models, policy, tmp_path, config)
+    # Pairs of reward and cost are opposite, and the chosen answer of a cost is to cost less.
+    assert same_bits(trained["judge"]["score"], trained["harm"]["score"])
+    assert not same_bits(trained["judge"]["score"], trained["sums"]["score"])
+    pathlib.Path(safe).write_text('{"prompt": "1+1="}\n')
+    with pytest.raises(DataError, match=r"safe\.jsonl, row 1: .* needs the columns chosen and rej"):
+        supervised.check_pairs(config)
+    for changes, field, message in (
+        ({"data": {**VALUES["data"], "task": "stories"}}, "sums.pairs", "data.task='stories' has"),
+        (
+            {"rewards": {"models": {"judge": {"pairs": (good,), "path": "x"}}}},
+            "judge.pairs",
+            "one of",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"config\.rewards\.models\.{field}: .*{message}"):
+            from_config_dict({**values, "preference": {"num_steps": 1}, **changes})
+
+
 def as_rollouts(sequences) -> Rollouts:
-    batch = supervised._batch([[sequence] for sequence in sequences], Packer(4096, 1))
+    batch = Batch.of([[sequence] for sequence in sequences], Packer(4096, 1))
     count = len(batch.lengths)
     return Rollouts(
         tokens=batch.tokens,
@@ -291,3 +334,36 @@ def test_a_job_whose_steps_are_all_done_says_so(tmp_path, caplog):
     again = supervised.train(config, tmp_path)
     assert said in caplog.messages
     assert same_bits(once.params, again.params)
+
+
+@pytest.mark.parametrize("job", ["sft", "reward_model"])
+def test_a_job_on_streamed_rows_resumes_exactly(job, tmp_path):
+    files = []
+    for name in "ab":
+        rows = [{"prompt": f"{i}+1=", "completion": name, "chosen": name} for i in range(9)]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row | {"rejected": "c"}) + "\n" for row in rows))
+        files.append(str(path))
+    values = {
+        "job": job,
+        "model": VALUES["model"],
+        "metrics": VALUES["metrics"],
+        "data": {
+            "task": "files",
+            "train_files": files,
+            "train_weights": (1.0, 2.0),
+            "stream": True,
+            "chat_template": False,
+        },
+        "trainer": {"num_steps": 4, "batch_size": 4, "max_sequence_tokens": 64},
+        "evaluation": {"before": False, "after": False},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+    whole = supervised.train(from_config_dict(values), tmp_path / "run")
+    found = runs.metrics(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "4")
+    again = supervised.train(from_config_dict(values), tmp_path / "again")
+    assert same_bits(whole.params, again.params)
+    for step, numbers in runs.metrics(tmp_path / "again").items():
+        assert runs.repeatable(numbers) == runs.repeatable(found[step])

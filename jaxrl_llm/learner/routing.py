@@ -1,0 +1,220 @@
+"""Routers of experts in scoring and update: which experts they follow, and what is learned of them.
+
+A router that chooses other experts than the engine's did trains on another network than the one
+that sampled. So the engine's routes can be followed instead of its own ("rollout", known as R3),
+or those of the first scoring pass ("scoring", R2). Gradients reach routers through the weights of
+the experts they follow.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.algorithms.aggregation import minibatch_denominators
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.learner import RouterConfig
+from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.router import Routed, Routing
+from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.transformer import ROUTE_DTYPE, Params
+from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.types import Rollouts
+
+Metrics = dict[str, Float[Array, ""]]
+_DIMS = (None, "batch", "length", None)  # of the routes of packed rows
+
+SELECTION_BIAS = "selection_bias"  # the name of a parameter that no gradient reaches
+
+
+class RouteError(UserError, ValueError):
+    """Samples do not say which experts their tokens visited."""
+
+
+def check(router: RouterConfig, shape: Shape) -> None:
+    """Raises a ConfigError for settings that a model of this shape cannot follow."""
+    experts = shape.experts
+    if router.replay != "off" and experts is None:
+        raise ConfigError(
+            f"config.router.replay: {router.replay!r}, but the model has no experts; use 'off'"
+        )
+    if router.bias_rate and (experts is None or not experts.selection_bias):
+        has = "no experts" if experts is None else "no bias that selects experts"
+        raise ConfigError(
+            f"config.router.bias_rate: {router.bias_rate}, but the model has {has}; use 0, or"
+            " balance_coef to balance experts by a loss"
+        )
+
+
+def check_routes(router: RouterConfig, rollouts: Rollouts) -> None:
+    """Raises a RouteError if routes are missing and that is an error in this run."""
+    if router.replay not in ("compare", "rollout") or router.missing_routes == "own":
+        return
+    if missing := rollouts.missing_routes:
+        raise RouteError(
+            f"config.router.replay: {router.replay!r}, but {missing} of {rollouts.lengths.sum()}"
+            " tokens do not say which experts they visited; sample with an engine that keeps"
+            " routes, or let the router choose for them: config.router.missing_routes='own'"
+        )
+
+
+def told(
+    router: RouterConfig, microbatch: Microbatch, response_mask: Bool[Array, "B T"]
+) -> Routing:
+    """Returns what the policy's routers are told in an update; tokens of responses are counted."""
+    counted = microbatch.packed(response_mask) != 0
+    of_sequence = microbatch.segment_ids[..., None] == 1 + microbatch.sequences
+    return Routing(
+        counted,
+        given=microbatch.routes if microbatch.routes.shape[-1] else None,
+        follows=router.replay != "compare",
+        sequences=of_sequence if router.balance_coef else None,
+    )
+
+
+def penalty(
+    router: RouterConfig, routed: Routed | None, mask: Bool[Array, "B T"]
+) -> tuple[Float[Array, ""] | float, dict[str, Any]]:
+    """Returns a microbatch's share of the routers' losses, and sums for `metrics`.
+
+    `balance_coef` times the mean over sequences and layers of the balance loss
+    (arXiv:2412.19437, Eq. 17 to 20, 1 where all experts are chosen alike), plus `z_coef` times the
+    mean over tokens and layers of the squared log of the sum of exp(logits) (arXiv:2202.08906,
+    Eq. 5). `mask` has the counted tokens of the whole minibatch.
+    """
+    if routed is None or routed.load is None:
+        return 0.0, {}
+    assert routed.squares is not None and routed.balance is not None
+    counts, layers = minibatch_denominators(mask), routed.load.shape[0]
+    balance = routed.balance.sum() / (counts.sequences * layers)
+    squares = routed.squares.sum() / (counts.tokens * layers)
+    sums = jax.lax.stop_gradient((routed._replace(chosen=jnp.zeros(())), balance, squares))
+    return router.balance_coef * balance + router.z_coef * squares, {"routers": sums}
+
+
+def metrics(router: RouterConfig, sums: tuple[Routed, Array, Array]) -> Metrics:
+    """Returns the numbers of a minibatch from its `penalty` sums.
+
+    Loads are relative to the mean load of a layer: `router/load/E` is that of expert E, mean of the
+    layers; `router/max_vio` the largest minus 1 (arXiv:2408.15664, Eq. 4), mean of the layers;
+    `router/idle_experts` the share of experts without a token. `router/equal_routes` is the share
+    of tokens and layers of which the router's own choice is the experts given.
+    """
+    routed, balance, squares = sums
+    assert routed.load is not None and routed.given is not None and routed.equal is not None
+    shares = routed.load / jnp.maximum(routed.load.mean(-1, keepdims=True), 1e-9)
+    found = {
+        "router/max_vio": (shares.max(-1) - 1.0).mean(),
+        "router/max_vio/max": shares.max() - 1.0,
+        "router/idle_experts": (shares == 0).mean(),
+        "router/z_loss": squares,
+        **{f"router/load/{e:03d}": share for e, share in enumerate(shares.mean(0))},
+    }
+    if router.balance_coef:
+        found["router/balance_loss"] = balance
+    if router.replay != "off":
+        found["router/equal_routes"] = routed.equal.sum() / jnp.maximum(routed.given.sum(), 1.0)
+    return found
+
+
+def rebalanced(
+    router: RouterConfig,
+    shape: Shape,
+    params: Params,
+    load: Float[Array, "layers E"],
+    skipped: Bool[Array, ""],
+) -> Params:
+    """Returns parameters whose selection biases have moved towards an even load.
+
+    By `bias_rate`, up for experts with less than the mean load and down for those with more
+    (arXiv:2408.15664, Algorithm 1).
+    """
+    if not router.bias_rate:
+        return params
+    away = jnp.sign(load.mean(-1, keepdims=True) - load)
+    step = jnp.where(skipped, 0.0, router.bias_rate * away)
+    layers = dict(params["layers"])
+    for name, stack in shape.stacks.items():
+        if not stack.layer.experts:
+            continue
+        mine = step[np.array([shape.with_experts.index(n) for n in stack.numbers])]
+
+        def moved(path: Any, value: Array, mine: Array = mine) -> Array:
+            return value + mine.astype(value.dtype) if _is_selection_bias(path) else value
+
+        layers[name] = jax.tree_util.tree_map_with_path(moved, layers[name])
+    return {**params, "layers": layers}
+
+
+def without_gradient(updates: Params) -> Params:
+    """Returns an optimizer's updates, zero for selection biases: no decay may move them."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, u: jnp.zeros_like(u) if _is_selection_bias(path) else u, updates
+    )
+
+
+def _is_selection_bias(path: Any) -> bool:
+    return getattr(path[-1], "key", "") == SELECTION_BIAS
+
+
+def with_routes(
+    packed: PackedBatch, routes: Int[np.ndarray, "B T routes"], mesh: Mesh
+) -> PackedBatch:
+    """Returns a batch, from the host, with the routes of its sequences.
+
+    They go to the devices that hold the rows: unlike the rest of a batch they are too large for
+    every device to hold.
+    """
+    m: Any = packed.microbatches
+    owners, (num_sequences, _, num_routes) = np.abs(m.segment_ids) - 1, routes.shape
+    shape = *owners.shape, num_routes
+    sharding = mesh_lib.sharding_of(shape, _DIMS, mesh)
+
+    def part(index: Any) -> np.ndarray:
+        of, at = owners[index[:3]], m.positions[index[:3]]
+        return np.where(of[..., None] >= 0, routes[of, at], np.array(-1, routes.dtype))
+
+    assert num_sequences == len(packed.chosen)
+    placed = jax.make_array_from_callback(shape, sharding, part)
+    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=placed))
+
+
+def without_routes(packed: PackedBatch) -> PackedBatch:
+    """Returns the batch for networks whose routers make their own choice."""
+    m = packed.microbatches
+    none: Any = np.zeros((*m.segment_ids.shape, 0), ROUTE_DTYPE)
+    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=none))
+
+
+def abstract_routes(packed: PackedBatch, num_routes: int, mesh: Mesh) -> PackedBatch:
+    """Returns the shapes of a batch with those of `with_routes`."""
+    m = packed.microbatches
+    shape = *m.segment_ids.shape, num_routes
+    sharding = mesh_lib.sharding_of(shape, _DIMS, mesh)
+    routes: Any = jax.ShapeDtypeStruct(shape, ROUTE_DTYPE, sharding=sharding)
+    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=routes))
+
+
+def by_sequence(
+    packed: PackedBatch,
+    visited: Int[Array, "M R W routes"],
+    lengths: Int[np.ndarray, " B"],
+    width: int,
+) -> Int[np.ndarray, "B T routes"]:
+    """Returns what tokens of packed rows visited, for each sequence of a batch from the host."""
+    m: Any = packed.microbatches
+    routes = hosts.whole(visited)
+    found = np.full((len(lengths), width, routes.shape[-1]), -1, routes.dtype)
+    for i, place in zip(*np.nonzero(m.sequences < len(lengths)), strict=True):
+        sequence, row = m.sequences[i, place], routes[i, m.rows[i, place]]
+        start, begin, shared = m.starts[i, place], m.beginnings[i, place], m.shared[i, place]
+        length = lengths[sequence]
+        found[sequence, :shared] = row[begin : begin + shared]
+        found[sequence, shared:length] = row[start + shared : start + length]
+    return found

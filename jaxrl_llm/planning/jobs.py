@@ -1,0 +1,61 @@
+"""Jobs on given answers as they are planned: runs of RL that have the same programs."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jaxrl_llm.config import RLConfig, SupervisedConfig
+from jaxrl_llm.config.algorithm import AlgorithmConfig
+from jaxrl_llm.config.job import DPOConfig, PolicyConfig, RewardModelingConfig
+from jaxrl_llm.config.learner import CriticConfig, RLTrainerConfig
+
+
+class Planned(NamedTuple):
+    """A run of RL, and which of its roles and programs are those of the job."""
+
+    config: RLConfig
+    roles: tuple[str, ...]
+    programs: frozenset[str]
+
+
+def of(config: SupervisedConfig) -> tuple[Planned, ...]:
+    """Returns what a job is planned as, first its training.
+
+    Rows of a job on given answers are as long as they may be. A policy is resharded, and a cache is
+    there, only while it answers held-out prompts.
+    """
+    kl: Literal["loss", "none"] = "loss" if isinstance(config, DPOConfig) else "none"
+    scalar = isinstance(config, RewardModelingConfig)
+    trainer, longest = config.trainer, config.max_sequence_tokens
+    training = RLConfig(
+        model=config.model,
+        lora=config.lora,
+        mesh=config.mesh,
+        # Any token of a row may bear loss.
+        data=dataclasses.replace(config.data, max_prompt_tokens=1),
+        critic=CriticConfig(optimizer=trainer.optimizer),
+        algorithm=AlgorithmConfig(
+            advantage="gae" if scalar else "grpo", kl_in=kl, samples_per_prompt=1
+        ),
+        trainer=RLTrainerConfig(
+            num_steps=trainer.num_steps,
+            prompts_per_step=trainer.batch_size,
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            optimizer=trainer.optimizer,
+        ),
+    )
+    rollout = dataclasses.replace(training.rollout, max_response_tokens=longest - 1)
+    training = dataclasses.replace(training, rollout=rollout)
+    programs = frozenset({"train", "score_critic" if scalar else "score"})
+    roles = ("critic",) if scalar else ("policy", "reference")
+    found = [Planned(training, roles, programs)]
+    samples = config.evaluation.wanted and config.evaluation.functions
+    if isinstance(config, PolicyConfig) and samples:
+        as_rl = config.as_rl()
+        sampling = dataclasses.replace(
+            as_rl,
+            algorithm=dataclasses.replace(as_rl.algorithm, kl_in=kl),
+            trainer=dataclasses.replace(as_rl.trainer, optimizer=trainer.optimizer),
+        )
+        programs = frozenset({"prefill", "decode", "reshard", "reshard_layer"})
+        found.append(Planned(sampling, ("policy", "reference", "rollout"), programs))
+    return tuple(found)

@@ -1,0 +1,42 @@
+"""Rows sent from process to process are the rows."""
+
+import datetime
+import decimal
+import math
+
+import pytest
+
+from jaxrl_llm.data import rows_as_text
+from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.types import Example, Pair, Prompt
+
+EXAMPLE = Example((1, 2, 3), (False, True, True))
+VALUES = {
+    "number": 3,
+    "text": "ü\n",
+    "nothing": None,
+    "infinite": math.inf,
+    "list": [1, [2.5, {"a": []}]],
+    "bytes": b"\x00\xff",
+    "decimal": decimal.Decimal("1.20"),
+    "time": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC),
+    "date": datetime.date(2026, 1, 2),
+    "of day": datetime.time(3, 4, 5),
+    "length": datetime.timedelta(days=-3, microseconds=7),
+    "dict": {"bytes of a row": "not tagged", "other": 1},
+}
+
+
+def test_rows_come_back():
+    prompt = Prompt((4, 5), "text", "source", decimal.Decimal(3), VALUES, 7)
+    rows = {0: prompt, 5: EXAMPLE, 6: Pair(EXAMPLE, Example((9,), (True,))), 8: None}
+    found = rows_as_text.read(rows_as_text.written(rows))
+    assert found == rows
+    assert [type(row) for row in found.values()] == [Prompt, Example, Pair, type(None)]
+    assert found[0].tokens == (4, 5) and type(found[6].rejected) is Example
+
+
+def test_other_values_are_refused():
+    prompt = Prompt((4,), "", "", None, {"set": {1}}, 0)
+    with pytest.raises(DataError, match=r"holds \{1\} of type set, which processes cannot send"):
+        rows_as_text.written({0: prompt})

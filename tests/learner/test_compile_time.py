@@ -1,0 +1,120 @@
+"""The time to compile an update does not grow with depth, whatever the pattern of layers."""
+
+import dataclasses
+import time
+
+import jax
+import pytest
+
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.models.shape import Layer, Shape
+from jaxrl_llm.planning.shapes import SHAPES
+
+EXPERTS = Layer(experts=True)
+
+
+def dense(layers: int) -> Shape:
+    return narrow("Llama-3.1-8B", layers, [Layer()])
+
+
+def gemma3(layers: int) -> Shape:
+    return narrow("gemma-3-27b", layers, SHAPES["gemma-3-27b"].kinds[:6])
+
+
+def gpt_oss(layers: int) -> Shape:
+    return narrow("gpt-oss-20b", layers, SHAPES["gpt-oss-20b"].kinds[:2])
+
+
+def deepseek(layers: int) -> Shape:
+    shape = narrow("DeepSeek-V3", layers, [EXPERTS])
+    latent = dataclasses.replace(SHAPES["DeepSeek-V3"].latent, kv_rank=128, q_rank=128)
+    kinds = (Layer(),) * 3 + (EXPERTS,) * (layers - 3)
+    return dataclasses.replace(shape, layers=kinds, num_kv_heads=4, latent=latent)
+
+
+def qwen3_moe(layers: int) -> Shape:
+    return narrow("Qwen3-30B-A3B", layers, [EXPERTS])
+
+
+PATTERNS = {
+    "dense": dense,
+    "gemma3": gemma3,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def narrow(name: str, layers: int, pattern) -> Shape:
+    """Returns a published model with another depth; its kernels are those of wide ones."""
+    of = SHAPES[name].experts
+    if of:
+        of = dataclasses.replace(of, num=16, per_token=4, size=256, groups=1, top_groups=1)
+    return dataclasses.replace(
+        SHAPES[name],
+        num_layers=layers,
+        layers=tuple(pattern) * (layers // len(pattern)),
+        hidden_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_size=1024,
+        vocab_size=8192,
+        experts=of,
+    )
+
+
+def seconds(shape: Shape, devices) -> float:
+    """Returns processor seconds to trace and compile an update: others may use the machine."""
+    experts = bool(shape.experts)
+    config = from_config_dict(
+        {
+            "model": {"compute_dtype": "bfloat16", "remat": "full"},
+            "algorithm": {"recipe": "grpo", "samples_per_prompt": 8},
+            "data": {"max_prompt_tokens": 512},
+            "rollout": {"max_response_tokens": 512},
+            "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+            "trainer": {"prompts_per_step": 1, "max_tokens_per_microbatch": 2048},
+            "mesh": {"fsdp": 2, "expert": 2} if experts else {"fsdp": 4},
+        }
+    )
+    models = lowering.abstract_models(config, shape, devices)
+    start = time.process_time()
+    lowering.lowered(config, models)["train"]().compile()
+    return time.process_time() - start
+
+
+@pytest.fixture
+def never_cached():
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+IN_CI = ("gemma3", "deepseek_v3")
+
+
+def compared(name: str, devices) -> None:
+    seconds(dense(6), devices)  # what is done once in a process
+    few, many = (
+        min(seconds(PATTERNS[name](layers), devices) for _ in range(2)) for layers in (12, 48)
+    )
+    print(f"{name}: {few:.1f} and {many:.1f} s, {many / few:.2f}")
+    assert many <= 1.3 * few
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly)
+        for name in PATTERNS
+    ],
+)
+def test_48_layers_compile_in_little_more_time_than_12(name, never_cached):
+    compared(name, jax.devices()[:4])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PATTERNS)
+def test_48_layers_compile_for_tpus_in_little_more_time_than_12(name, never_cached, tpu_devices):
+    compared(name, tpu_devices("v5e:2x2"))

@@ -1,0 +1,71 @@
+"""The text model of a folder of text and images: its config and weights, read without the rest."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import huggingface
+from jaxrl_llm.models.transformer import Network
+
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+FAMILIES = {
+    "Gemma3": ({"sliding_window": 24}, VISION),
+    "Llama4": (
+        {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 16,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_text_are_those_of_the_whole_model(name, tmp_path):
+    import torch
+    import transformers
+
+    of_text, vision = FAMILIES[name]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**TEXT, **of_text}, vision_config=vision
+    )
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path)
+    network = Network(huggingface.read_shape(tmp_path))
+    params = huggingface.load(tmp_path, network)
+    tokens = np.random.default_rng(0).integers(3, 88, (2, 40)).astype(np.int32)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.from_numpy(tokens).long()).logits.numpy()
+    positions = np.broadcast_to(np.arange(40, dtype=np.int32), tokens.shape)
+    found = network.logits(params, network.hidden(params, tokens, positions, np.ones_like(tokens)))
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+    out = tmp_path / "out"
+    huggingface.save(out, network, params)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.no_grad():
+        again = alone(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(again, wanted, atol=2e-5 * np.abs(wanted).max())

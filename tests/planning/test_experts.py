@@ -1,0 +1,191 @@
+"""Plans of networks with experts, latent attention and windows."""
+
+import dataclasses
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.models import experts
+from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.planning import fit, memory, placement
+from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.setting import Setting, expert_axes, in_layers, num_params
+from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
+
+VALUES = {
+    "algorithm": {"recipe": "grpo", "samples_per_prompt": 8, "kl_in": "loss"},
+    "model": {"compute_dtype": "bfloat16", "remat": "full"},
+    "data": {"max_prompt_tokens": 512},
+    "rollout": {"max_response_tokens": 512, "num_slots": 64},
+    "trainer": {"prompts_per_step": 16, "minibatch_size": 64, "max_tokens_per_microbatch": 2048},
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+MIXTURE = Experts(num=16, per_token=4, size=512, shared_size=512)
+LATENT = Shape(
+    family="deepseek_v3",
+    vocab_size=32_768,
+    hidden_size=1024,
+    num_layers=5,
+    num_heads=8,
+    num_kv_heads=8,
+    head_size=192,
+    mlp_size=2048,
+    tie_embeddings=False,
+    layers=(Layer(), *[Layer(experts=True)] * 4),
+    latent=Latent(kv_rank=256, plain_size=128, value_size=128, q_rank=384),
+    experts=MIXTURE,
+    rope_interleaved=True,
+)
+WINDOWS = Shape(
+    family="gpt_oss",
+    vocab_size=32_768,
+    hidden_size=1024,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=4,
+    head_size=128,
+    mlp_size=1024,
+    tie_embeddings=False,
+    layers=(Layer(window=128, experts=True), Layer(experts=True)) * 2,
+    experts=dataclasses.replace(MIXTURE, bias=True, act="clamped", shared_size=0),
+    sinks=True,
+)
+
+
+def setting(shape: Shape, backend="tpu", values=VALUES, **mesh: int) -> Setting:
+    sizes = dict.fromkeys(AXES, 1) | mesh
+    config = from_config_dict({**values, "mesh": mesh})
+    return Setting(config, shape, (), sizes, backend)
+
+
+def bytes_of(tree) -> int:
+    """Returns the bytes on a device of arrays that are not there."""
+    return sum(a.dtype.itemsize * _here(a) for a in jax.tree.leaves(tree))
+
+
+def _here(a) -> int:
+    size = 1
+    for side in a.sharding.shard_shape(a.shape):
+        size *= side
+    return size
+
+
+@pytest.mark.parametrize("shape", [LATENT, WINDOWS], ids=["latent", "windows"])
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "expert": 4}, {"expert": 4, "tensor": 2}], ids=str)
+def test_arguments_are_exact(shape, mesh):
+    """Weights and moments, the rollout copy, and a layer of it as it is resharded."""
+    ours = setting(shape, **mesh)
+    models = lowering.abstract_models(ours.config, shape, jax.devices())
+    state = lowering.abstract_state(ours.config, models)
+    programs = memory.programs(ours)
+    held = bytes_of([a for a in jax.tree.leaves(state.policy) if a.ndim])
+    assert programs["train"].weights + programs["train"].optimizer == held
+    engine = lowering.sampler_lib.build(ours.config, models, {})
+    copied = engine.resharder.abstract()
+    # But for routers' biases, which are wide too.
+    assert ours.rollout_weights == pytest.approx(bytes_of(copied), rel=1e-5)
+    of_last = bytes_of(copied["layers"][-1])
+    assert ours.resharded["reshard_layer"] == pytest.approx(of_last, rel=1e-5)
+    cache = engine.engine.jitted.abstract_state.cache
+    assert ours.cache_bytes(64, 1024) == bytes_of(cache)
+
+
+def test_what_a_layer_is_computed_with():
+    """Experts are split by their axis and by tensor, all else by tensor alone."""
+    whole = setting(LATENT).computed()
+    parts = setting(LATENT, fsdp=2, expert=4, tensor=2).computed()
+    assert whole["0"].experts == parts["0"].experts == 0
+    assert whole["1"].experts == 16 * 3 * 1024 * 512 == 8 * parts["1"].experts
+    assert whole["1"].rest / 2 < parts["1"].rest < whole["1"].rest  # some matrices stay whole
+    counted = setting(LATENT).counted(Network(LATENT))
+    assert sum(setting(LATENT).used()) == counted.total() == num_params(LATENT)
+    assert in_layers(counted) == whole["0"].rest + 4 * sum(whole["1"])
+
+
+def test_published_sizes():
+    billions = {"Mixtral-8x7B": 46.703, "Mixtral-8x22B": 140.630, "Qwen3-30B-A3B": 30.532}
+    billions |= {"Qwen3-235B-A22B": 235.094, "gemma-3-27b": 27.009, "DeepSeek-V3": 671.026}
+    billions |= {"gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829}
+    for name, size in billions.items():
+        assert num_params(SHAPES[name]) / 1e9 == pytest.approx(size, abs=1e-3)
+
+
+def test_more_devices_on_the_expert_axis_hold_and_gather_less():
+    shape = SHAPES["Mixtral-8x7B"]
+    plans = {ways: setting(shape, fsdp=64 // ways, expert=ways) for ways in (1, 2, 8)}
+    trained = {ways: memory.programs(plan)["train"] for ways, plan in plans.items()}
+    assert trained[2].weights == trained[8].weights == trained[1].weights
+    assert plans[8].rollout_weights < plans[2].rollout_weights < plans[1].rollout_weights
+    assert plans[8].used().experts * 4 == plans[2].used().experts * 1
+    assert trained[8].temporary < trained[2].temporary
+    # Without the axis a layer's experts are gathered in pieces of at most 1 GiB.
+    of = memory._MLP.of(plans[1], shape.kinds[0], 4096)
+    assert of.experts == 8 * 3 * 4096 * 14_336 * 2 / experts.num_pieces(of.experts * 4, 224)
+    assert of.experts <= 2**30
+    # The inner vector of an expert does not divide by so many devices: it is whole on each.
+    many = setting(SHAPES["Qwen3-30B-A3B"], fsdp=2048)
+    assert memory.programs(many)["train"].temporary > 0
+
+
+def test_roofline_of_the_exchange():
+    shape, device = SHAPES["Qwen3-30B-A3B"], DEVICES["v5p"]
+    values = {**VALUES, "rollout": {"max_response_tokens": 512, "num_slots": 256}}
+    apart, alone = (
+        setting(shape, values=values, **mesh) for mesh in ({"fsdp": 4, "expert": 4}, {"fsdp": 16})
+    )
+    tokens = 1000
+    # Three quarters of eight visits of each token, there and back, in 48 layers.
+    sent = 48 * 2 * tokens * 8 * 3 / 4 * 2048 * 2
+    assert placement._exchanged(apart, tokens) == pytest.approx(sent)
+    assert placement._exchanged(alone, tokens) == 0
+    assert placement._gathered(apart) < placement._gathered(alone)
+    decode = placement.phases(apart, device)["decode"]
+    whole = placement.phases(alone, device)["decode"]
+    assert decode.memory_bytes < whole.memory_bytes  # each device reads its own experts
+    assert decode.link_bytes > whole.link_bytes
+
+
+def test_the_search_finds_an_expert_axis():
+    """Four v5p hold the weights, but not a copy for sampling that only `tensor` splits."""
+    shape = SHAPES["Qwen3-30B-A3B"]
+    assert expert_axes(shape) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert expert_axes(SHAPES["Llama-3.1-8B"]) == [1]
+    values = {**VALUES, "model": {**VALUES["model"], "param_dtype": "bfloat16"}}
+    ours = setting(shape, values=values, fsdp=8)
+    ranking = placement.rank(ours, DEVICES["v5e"], 64)
+    best = ranking[0]
+    assert best.fits and best.pools[0].setting.mesh["expert"] > 1
+    short = fit.make(ours.config, shape, (), DEVICES["v5e"], 8)
+    assert not short.fits
+    nearest = fit.nearest(short)
+    assert nearest.plan.fits and nearest.plan.setting.mesh["expert"] > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [LATENT, WINDOWS], ids=["latent", "windows"])
+def test_training_is_within_a_tenth_of_the_tpu_compiler(shape, tpu_devices):
+    ours = setting(shape, fsdp=2, expert=4)
+    models = lowering.abstract_models(ours.config, shape, tpu_devices("v5e:2x4"))
+    report = lowering.compile_report(lowering.lowered(ours.config, models)["train"])
+    assert memory.programs(ours)["train"].total == pytest.approx(report.total, rel=0.1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name", ["train", "score", "prefill", "decode", "reshard", "reshard_layer"]
+)
+def test_every_program_of_deepseek_v3(name, tpu_devices):
+    """GRPO of all 671B parameters on 512 chips, each program within a tenth of its plan."""
+    path = pathlib.Path(__file__).parents[2] / "configs" / "grpo_deepseek_v3.py"
+    config = from_config_dict(runpy.run_path(str(path))["get_config"]())
+    shape, devices = SHAPES["DeepSeek-V3"], tpu_devices("v5p:8x8x8")
+    ours = Setting(config, shape, (), mesh_sizes(config.mesh, len(devices)))
+    models = lowering.abstract_models(config, shape, devices)
+    report = lowering.compile_report(lowering.lowered(config, models)[name])
+    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)

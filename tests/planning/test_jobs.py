@@ -1,0 +1,158 @@
+"""Jobs on given answers: their plans against the compiler, sizes chosen, advice, refusals."""
+
+import dataclasses
+import json
+
+import commands
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.data.tokenizer import character_tokenizer
+from jaxrl_llm.learner import lowering, optimizer, planned, weights
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.objectives import Batch
+from jaxrl_llm.learner.weights import Trainable
+from jaxrl_llm.planning import devices, fit
+from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.trainer import supervised
+from jaxrl_llm.types import Example, Pair
+
+SHAPE = SHAPES["Qwen2.5-0.5B"]
+WIDTH = 512
+
+
+def job(kind, path="Llama-3.1-8B", **groups):
+    values = {
+        "job": kind,
+        "model": {"path": path, "remat": "full", **groups.pop("model", {})},
+        "trainer": {
+            "batch_size": 32,
+            "max_sequence_tokens": WIDTH,
+            "max_tokens_per_microbatch": 2 * WIDTH,
+            **groups.pop("trainer", {}),
+        },
+        **groups,
+    }
+    return from_config_dict(values)
+
+
+def lowered(config, present):
+    """Returns the update of a job, lowered, with rows that all are as long as may be."""
+    meshes = models_lib.one_mesh(config, present)
+    models = models_lib.build(config, meshes, character_tokenizer(), SHAPE, (0,))
+    objective = supervised._OBJECTIVES[type(config)](config, models)
+    mesh, replicated = objective.mesh, mesh_lib.replicated(objective.mesh)
+    trained = weights.abstract_trained(objective.network, mesh)
+    base = weights.abstract_params(objective.network, mesh) if config.lora.rank else {}
+    base.pop("score", None)
+    moments = weights.abstract_optimizer(
+        optimizer.make(config.trainer.optimizer, config.num_updates), trained, mesh
+    )
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
+    state = Trainable(trained, moments, count)
+    num, answers = (WIDTH, 1) if config.job == "sft" else (WIDTH // 2, 2)
+    example = Example((1,) * num, (True,) * num)
+    row = [example] if answers == 1 else Pair(example, example)
+    packer = Packer(config.microbatch_tokens, *mesh_lib.row_shards(mesh))
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=replicated),
+        Batch.of([row] * config.trainer.batch_size, packer),
+    )
+    program = supervised._update_program(config, objective, state)
+
+    def make():
+        with jax.set_mesh(mesh):
+            return program.lower(state, base, batch)
+
+    return make
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
+def test_within_a_tenth_of_the_compiler(kind, rank, count):
+    mesh = {"fsdp": 4, "tensor": 2} if count == 8 else {}
+    config = job(kind, lora={"rank": rank}, mesh=mesh)
+    plan = fit.make(config, SHAPE, (), devices.present(jax.devices()), count)
+    report = lowering.compile_report(lowered(config, jax.devices()[:count]))
+    train = plan.programs["train"].total
+    if kind == "dpo" and not rank:  # the reference lies beside the update
+        train -= plan.setting.resting("reference").total
+    assert train == pytest.approx(report.total, rel=0.1)
+
+
+def test_what_each_job_keeps():
+    """DPO's reference lies on the device unless adapters share it; a score needs no logits."""
+    v5e = DEVICES["v5e"]
+
+    def peak(kind, **groups):
+        return fit.make(job(kind, **groups), SHAPE, (), v5e, 1).programs["train"]
+
+    sft, dpo, scalar = (peak(kind) for kind in ("sft", "dpo", "reward_model"))
+    assert dpo.weights == 2 * sft.weights and dpo.optimizer == sft.optimizer
+    assert scalar.logits == 0 < sft.logits
+    adapters = [peak(kind, lora={"rank": 8}) for kind in ("sft", "dpo", "reward_model")]
+    assert adapters[0].weights == adapters[1].weights < 1.1 * sft.weights
+    assert all(each.optimizer < 0.1 * sft.optimizer for each in adapters)
+
+
+def test_sampled_answers_are_planned():
+    functions = {"functions": {"answer": {"function": "math"}}}
+    plain, asked = (
+        fit.make(job("sft", evaluation=each), SHAPE, (), DEVICES["v5e"], 1)
+        for each in ({}, functions)
+    )
+    assert plain.programs.keys() == {"score", "train"}
+    assert asked.programs.keys() == plain.programs.keys() | {
+        "prefill", "decode", "reshard", "reshard_layer",
+    }  # fmt: skip
+    assert asked.programs["train"] == plain.programs["train"]
+    assert asked.programs["decode"].cache > 0
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
+def test_advice_names_settings_of_the_job(kind):
+    target = planned.elsewhere("", "h100", 2)
+    plan = planned.plan(job(kind, mesh={"fsdp": 2}), target)
+    assert not plan.fits
+    nearest = fit.nearest(plan)
+    assert nearest.plan.fits and isinstance(nearest.plan.job, type(plan.job))
+    values = dataclasses.asdict(plan.job)
+    for key in nearest.changes:
+        group, _, _ = key.partition(".")
+        assert group in values and key not in plan.job.unread, key
+
+
+def test_sizes_are_chosen_and_a_run_that_cannot_fit_is_refused(monkeypatch, tmp_path):
+    sizes = {"max_tokens_per_microbatch": 0}
+    small = dataclasses.replace(DEVICES["v5e"], name="small")
+    monkeypatch.setattr(devices, "present", lambda present: small)
+    config = job("sft", model={"path": "", "remat": "auto"}, trainer=sizes)
+    found = planned.of_supervised(config, tmp_path)
+    assert (found.model.remat, found.trainer.max_tokens_per_microbatch) == ("none", 16_384)
+    assert planned.check(found, jax.devices()) > 0
+    # A run that has begun keeps its own.
+    begun = dataclasses.replace(found, model=dataclasses.replace(found.model, remat="dots"))
+    monkeypatch.setattr(planned, "load_config", lambda workdir: begun)
+    (tmp_path / "config.json").touch()
+    assert planned.of_supervised(config, tmp_path).model.remat == "dots"
+    with pytest.raises(ConfigError, match=r"needs .* GiB on each small device while 'train' runs"):
+        planned.check(job("dpo", mesh={"fsdp": 8}), jax.devices())
+
+
+@pytest.mark.parametrize("name", ["sft_tiny", "dpo_tiny", "reward_model_tiny"])
+def test_the_command_plans_jobs(name, capsys):
+    asked = [f"--config={commands.ROOT / 'configs' / name}.py", "--device=h100", "--json"]
+    asked += ["--config.model.path="] * (name == "dpo_tiny")
+    code, out, log = commands.call(capsys, "plan", *asked)
+    assert code == 0, log
+    found = json.loads(out)
+    assert found["fits"] and "speed" not in found and "train" in found["programs"]
+    code, _, log = commands.call(capsys, "plan", *asked, "--compile")
+    assert code == 1 and "--compile: is of job='rl' alone; leave it out" in log
