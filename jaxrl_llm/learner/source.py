@@ -71,6 +71,7 @@ class SampledNow:
         sampled = episodes.sampling_params(config.rollout, sampler.models.eos_tokens)
         greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self._samples = [sampled] * algorithm.samples_per_prompt + [greedy] * self._has_baseline
+        self._has_compiled = False
 
     def metrics(self) -> Mapping[str, float]:
         """Returns `curriculum/NAME`; nothing without a curriculum."""
@@ -121,6 +122,9 @@ class SampledNow:
             data = jax.device_get(jax.random.key_data(key))
             hosts.agree("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
+            if not self._has_compiled:
+                sampler.engine.compile_ahead(weights.params, self._samples[0].is_filtered)
+                self._has_compiled = True
             rollouts, done = episodes.rollout(
                 sampler.engine, weights, sampler.models.tokenizer, prompts, self._samples, key
             )

@@ -143,10 +143,14 @@ class Shape:
         return self.num_kv_heads, self.head_size, self.head_size
 
     @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products of queries and keys, divided by a root of their size."""
+        return not (self.query_scale or self.score_cap or self.sinks or self.latent)
+
+    @property
     def rings(self) -> bool:
         """Whether attention is plain enough for `sequence_attention`'s ring."""
-        own = self.query_scale or self.score_cap or self.sinks or self.latent
-        return not own and not any(kind.window for kind in self.kinds)
+        return self.has_plain_scores and not any(kind.window for kind in self.kinds)
 
     @property
     def value_size(self) -> int:

@@ -109,6 +109,11 @@ class Network:
             return self
         return dataclasses.replace(self, products=choose(mesh, self.compute_dtype))
 
+    @property
+    def decode_kernel(self) -> Callable[..., Array] | None:
+        """Attention of decode steps that skips what no query sees; None: XLA's."""
+        return self.products.attention if self.shape.has_plain_scores else None
+
     def stored(self, layer: Params, kind: Layer = EVERYWHERE) -> Params:
         """Returns a layer of a kind with plain kernels as this network stores it.
 

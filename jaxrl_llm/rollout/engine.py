@@ -18,6 +18,8 @@ from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import Completion, Decode, Limits, Progress, Request, Statistics
 from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler, admission
 
+_MOST_AHEAD = 8  # programs
+
 
 class _Chunk(NamedTuple):
     """Decode steps that the device was given and the host has not read."""
@@ -95,6 +97,18 @@ class Engine:
         """Compiles one of `jitted.programs`; may be called between any two calls of `step`."""
         with jax.set_mesh(self.mesh):
             self._state = program.call(params, self._state or self.jitted.empty())
+
+    def compile_ahead(self, params: Params, filtered: bool) -> None:
+        """Compiles all programs that decode, if they are few, so that no later call waits for one.
+
+        Many are compiled when they are needed: most runs need only some. `filtered` as
+        `SamplingParams.is_filtered`.
+        """
+        decoding = self.jitted.programs(0, 0, [filtered])
+        if len(decoding) <= _MOST_AHEAD:
+            for program in decoding:
+                self.compile(params, program)
+        self._state = None
 
     def submit(self, request: Request) -> int:
         """Queues a request or raises a `RequestError`; returns its number, unique until a reset."""

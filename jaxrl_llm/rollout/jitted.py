@@ -47,7 +47,7 @@ class Jitted:
         ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
-        self.windows = windows(max_tokens)
+        self.windows = windows(max_tokens, skips_unseen=network.decode_kernel is not None)
         # On a CPU reading part of an array copies it: blocks end where windows do.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         blocks = np.diff(self.windows, prepend=0).tolist() if on_cpu else [max_tokens]
@@ -173,12 +173,20 @@ class Jitted:
         return self.generate(params, state, enough_free, **sizes, filtered=filtered, num_top=0)[0]
 
 
-def windows(max_tokens: int) -> tuple[int, ...]:
+def windows(max_tokens: int, *, skips_unseen: bool = False) -> tuple[int, ...]:
     """Returns how much of the cache a step may read: two sizes an octave, the last four octaves.
+
+    Where attention skips what no query sees, a wider window costs little more than a copy of the
+    slots once per chunk: two octaves apart is enough, and each size is a program to compile.
 
     >>> windows(1000)
     (64, 128, 192, 256, 384, 512, 768, 1000)
+    >>> windows(1000, skips_unseen=True)
+    (256, 1000)
     """
+    if skips_unseen:
+        octaves = [256 << 2 * i for i in range(12)]
+        return (*(size for size in octaves if size < max_tokens), max_tokens)
     smallest = max(_WINDOW_STEP, bucket(max_tokens) // 16)
     octaves = [smallest << i for i in range(5)]
     between = [size * 3 // 2 for size in octaves if size >= 2 * _WINDOW_STEP]

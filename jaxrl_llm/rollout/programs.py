@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.attention import PLAIN
 from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
@@ -298,9 +297,8 @@ def _forward(network, params, cache, recent, start, fed, rotary, seen):
             if len(added) == 2:
                 values = (*cache.values[i], added[1])
             visible = seen[a.window, a.chunk]
-            ours = network.products.attention
-            if ours is not None and a.scoring == PLAIN:
-                return ours(a.q, keys, values, visible), added
+            if network.decode_kernel:
+                return network.decode_kernel(a.q, keys, values, visible), added
             given = a.q, keys, values, visible, a.scoring, a.value_size
             return cache_lib.attention(*given), added
 

@@ -147,7 +147,8 @@ class FakeRun:
             trainer=RLTrainerConfig(prompts_per_step=4),
             rollout=RolloutConfig(max_response_tokens=4, top_k=9, temperature=0.8),
         )
-        engine = types.SimpleNamespace(statistics=Statistics(decode_tokens=5))
+        compiled = self.compiled = []
+        engine = types.SimpleNamespace(compile_ahead=lambda *of: compiled.append(of))
         models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
         sampler = types.SimpleNamespace(engine=engine, models=models)
         self.source = SampledNow(config, sampler, self, self.score)
@@ -181,6 +182,7 @@ class FakeRun:
         samples = self.source.take(Weights({}, 7), jax.random.key(0), clock)
         assert set(clock.seconds()) == {"timing_s/gen", "timing_s/reward", "timing_s/step"}
         assert samples.engine.decode_tokens == 5 * len(self.taken)
+        assert self.compiled == [({}, True)]  # once, for samples that are filtered
         return samples.rollouts, samples.rewards
 
 

@@ -478,6 +478,20 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
         ]
 
 
+def test_no_program_that_decodes_is_compiled_after_those_ahead():
+    engine, params = Engine(tiny.NETWORK, ONE, num_slots=16, max_tokens=LIMIT), rollout_params()
+    engine.compile_ahead(params, filtered=False)
+    count = engine.jitted.generate._cache_size()
+    assert count == len(engine.jitted.slot_counts) * len(engine.jitted.windows) == 2
+    random = np.random.default_rng(0)
+    for budgets in ([3] * 16, [2] * 12 + [20] * 4):
+        engine.generate(params, [request(random, 30, [SamplingParams(n) for n in budgets], 0)])
+        assert engine.jitted.generate._cache_size() == count
+    many = Engine(tiny.NETWORK, ONE, num_slots=16 << 8, max_tokens=LIMIT)
+    many.compile_ahead(params, filtered=False)
+    assert many.num_compilations() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
