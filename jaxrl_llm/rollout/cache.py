@@ -146,10 +146,21 @@ def add(
     )
 
 
-def join(cache: Cache, recent: Recent, end: int) -> Cache:
-    """Returns the cache with the recent tokens of its first slots, all at positions below `end`."""
+def of_slots(cache: Cache, slots: Int[Array, " n"], window: int) -> Cache:
+    """Returns the first positions of these slots; those past the last one get any row."""
+    last = jax.tree.leaves(cache)[0].shape[0] - 1
+    return jax.tree.map(
+        lambda block: block[jnp.minimum(slots, last)], front(cache, last + 1, window)
+    )
+
+
+def join(cache: Cache, recent: Recent, end: int, slots: Int[Array, " S"] | None = None) -> Cache:
+    """Returns the cache with recent tokens, all at positions below `end`.
+
+    They are of these slots, all different, and dropped if past the last one; None: the first.
+    """
     num_slots, num_heads, _, num_tokens = recent.keys[0].shape
-    slots = jnp.arange(num_slots)[:, None, None]
+    slots = (jnp.arange(num_slots) if slots is None else slots)[:, None, None]
     heads = jnp.arange(num_heads)[None, :, None]
 
     def put(block, first, axis, rows):

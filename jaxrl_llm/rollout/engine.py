@@ -15,10 +15,26 @@ from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import programs
 from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
 from jaxrl_llm.rollout.prefill import Prefix
-from jaxrl_llm.rollout.requests import Completion, Decode, Limits, Progress, Request, Statistics
-from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler, admission
+from jaxrl_llm.rollout.requests import (
+    Completion,
+    Decode,
+    Limits,
+    Progress,
+    Request,
+    SamplingParams,
+    Statistics,
+)
+from jaxrl_llm.rollout.scheduler import (
+    Reader,
+    Sample,
+    Scheduler,
+    admission,
+    continuation,
+    continuation_size,
+)
 
 _MOST_AHEAD = 8  # programs
+_ONE = SamplingParams(max_tokens=1)
 
 
 class _Chunk(NamedTuple):
@@ -90,7 +106,7 @@ class Engine:
 
     def num_compilations(self) -> int:
         """Returns how many programs were compiled so far."""
-        names = ("empty", "prefill", "insert", "generate", "release", "move")
+        names = ("empty", "prefill", "insert", "extend", "generate", "release", "move")
         return sum(getattr(self.jitted, name)._cache_size() for name in names)
 
     def compile(self, params: Params, program: Program) -> None:
@@ -119,6 +135,10 @@ class Engine:
         """Ends a request; returns its completions so far, none if it has ended or never was."""
         return self._scheduler.remove(number)
 
+    def forget(self, number: int, index: int) -> None:
+        """Gives back the slot that is kept for who continues a sample, if there is one."""
+        self._scheduler.forget(number, index)
+
     def step(self, params: Params, version: int = 0, *, ahead: bool = False) -> list[Progress]:
         """Fills free slots from the queue and decodes a chunk.
 
@@ -137,8 +157,11 @@ class Engine:
             if chunk is None:
                 # Again until no slot is free: a sample may end with its first token.
                 while entering := scheduler.admit():
-                    for batch in self._reader.split(params, entering, scheduler):
+                    fresh = [sample for sample in entering if not sample.shared]
+                    for batch in self._reader.split(params, fresh, scheduler):
                         self._insert(*batch, version)
+                    self._extend(params, [s for s in entering if s.shared], version)
+                self.statistics.reread_tokens = scheduler.reread_tokens
             filled = time.perf_counter()
             self.statistics.prefill_s += filled - began
             if self.num_active:
@@ -198,6 +221,44 @@ class Engine:
         )
         self._scheduler.take_first(list(prompts), jax.device_get(outputs), version)
 
+    def _extend(self, params: Params, continuing: list[Sample], version: int) -> None:
+        """Reads what samples add to the tokens that their slots hold."""
+        at = {sample: sample.shared for sample in continuing}  # the next token to read
+        while at:
+            rows, width = continuation_size(max(len(s.prompt) - n for s, n in at.items()))
+            rows = min(rows, self.num_slots)
+            part = list(at.items())[:rows]
+            pieces = [sample.prompt[n : n + width] for sample, n in part]
+            ends = [n + width >= len(sample.prompt) for sample, n in part]
+            filtered, num_top = self._switches(at)
+            # What follows a piece that is not the last is sampled too, and dropped.
+            params_of = [s.params if end else _ONE for (s, _), end in zip(part, ends, strict=True)]
+            entering = [(0, s.slot, s.key, p) for (s, _), p in zip(part, params_of, strict=True)]
+            self._state, outputs, routes = self.jitted.extend(
+                params,
+                self._state,
+                continuation(pieces, [n for _, n in part], rows, width),
+                admission(entering, rows, self.num_slots),
+                window=self._window(max(n for _, n in part)),
+                filtered=filtered,
+                num_top=num_top,
+            )
+            self.statistics.prefill_tokens += sum(map(len, pieces))
+            self.statistics.prefill_positions += rows * width
+            if self.jitted.num_routes:
+                visited = np.asarray(routes)
+                for row, (sample, _) in enumerate(part):
+                    sample.completion.routes.append(visited[row, : len(pieces[row])])
+            entered = [s if end else None for (s, _), end in zip(part, ends, strict=True)]
+            self._scheduler.take_first(entered, jax.device_get(outputs), version)
+            for (sample, n), end in zip(part, ends, strict=True):
+                at[sample] = n + width
+                if end:
+                    del at[sample]
+
+    def _window(self, longest: int) -> int:
+        return min(n for n in self.jitted.windows if n >= min(longest, self.max_tokens))
+
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode."""
         # Fewer active samples move together at the front, where a smaller program decodes them.
@@ -224,7 +285,7 @@ class Engine:
             # device runs on until its chunk or its work is done.
             np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
             num_slots=num_slots,
-            window=min(n for n in self.jitted.windows if n >= min(longest, self.max_tokens)),
+            window=self._window(longest),
             filtered=filtered,
             num_top=num_top,
         )

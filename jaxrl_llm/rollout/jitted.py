@@ -73,6 +73,13 @@ class Jitted:
         both = functools.partial(jax.jit, out_shardings=(self.state_shardings, self._replicated))
         switches = ("filtered", "num_top")
         self.insert = both(ruled(programs.insert), static_argnames=switches, donate_argnums=0)
+        extend = functools.partial(programs.extend, network, keeps_routes=keeps_routes)
+        self.extend = jax.jit(
+            ruled(extend),
+            out_shardings=(self.state_shardings, self._replicated, self._replicated),
+            static_argnames=("window", *switches),
+            donate_argnums=1,
+        )
         decode = functools.partial(
             programs.generate,
             network,

@@ -68,6 +68,16 @@ class Admission:
     sampler: SamplerState
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """Tokens that follow those that n slots hold."""
+
+    tokens: Int[Array, "n W"]
+    lengths: Int[Array, " n"]  # tokens of each that count, at least 1
+    kept: Int[Array, " n"]  # tokens in the cache that go before them
+
+
 def empty_state(
     network: Network, num_slots: int, blocks: Sequence[int], *, keeps_history: bool = False
 ) -> DecodeState:
@@ -92,30 +102,39 @@ def insert(
     """Copies prefixes into slots and samples the first token of each, a column of the outputs."""
     a = admission
     lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
-    tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
-    tops = sampling.top_log_probs(logits, a.sampler, num_top)
-    remaining = jnp.where(_is_stop(tokens, a.stops), 0, a.limits - 1)
+    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
     width, starts = prefix.width, prefix.starts[a.prompts]
 
     def cut(rows, axis):
         # What follows a prompt is overwritten before it is read.
         return jax.vmap(lambda at: lax.dynamic_slice_in_dim(rows, at, width, axis))(starts)
 
-    def put(target, value):
-        return target.at[a.slots].set(value, mode="drop")
-
     history = state.history
     if history.shape[1]:
         history = history.at[a.slots, :width].set(cut(prefix.tokens, 0), mode="drop")
-        history = history.at[a.slots, lengths].set(tokens, mode="drop")
+        history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
     keys, values = ([cut(rows, 1) for rows in layers] for layers in (prefix.keys, prefix.values))
-    state = DecodeState(
-        cache=cache_lib.fill(state.cache, a.slots, keys, values),
+    cache = cache_lib.fill(state.cache, a.slots, keys, values)
+    return dataclasses.replace(state, cache=cache, history=history), outputs
+
+
+def _enter(
+    state: DecodeState, a: Admission, logits, lengths, filtered: bool, num_top: int
+) -> tuple[DecodeState, Outputs]:
+    """Samples what follows `lengths` tokens of samples, and sets their slots up to go on."""
+    tokens, log_probs = sampling.sample(logits, lengths, a.sampler, filtered=filtered)
+    tops = sampling.top_log_probs(logits, a.sampler, num_top)
+    remaining = jnp.where(_is_stop(tokens, a.stops), 0, a.limits - 1)
+
+    def put(target, value):
+        return target.at[a.slots].set(value, mode="drop")
+
+    state = dataclasses.replace(
+        state,
         tokens=put(state.tokens, tokens),
         positions=put(state.positions, lengths),
         remaining=put(state.remaining, remaining),
         stops=put(state.stops, a.stops),
-        history=history,
         sampler=jax.tree.map(put, state.sampler, a.sampler),
     )
     nothing = jnp.zeros((len(tokens), 0), ROUTE_DTYPE)
@@ -123,12 +142,75 @@ def insert(
     return state, Outputs(*[*round_of_one, remaining + 0])
 
 
+def extend(
+    network: Network,
+    params: Params,
+    state: DecodeState,
+    more: Continuation,
+    admission: Admission,
+    *,
+    window: int,
+    filtered: bool,
+    num_top: int,
+    keeps_routes: bool = False,
+) -> tuple[DecodeState, Outputs, Int[Array, "n W routes"]]:
+    """Reads tokens that follow what slots hold, and samples the next of each.
+
+    Args:
+      admission: As of `insert`; `prompts` is not used.
+      window: Static. No slot keeps more tokens.
+
+    Returns:
+      The state, the outputs as of `insert`, and the experts that the tokens visited, which chose
+      for themselves; [n, W, 0] if routes are not kept.
+    """
+    (count, width), slots = more.tokens.shape, len(state.tokens)
+    padding = slots + jnp.arange(count)  # all different, as `join` wants them
+    a = dataclasses.replace(
+        admission, slots=jnp.where(admission.slots < slots, admission.slots, padding)
+    )
+    places = more.kept[:, None] + jnp.arange(width)
+    positions = jnp.where(jnp.arange(width) < more.lengths[:, None], places, NOWHERE)
+    dtype = state.cache.keys[0][0].dtype
+    recent = cache_lib.no_recent(network.shape, count, width, dtype)
+    in_cache = jnp.arange(window) < more.kept[:, None]
+    x, keys, values, routes = _forward(
+        network,
+        params,
+        cache_lib.of_slots(state.cache, a.slots, window),
+        recent,
+        jnp.int32(0),
+        more.tokens,
+        network.rotary(places),
+        _seen(network.shape, places, in_cache, positions),
+    )
+    last = jnp.take_along_axis(x, (more.lengths - 1)[:, None, None], axis=1)
+    logits = network.logits(params, network.norm(params, last))[:, 0]
+    lengths = more.kept + more.lengths
+    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
+    history = state.history
+    if history.shape[1]:
+        at = jnp.where(positions == NOWHERE, history.shape[1], positions)
+        history = history.at[a.slots[:, None], at].set(more.tokens, mode="drop")
+        history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
+    end = sum(block.shape[3] for block in state.cache.keys[0])
+    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, a.slots)
+    num_routes = network.num_routes if keeps_routes else 0
+    state = dataclasses.replace(state, cache=cache, history=history)
+    return state, outputs, routes[..., :num_routes]
+
+
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
-    """Copies samples from slots to slots and frees the sources; a target past the last is none."""
-    state = jax.tree.map(lambda a: a.at[targets].set(a[sources], mode="drop"), state)
+    """Copies samples from slots to slots and frees the sources; a target past the last is none.
+
+    A source may be the target of another: samples then change places.
+    """
+    put = lambda a, value: a.at[targets].set(value, mode="drop")  # noqa: E731
     slots = state.remaining.shape[0]
     left = jnp.where(targets < slots, sources, slots)
-    return dataclasses.replace(state, remaining=state.remaining.at[left].set(0, mode="drop"))
+    remaining = put(state.remaining.at[left].set(0, mode="drop"), state.remaining[sources])
+    state = jax.tree.map(lambda a: put(a, a[sources]), state)
+    return dataclasses.replace(state, remaining=remaining)
 
 
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
@@ -204,18 +286,12 @@ def generate(
 
         positions = placed(jnp.where(active, width, 0))
         in_sight = in_cache & active[:, None]  # kernels may skip what is not seen
-        old = jnp.broadcast_to(in_sight[:, None], (num_slots, width, window))
-        before = [places[:, :, None] - at for at in (jnp.arange(window), positions[:, None])]
         # Each layer of each step would compute them again.
-        seen = {
-            kind: jnp.concatenate([old & near(before[0]), near(before[1])], axis=-1)
-            for kind, near in _nearness(network.shape, places).items()
-        }
+        seen = _seen(network.shape, places, in_sight, positions)
         steps = (places - first)[:, :, None, None]
         rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        logits, keys, values, routes = _forward(
-            network, params, cache, recent, start, fed, rotary, seen
-        )
+        x, keys, values, routes = _forward(network, params, cache, recent, start, fed, rotary, seen)
+        logits = network.logits(params, network.norm(params, x))
         routes = routes[..., :num_routes]
         following = places + 1
         flat = logits.reshape(num_slots * width, -1)
@@ -268,6 +344,20 @@ def generate(
     return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
 
 
+def _seen(shape: Shape, places, in_cache, positions):
+    """Returns by (window, chunk) of a layer what queries at `places` see [S, Q, cache + recent].
+
+    Args: `in_cache` [S, cache]: which positions there count; `positions` [S, recent].
+    """
+    window = in_cache.shape[1]
+    old = jnp.broadcast_to(in_cache[:, None], (*places.shape, window))
+    before = [places[:, :, None] - at for at in (jnp.arange(window), positions[:, None])]
+    return {
+        kind: jnp.concatenate([old & near(before[0]), near(before[1])], axis=-1)
+        for kind, near in _nearness(shape, places).items()
+    }
+
+
 def _nearness(shape: Shape, places: Int[Array, "S Q"]):
     """Returns by (window, chunk) of a layer whether a query sees a key so many tokens before it."""
 
@@ -286,7 +376,7 @@ def _nearness(shape: Shape, places: Int[Array, "S Q"]):
 
 
 def _forward(network, params, cache, recent, start, fed, rotary, seen):
-    """Returns logits [S, Q, V] after each token fed, recent keys and values, and routes."""
+    """Returns the last hidden states [S, Q, D], recent keys and values, and routes."""
     x = network.embed(params, fed)
     kept, visited = [], []
     for i, (layer, kind) in enumerate(zip(params["layers"], network.shape.kinds, strict=True)):
@@ -306,7 +396,6 @@ def _forward(network, params, cache, recent, start, fed, rotary, seen):
         kept.append(added)
         visited += [routed.chosen] if routed else []
     keys, *values = zip(*kept, strict=True)
-    logits = network.logits(params, network.norm(params, x))
     nothing = jnp.zeros((*fed.shape, 0), ROUTE_DTYPE)
     routes = network.routes(jnp.stack(visited)) if visited else nothing
-    return logits, keys, values[0] if values else (), routes
+    return x, keys, values[0] if values else (), routes

@@ -70,6 +70,12 @@ class Request:
     # Experts that the prompt's tokens are to visit, [tokens, routes], -1: the router's choice;
     # None: of all. Only for an engine that keeps routes.
     routes: np.ndarray | None = None
+    # Whether other requests may continue its samples: their keys and values stay in their slots
+    # until other samples need these, or `Engine.forget`.
+    keeps: bool = False
+    # The sample that this one continues, as (its request, its index): what the prompt shares with
+    # it is read again only if its keys and values are gone.
+    continues: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass
@@ -111,6 +117,7 @@ class Statistics:
     prefill_tokens: int = 0  # of prompts, each counted once
     prefill_positions: int = 0  # computed for them, padding included
     prefill_s: float = 0.0
+    reread_tokens: int = 0  # those of them that a slot held before another sample needed it
     decode_tokens: int = 0  # sampled
     decode_steps: int = 0
     slot_steps: int = 0  # decode steps of each slot that was active in them
@@ -144,6 +151,7 @@ class Statistics:
         return {
             "rollout/prefill_tokens_per_s": per_s(self.prefill_tokens, self.prefill_s),
             "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
+            "rollout/reread_tokens": float(self.reread_tokens),
             "rollout/slot_occupancy": self.occupancy,
             "rollout/tokens_per_forward": self.tokens_per_forward,
             "rollout/draft_acceptance": self.acceptance,
@@ -201,6 +209,8 @@ class Limits:
         if keys.shape != (count := len(request.params), 2) or keys.dtype.kind not in "iu":
             came = f"keys of shape {keys.shape} and {keys.dtype} for {count} samples"
             yield f"{came}; give one raw key of two integers for each"
+        if request.continues and count != 1:
+            yield f"{count} samples continue one; give a request for each"
         if request.routes is not None:
             found, wanted = request.routes.shape, (length, self.num_routes)
             if not self.num_routes:

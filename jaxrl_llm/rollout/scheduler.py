@@ -8,7 +8,7 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxrl_llm.data.packing import bucket, pack
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Params
 from jaxrl_llm.rollout import prefill, requests
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
-from jaxrl_llm.rollout.programs import Admission, Outputs
+from jaxrl_llm.rollout.programs import Admission, Continuation, Outputs
 from jaxrl_llm.rollout.requests import Completion, Decode, Progress, Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 
@@ -33,6 +33,8 @@ class Sample:
         self.prompt, self.params = request.tokens, request.params[index]
         self.routes = request.routes
         self.key = request.keys[index]
+        self.keeps, self.continues = request.keeps, request.continues
+        self.shared = 0  # tokens of the prompt that the slot holds as it enters
         self.completion = Completion()
         self.error: Exception | None = None
 
@@ -58,6 +60,20 @@ class Sample:
         return Progress._make((self.request, self.index, *new, c.finish_reason, self.error))
 
 
+class Kept(NamedTuple):
+    """What a slot holds of a sample that ended."""
+
+    slot: int
+    tokens: tuple[int, ...]
+
+    def shared_with(self, prompt: Sequence[int]) -> int:
+        """Returns how many tokens a prompt begins with that need not be read: not all of it."""
+        pairs = zip(self.tokens, prompt[:-1], strict=False)
+        return next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(prompt) - 1)
+        )
+
+
 class Scheduler:
     """Keeps slots full: gives free slots to samples in order of arrival, lowest slot first."""
 
@@ -68,6 +84,11 @@ class Scheduler:
         self.requests: dict[int, list[Sample]] = {}  # unfinished, in order of arrival
         self.waiting: collections.deque[Sample] = collections.deque()
         self.active: dict[int, Sample] = {}  # by slot
+        self.reread_tokens = 0
+        # By request and index of samples that ended, in the order of their ends: what they keep,
+        # and how many tokens those kept whose slot others needed.
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._lost: dict[tuple[int, int], int] = {}
         self._touched: dict[Sample, int] = {}  # in order: the first token not yet reported
         self._stale: set[int] = set()
 
@@ -87,6 +108,8 @@ class Scheduler:
     def remove(self, number: int) -> list[Completion]:
         """Takes an unfinished request out; returns its completions so far."""
         completions = self.completions(number)
+        for index in range(len(completions)):
+            self.forget(number, index)
         for sample in self.requests.pop(number, ()):
             self._touched.pop(sample, None)
             if not sample.completion.finish_reason:
@@ -97,6 +120,19 @@ class Scheduler:
         self.waiting = collections.deque(s for s in self.waiting if s.request != number)
         return completions
 
+    def forget(self, number: int, index: int) -> None:
+        """Keeps nothing for who continues a sample."""
+        self._kept.pop((number, index), None)
+        self._lost.pop((number, index), None)
+
+    def to_read(self, first: int) -> list[int]:
+        """Returns the requests from number `first` on whose prompts are to be read whole."""
+        return [
+            number
+            for number, (sample, *_) in self.requests.items()
+            if number >= first and not sample.shared and sample.continues not in self._kept
+        ]
+
     def lengths(self, beyond: int = 0) -> list[int]:
         """Returns the tokens so far of each active sequence that may get over `beyond` more."""
         return [
@@ -106,29 +142,69 @@ class Scheduler:
         ]
 
     def _free(self, num_slots: int) -> list[int]:
-        return [slot for slot in range(num_slots) if slot not in self.active]
+        """Returns slots where nobody decodes, those that keep something last."""
+        keep = {kept.slot for kept in self._kept.values()}
+        free = (slot for slot in range(num_slots) if slot not in self.active)
+        return sorted(free, key=keep.__contains__)
 
     def admit(self) -> list[Sample]:
-        """Returns the samples that enter a slot now: as many as are waiting and slots free."""
-        slots = self._free(self._num_slots)[: len(self.waiting)]
-        for slot in slots:
-            self.active[slot] = self.waiting.popleft()
-            self.active[slot].slot = slot
-            self._stale.discard(slot)
-        return [self.active[slot] for slot in slots]
+        """Returns the samples that enter a slot now: as many as are waiting and slots free.
 
-    def take_first(self, entered: Sequence[Sample], sampled: Outputs, version: int = 0) -> None:
+        Who continues a sample gets its slot. Others get empty slots, and after these the one that
+        ended first of those that keep something, where possible for none who waits.
+        """
+        count = min(len(self.waiting), self._num_slots - len(self.active))
+        if not count:
+            return []
+        keep = {kept.slot for kept in self._kept.values()}
+        empty = iter([slot for slot in self._free(self._num_slots) if slot not in keep])
+        entered = [self.waiting.popleft() for _ in range(count)]
+        # All find theirs before any is taken away.
+        mine = {s: self._kept.pop(s.continues) for s in entered if s.continues in self._kept}
+        wanted = {sample.continues for sample in self.waiting}
+        for sample in entered:
+            if kept := mine.get(sample):
+                sample.slot, sample.shared = kept.slot, kept.shared_with(sample.prompt)
+                if sample.shared and sample.routes is not None:
+                    sample.completion.routes = [sample.routes[: sample.shared]]
+            else:
+                self.reread_tokens += self._lost.pop(sample.continues or (-1, -1), 0)
+                if (slot := next(empty, -1)) < 0:
+                    oldest = next((key for key in self._kept if key not in wanted), None)
+                    oldest = oldest or next(iter(self._kept))
+                    slot, tokens = self._kept.pop(oldest)
+                    self._lost[oldest] = len(tokens)
+                sample.slot = slot
+            self.active[sample.slot] = sample
+            self._stale.discard(sample.slot)
+        return entered
+
+    def take_first(
+        self, entered: Sequence[Sample | None], sampled: Outputs, version: int = 0
+    ) -> None:
         """Takes in what `insert` sampled; the columns are in the order of `entered`."""
         for column, sample in enumerate(entered):
-            self._take(sample, sampled, column, version)
+            if sample is not None:
+                self._take(sample, sampled, column, version)
 
     def compact(self, num_slots: int) -> list[tuple[int, int]]:
-        """Moves every active sample below slot `num_slots`; returns the moves (from, to)."""
+        """Moves every active sample below slot `num_slots`; returns the moves (from, to).
+
+        What a slot keeps changes places with the sample that comes: two moves, at an even index.
+        """
         behind = sorted(slot for slot in self.active if slot >= num_slots)
-        moves = list(zip(behind, self._free(num_slots), strict=False))
-        for source, target in moves:
+        keepers = {kept.slot: key for key, kept in self._kept.items()}
+        moves: list[tuple[int, int]] = []
+        for source, target in zip(behind, self._free(num_slots), strict=False):
             self.active[target] = self.active.pop(source)
             self.active[target].slot = target
+            if key := keepers.get(target):
+                self._kept[key] = self._kept[key]._replace(slot=source)
+                moves = [(source, target), (target, source), *moves]
+                if target in self._stale:
+                    self._stale.add(source)
+            else:
+                moves.append((source, target))
             self._stale.discard(target)
         return moves
 
@@ -159,6 +235,9 @@ class Scheduler:
             del self.active[sample.slot]
             if not ended:
                 self._stale.add(sample.slot)
+            if sample.keeps and c.finish_reason != "error":
+                held = (*sample.prompt, *c.tokens)[:-1]  # the last was never read
+                self._kept[sample.request, sample.index] = Kept(sample.slot, held)
         return count
 
     def stale_slots(self) -> list[int]:
@@ -204,8 +283,7 @@ class Reader:
         while entering:
             first = entering[0].request
             if first not in self._indices:
-                numbers = [number for number in scheduler.requests if number >= first]
-                numbers = numbers[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
+                numbers = scheduler.to_read(first)[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
                 count = num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
                 routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
@@ -292,6 +370,29 @@ def empty_rows(rows: int, width: int, num_routes: int = 0) -> Prompts:
     own = np.full((rows, width, num_routes), -1, ROUTE_DTYPE)
     own_choice: Any = own
     return Prompts(tokens, positions, segment_ids, starts, starts + 1, own_choice)
+
+
+# (rows, tokens) that continuations are read in; few, as each is a program for each window.
+_CONTINUATIONS = (8, 32), (8, 128), (2, 512)
+
+
+def continuation_size(length: int) -> tuple[int, int]:
+    """Returns (rows, tokens) of a program that reads so many tokens, or a piece of them."""
+    return next((size for size in _CONTINUATIONS if size[1] >= length), _CONTINUATIONS[-1])
+
+
+def continuation(
+    pieces: Sequence[Sequence[int]], kept: Sequence[int], rows: int, width: int
+) -> Continuation:
+    """Returns tokens that follow `kept` ones of each, in so many rows of this width."""
+    zeros: Any = np.zeros
+    made = Continuation(
+        zeros((rows, width), np.int32), zeros(rows, np.int32) + 1, zeros(rows, np.int32)
+    )
+    for row, (piece, before) in enumerate(zip(pieces, kept, strict=True)):
+        made.tokens[row, : len(piece)] = piece
+        made.lengths[row], made.kept[row] = len(piece), before
+    return made
 
 
 def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:

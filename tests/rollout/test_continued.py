@@ -1,0 +1,211 @@
+"""Samples that continue others: keys and values stay in the slot and change no sample."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from engine_work import LIMIT, ONE, assert_same, rollout_params
+
+from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.models.shape import Experts, Latent, Layer
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout import scheduler
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
+
+EPISODES, TURNS, SAMPLED = 5, 3, 4
+NETWORKS = {
+    "plain": tiny.SHAPE,
+    "experts and windows": dataclasses.replace(
+        tiny.SHAPE,
+        layers=(Layer(window=9), Layer(experts=True)),
+        experts=Experts(num=4, per_token=2, size=12),
+    ),
+    "latents": dataclasses.replace(
+        tiny.SHAPE,
+        qkv_bias=False,
+        num_kv_heads=4,
+        head_size=12,
+        latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
+    ),
+}
+
+
+def engine_with(num_slots, mesh=ONE, shape=tiny.SHAPE, draft_tokens=0, **settings):
+    return Engine(
+        Network(shape),
+        mesh,
+        num_slots=num_slots,
+        max_tokens=LIMIT,
+        chunk_steps=3,
+        speculation=SpeculationConfig(draft_tokens=draft_tokens, ngram_tokens=1),
+        **settings,
+    )
+
+
+def played(engine, params, keeps=True, added=(7, 1, 9, 2, 5), routes=False):
+    """Plays episodes of several turns at once; returns a completion per turn of each.
+
+    Episode i has `added[i]` tokens between its turns; all have the same number of turns.
+    """
+    random = np.random.default_rng(0)
+    tokens = [tuple(random.integers(4, 96, 3 + 2 * i).tolist()) for i in range(EPISODES)]
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), EPISODES)))
+    answers = [[] for _ in range(EPISODES)]
+    visited = [None] * EPISODES
+    running = {}
+
+    def submit(i, continues=None):
+        request = Request(
+            tokens[i],
+            keys[i : i + 1],
+            (SamplingParams(SAMPLED + i % 2),),
+            routes=visited[i],
+            keeps=keeps,
+            continues=continues if keeps else None,
+        )
+        number = engine.submit(request)
+        running[number] = i, engine._scheduler.completions(number)[0]
+
+    engine.reset()
+    for i in range(EPISODES):
+        submit(i)
+    while running:
+        for progress in engine.step(params):
+            if not progress.finish_reason:
+                continue
+            i, completion = running.pop(progress.request)
+            answers[i].append(completion)
+            if len(answers[i]) < TURNS:
+                more = np.random.default_rng([i, len(answers[i])]).integers(4, 96, added[i])
+                tokens[i] = (*tokens[i], *completion.tokens, *more.tolist())
+                if routes:
+                    known = np.concatenate(completion.routes)
+                    unknown = len(tokens[i]) - len(known)
+                    visited[i] = np.pad(known, ((0, unknown), (0, 0)), constant_values=-1)
+                submit(i, (progress.request, progress.sample))
+    return answers
+
+
+@functools.cache
+def made(name):
+    network = Network(NETWORKS[name])
+    return tiny.rollout_params(tiny.params(network), ONE, network)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_kept_changes_no_sample(name):
+    params = made(name)
+    whole = engine_with(8, shape=NETWORKS[name])
+    wanted = played(whole, params, keeps=False)
+    assert whole.statistics.reread_tokens == 0
+    kept = engine_with(8, shape=NETWORKS[name])
+    assert_same(played(kept, params), wanted)
+    # Each token is read once: the prompt, then what is new, and the token sampled before it.
+    prompts = sum(3 + 2 * i for i in range(EPISODES))
+    new = (TURNS - 1) * (sum((7, 1, 9, 2, 5)) + EPISODES)
+    assert kept.statistics.prefill_tokens == prompts + new < whole.statistics.prefill_tokens / 2
+    # With room for two, slots are given to others and read again.
+    few = engine_with(2, shape=NETWORKS[name])
+    assert_same(played(few, params), wanted)
+    assert 0 < few.statistics.reread_tokens <= whole.statistics.prefill_tokens
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}], ids=str)
+def test_on_a_mesh(sizes):
+    mesh = tiny.make_mesh(**sizes)
+    wanted = played(engine_with(8), rollout_params(), keeps=False)
+    assert_same(played(engine_with(4, mesh), rollout_params(mesh)), wanted)
+
+
+def test_long_additions_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr(scheduler, "_CONTINUATIONS", ((3, 4), (2, 6)))
+    engine = engine_with(8)
+    wanted = played(engine, rollout_params(), keeps=False, added=(14, 3, 8, 1, 5))
+    assert_same(played(engine, rollout_params(), added=(14, 3, 8, 1, 5)), wanted)
+
+
+def test_guesses_know_what_was_added():
+    """Speculation looks for its guesses in all tokens of a sequence, those added too."""
+    wanted = played(engine_with(8), rollout_params(), keeps=False)
+    engine = engine_with(8, draft_tokens=2)
+    assert_same(played(engine, rollout_params()), wanted)
+    assert engine.statistics.guesses > 0
+
+
+def test_routes_of_all_tokens_are_known():
+    shape = NETWORKS["experts and windows"]
+    params = made("experts and windows")
+    engine = engine_with(8, shape=shape, keeps_routes=True)
+    wanted, found = (played(engine, params, keeps, routes=True) for keeps in (False, True))
+    assert_same(found, wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            known = np.concatenate(a.routes)
+            assert (known >= 0).all()
+            np.testing.assert_array_equal(known, np.concatenate(b.routes))
+
+
+def test_slots_change_places_with_what_others_keep():
+    """Samples move to the front, where a smaller program decodes; what a slot keeps moves too."""
+    engine, params = engine_with(32), rollout_params()
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 32)))
+    prompt = tuple(range(4, 14))
+    short, long = SamplingParams(2), SamplingParams(40)
+    # The first 24 slots hold samples that end at once; those behind them go on.
+    first = engine.submit(Request(prompt, keys[:24], (short,) * 24, keeps=True))
+    engine.submit(Request(prompt[::-1], keys[24:], (long,) * 8))
+    ended = [c.tokens for c in engine._scheduler.completions(first)]
+    engine.step(params)
+    assert all(len(tokens) == 2 for tokens in ended)
+    engine.step(params)  # eight samples are left: they move
+    assert {sample.slot for sample in engine._scheduler.active.values()} == set(range(8))
+    read = engine.statistics.prefill_tokens
+    numbers = [
+        engine.submit(
+            Request((*prompt, *ended[i], 50), keys[i : i + 1], (short,), continues=(first, i))
+        )
+        for i in range(24)
+    ]
+    again = {}
+    while engine.num_waiting or engine.num_active:
+        for p in engine.step(params):
+            again.setdefault(p.request, []).extend(p.tokens)
+    assert engine.statistics.prefill_tokens - read == 24 * 2
+    assert engine.statistics.reread_tokens == 0
+    requests = [Request((*prompt, *ended[i], 50), keys[i : i + 1], (short,)) for i in range(24)]
+    fresh = engine_with(32).generate(params, requests)
+    assert [again[number] for number in numbers] == [c.tokens for (c,) in fresh]
+
+
+def test_what_is_forgotten_is_read_again():
+    engine, params = engine_with(4), rollout_params()
+    key = np.zeros((1, 2), np.uint32)
+
+    def tokens_read(request):
+        before = engine.statistics.prefill_tokens
+        number = engine.submit(request)
+        while engine.num_waiting or engine.num_active:
+            engine.step(params)
+        return number, engine.statistics.prefill_tokens - before
+
+    first = Request((4, 5, 6), key, (SamplingParams(1),), keeps=True)
+    more = Request((4, 5, 6, 7, 8), key, (SamplingParams(1),))
+    number, count = tokens_read(first)
+    assert count == 3
+    assert tokens_read(dataclasses.replace(more, continues=(number, 0)))[1] == 2
+    # It was continued, so its slot is the new sample's, which keeps nothing.
+    assert tokens_read(dataclasses.replace(more, continues=(number, 0)))[1] == 5
+    number, _ = tokens_read(first)
+    engine.forget(number, 0)
+    assert tokens_read(dataclasses.replace(more, continues=(number, 0)))[1] == 5
+    # Another history shares its beginning alone.
+    number, _ = tokens_read(first)
+    other = Request((4, 5, 9, 7, 8), key, (SamplingParams(1),), continues=(number, 0))
+    assert tokens_read(other)[1] == 3
+    two = Request((4, 5), np.zeros((2, 2), np.uint32), (SamplingParams(1),) * 2, continues=(0, 0))
+    with pytest.raises(RequestError, match="2 samples continue one; give a request for each"):
+        engine.submit(two)
