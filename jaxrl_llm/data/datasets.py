@@ -302,7 +302,10 @@ def _of_files(config: DataConfig, split: Split, made: Made[T], most: int) -> Row
         " data.long_rows has cut them; raise it"
     )
     if split == "train" and config.stream:
-        return _streamed(config, made, most, rule)
+        rows = _streamed(config, made, most, rule)
+        for part in streamed_parts(rows):
+            part.first(_NUM_FIRST)  # wrong columns are told before any work
+        return rows
     index = itertools.count()
     parts = [
         [made(row, where, next(index)) for where, row in read_rows([path])]

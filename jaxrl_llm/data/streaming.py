@@ -209,7 +209,7 @@ def _kind(path: str) -> str:
     if path in files.given_rows:
         return ""
     suffix = pathlib.Path(path).suffix.lower()
-    if suffix not in _READERS:
+    if not suffix or suffix not in _READERS:
         raise DataError(
             f"{path}: data.stream reads .parquet and .jsonl files; write it as one of these, or set"
             " data.stream=False"

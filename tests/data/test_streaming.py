@@ -133,16 +133,17 @@ def test_what_cannot_be_streamed(config, tmp_path):
     with pytest.raises(DataError, match=r"all \d+ rows have more tokens than trainer\.max"):
         stream(config(), max_tokens=2).take(1)
     with pytest.raises(DataError, match=r"[ab]\.\w+, row \d+: this job needs the columns chosen"):
-        Stream(preference_pairs(config(), TOKENIZER, "train", 0), 0).take(1)
+        preference_pairs(config(), TOKENIZER, "train", 0)
     for name, content, message in (
         ("c.json", "[{}]", r"c\.json: data\.stream reads \.parquet and \.jsonl files; write it"),
+        ("c", "{}", r"c: data\.stream reads \.parquet and \.jsonl files; write it"),
         ("c.jsonl", "", r"c\.jsonl: no rows in this file; leave it out"),
         ("c.parquet", "PAR1", r"c\.parquet: cannot be read: .*; is the file complete\?"),
     ):
         path = tmp_path / "rows" / name
         path.write_text(content)
         with pytest.raises(DataError, match=message):
-            stream(config())
+            stream(config(train_files=(str(path),)))
         path.unlink()
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
         stream(config(train_files=("absent.jsonl",)))

@@ -1,5 +1,7 @@
 """Every number and text at what users get wrong: one clear problem, or a run that takes a step."""
 
+import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -9,14 +11,18 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import pytest
 import runs
 from config_fields import listed
 
 import jaxrl_llm
-from jaxrl_llm.config import RLConfig, SupervisedConfig
-from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config.bridge import JOBS, from_config_dict
+from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import families, huggingface
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rewards.supervisor import descendants
 
 NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
@@ -38,27 +44,62 @@ BASE: Mapping[str, Any] = {
     "warm_start.batch_size": 2,
 }
 SUPERVISED: Mapping[str, Any] = {
-    **{k: v for k, v in runs.TINY.items() if k.startswith(("model", "data", "evaluation"))},
-    "job": "sft",
+    **{k: v for k, v in runs.TINY.items() if k.startswith(("model", "data"))},
     "data.task": "arithmetic",
     "data.chat_template": False,
+    "rollout.max_response_tokens": 4,
     "trainer.num_steps": 1,
     "trainer.batch_size": 2,
-    "trainer.max_sequence_tokens": 32,
+    "trainer.max_sequence_tokens": 64,
+    "evaluation.functions.NAME.function": "arithmetic",
+    "evaluation.num_prompts": 2,
     "evaluation.before": False,
     "evaluation.after": False,
+    "metrics.tensorboard": False,
 }
 PREFERENCE = {"preference.num_steps": 1, "preference.batch_size": 2}
 FILES = {"data.task": "files", "warm_start.num_steps": 0, "data.eval_files": ("ROWS",)}
+ROWS = {**FILES, "data.train_files": ("ROWS",)}
+WEIGHTS = {
+    "data.train_weights": (1.0,),
+    "data.last_train_weights": (0.5,),
+    "data.last_train_weights_after": 2,
+}
+EXPERTS = {"model.family": "mixtral"}
+# With biases that select experts, which random models have not.
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "use_qk_norm": True,
+    "tie_word_embeddings": False,
+}
 # What a run must have so that it reads a field.
 READ_WITH: Mapping[str, Mapping[str, Any]] = {
     "lora": {"lora.rank": 2},
     "evaluation": {"evaluation.after": True},
     "warm_start": {"warm_start.num_steps": 1},
-    "data.prompt_column": {**FILES, "data.train_files": ("ROWS",)},
+    "rollout": {"evaluation.after": True},
+    "data.prompt_column": ROWS,
     "data.train_files": FILES,
-    "data.eval_files": {**FILES, "data.train_files": ("ROWS",)},
-    "data.filter": {**FILES, "data.train_files": ("ROWS",)},
+    "data.train_weights": {**ROWS, **WEIGHTS},
+    "data.last_train_weights": {**ROWS, **WEIGHTS},
+    "data.eval_files": ROWS,
+    "curriculum": {"curriculum.choice": "success"},
+    "model.num_experts": EXPERTS,
+    "model.experts_per_token": EXPERTS,
+    "router": EXPERTS,
+    "router.bias_rate": {"model.path": "EXPERTS"},
     "model.chat_template": {"data.chat_template": True},
     "algorithm.sapo": {"algorithm.policy_loss": "sapo"},
     "algorithm.dro": {"algorithm.policy_loss": "dro"},
@@ -99,19 +140,19 @@ ENTRIES = {
 }
 
 
-def fields() -> dict[str, tuple[type, bool, str]]:
-    """Returns of every number and text its type, whether it is a tuple of them, and the job."""
-    found: dict[str, tuple[type, bool, str]] = {}
-    for job, cls in (("rl", RLConfig), ("sft", SupervisedConfig)):
-        for key, hint, rule in listed(cls):
-            several = typing.get_origin(hint) is tuple
-            kind = typing.get_args(hint)[0] if several else hint
-            if kind in (int, float, str) and rule is not None:
-                found.setdefault(key.removeprefix("config."), (kind, several, job))
-    return {**found, "placement.roles.policy": (str, False, "rl")}
+def fields(job: str) -> dict[str, tuple[type, bool]]:
+    """Returns of every number and text of a job its type, and whether it is a tuple of them."""
+    found: dict[str, tuple[type, bool]] = {}
+    for key, hint, rule in listed(JOBS[job]):
+        several = typing.get_origin(hint) is tuple
+        kind = typing.get_args(hint)[0] if several else hint
+        if kind in (int, float, str) and rule is not None:
+            found[key.removeprefix("config.")] = kind, several
+    return found
 
 
-FIELDS = fields()
+FIELDS = {job: fields(job) for job in JOBS}
+FIELDS["rl"]["placement.roles.policy"] = str, False
 
 
 def read_with(key: str) -> str:
@@ -129,17 +170,23 @@ def renamed(key: str) -> str:
 def described(keys: list[str], value: Any, job: str, files: pathlib.Path) -> dict[str, Any]:
     """Returns the smallest run that reads some fields, with all of them at a value."""
     changes = {**(BASE if job == "rl" else SUPERVISED), **READ_WITH.get(read_with(keys[0]), {})}
+    if job != "rl" and changes["data.task"] == "files":
+        changes["data.stream"] = True
     for key in keys:
-        changes[renamed(key)] = (value,) if FIELDS[key][1] else value
-    found = runs.values("grpo_tiny").to_dict() if job == "rl" else {}
+        changes[renamed(key)] = (value,) if FIELDS[job][key][1] else value
+    found: dict[str, Any] = runs.values("grpo_tiny").to_dict() if job == "rl" else {}
     found.get("rewards", {}).pop("functions", None)
+    known = {field.name for field in dataclasses.fields(JOBS[job])}
+    places = {("ROWS",): (str(files / f"{job}.jsonl"),), "EXPERTS": str(files / "experts")}
     for where, item in changes.items():
-        *path, last = where.split(".")
+        first, *_ = *path, last = where.split(".")
+        if first not in known:
+            continue
         group = found
         for name in path:
             group = group.setdefault(name, {})
-        group[last] = (str(files / "rows.jsonl"),) if item == ("ROWS",) else item
-    return found
+        group[last] = places.get(item, item)
+    return {**found, "job": job}
 
 
 def refusal(key: str, value: Any, job: str, files: pathlib.Path) -> str:
@@ -190,18 +237,35 @@ def take_steps(
 
 def groups() -> Iterator[tuple[str, Any, str]]:
     """Yields what a group of fields is read with, their type, and the job that has them."""
-    yield from dict.fromkeys((read_with(key), kind, job) for key, (kind, _, job) in FIELDS.items())
+    yield from dict.fromkeys(
+        (read_with(key), kind, job)
+        for job, all_fields in FIELDS.items()
+        for key, (kind, _) in all_fields.items()
+    )
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("experts")
+    network = Network(families.shape_from_config(GLM4_MOE))
+    params = jax.jit(network.init)(jax.random.key(0))
+    huggingface.save(folder, network, params, character_tokenizer())
+    return folder
 
 
 @pytest.fixture
-def files(tmp_path) -> pathlib.Path:
+def files(tmp_path, experts) -> pathlib.Path:
     folder = tmp_path / "files"
     for name in FOLDERS:
         (folder / name.partition(":")[0]).mkdir(parents=True)
     (folder / "file").rmdir()
     (folder / "file").write_text("")
-    row = '{"data_source": "sums", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}\n'
-    (folder / "rows.jsonl").write_text(row * 4)
+    row = {"data_source": "sums", "prompt": "1+2=", "reward_model": {"ground_truth": "3"}}
+    pair = {**row, "chosen": "3", "rejected": "4"}
+    (folder / "experts").symlink_to(experts)
+    of_jobs = {"rl": row, "sft": {**row, "completion": "3"}, "dpo": pair, "reward_model": pair}
+    for job, row in of_jobs.items():
+        (folder / f"{job}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     return folder
 
 
@@ -209,7 +273,7 @@ def files(tmp_path) -> pathlib.Path:
 @pytest.mark.parametrize(
     "prefix, kind, job, value",
     [(*group, v) for group in groups() for v in (VALUES if group[1] is str else NUMBERS)],
-    ids=lambda v: getattr(v, "__name__", str(v)[:9].encode("ascii", "replace").decode()),
+    ids=lambda v: getattr(v, "__name__", str(v)[:24].encode("ascii", "replace").decode()),
 )
 def test_fields_at_a_value(prefix, kind, job, value, files, tmp_path, one_device, monkeypatch):
     around, temporary = tmp_path / "runs", tmp_path / "temporary"
@@ -217,9 +281,7 @@ def test_fields_at_a_value(prefix, kind, job, value, files, tmp_path, one_device
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     before = left_behind(temporary, pathlib.Path())
-    keys = [
-        key for key, (k, _, j) in FIELDS.items() if (read_with(key), k, j) == (prefix, kind, job)
-    ]
+    keys = [key for key, (k, _) in FIELDS[job].items() if (read_with(key), k) == (prefix, kind)]
     value = str(files / value) if value in FOLDERS else value
     declared = {key: refusal(key, value, job, files) for key in keys}
     found = {key: said for key, said in declared.items() if said}
