@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.models import config_values
 from jaxrl_llm.models.family_table import (
     FAMILIES,
     TEXT_OF,
@@ -169,6 +170,8 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
       CheckpointFormatError: On an unknown family, a missing key, or an option that would
         change the arithmetic in a way that is not implemented; begins with `source`.
     """
+    if wrong := list(config_values.problems(config)):
+        raise CheckpointFormatError(f"{source}: {'; '.join(wrong)}")
     name, _ = architecture(config, source)
     row = FAMILIES[name]
     config = {k: v for k, v in {**row.defaults, **config}.items() if v is not None}
@@ -188,7 +191,7 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
     }
     fields.setdefault("tie_embeddings", False)
     if row.mixture:
-        fields["experts"] = _experts(config, row.mixture)
+        fields["experts"] = _experts(config, row.mixture, source)
     fields["layers"] = _layers(config, row, source)
     try:
         for part in row.further:
@@ -230,16 +233,27 @@ def _check_keys(config: Config, name: str, keys: Mapping[str, str], source: str)
         )
 
 
-def _experts(config: Config, mixture: Mixture) -> Experts:
+def _experts(config: Config, mixture: Mixture, source: str) -> Experts:
     fields = {field: config[key] for field, key in mixture.keys.items() if key in config}
     shared = {"": 0, "one": 1}.get(mixture.shared)
     if shared is None:
         shared = config.get(mixture.shared, 0)
-    return Experts(**{**fields, **mixture.traits}, shared_size=shared * fields["size"])
+    found = Experts(**{**fields, **mixture.traits}, shared_size=shared * fields["size"])
+    reachable = found.num // found.groups * found.top_groups
+    if found.num % found.groups or found.top_groups > found.groups or found.per_token > reachable:
+        raise CheckpointFormatError(
+            f"{source}: a token cannot visit {found.per_token} of {found.num} experts in"
+            f" {found.top_groups} of {found.groups} equal groups"
+        )
+    return found
 
 
 def _layers(config: Config, row: Family, source: str) -> tuple[Layer, ...]:
     numbers = range(config["num_hidden_layers"])
+    if 0 < len(config.get("no_rope_layers", ())) != len(numbers):
+        listed = len(config["no_rope_layers"])
+        what = f"of {listed} layers, num_hidden_layers is {len(numbers)}"
+        raise CheckpointFormatError(f"{source}: no_rope_layers is {what}")
     attention = row.attention or (lambda config, number: "full_attention")
     types: Sequence[str] = [attention(config, number) for number in numbers]
     known = {t for t, keys in ATTENTION.items() if set(keys.values()) <= config.keys()}

@@ -1,0 +1,129 @@
+"""Makes configs.json: of a model of each family what transformers writes, at its published sizes.
+
+python tests/goldens/make_configs.py
+"""
+
+import json
+import pathlib
+
+import transformers
+
+YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+# What differs from the defaults of the class.
+MODELS = {
+    "Llama-3.2-1B": (
+        "Llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 500000.0, **LLAMA3},
+            "tie_word_embeddings": True,
+            "head_dim": 64,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        "Qwen2",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3-0.6B": (
+        "Qwen3",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Mistral-7B-v0.1": ("Mistral", {}),
+    "Mixtral-8x7B-v0.1": ("Mixtral", {"vocab_size": 32000}),
+    "Qwen3-30B-A3B": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "gemma-2-9b": (
+        "Gemma2",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "query_pre_attn_scalar": 256,
+        },
+    ),
+    "gemma-3-1b": (
+        "Gemma3Text",
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": 512,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        {
+            "max_position_embeddings": 163840,
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 10000.0,
+                "factor": 40.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    "GLM-4-9B-0414": ("Glm4", {}),
+    "GLM-4.5-Air": ("Glm4Moe", {"attention_bias": True, "head_dim": 128}),
+    "Llama-4-Scout": (
+        "Llama4Text",
+        {"interleave_moe_layer_step": 1, "use_qk_norm": True, "vocab_size": 202048},
+    ),
+}
+
+if __name__ == "__main__":
+    found = {}
+    for name, (cls, own) in MODELS.items():
+        config = getattr(transformers, f"{cls}Config")(**own)
+        found[name] = config.to_diff_dict()
+        found[name].pop("transformers_version", None)
+        found[name]["architectures"] = [f"{cls.removesuffix('Text')}ForCausalLM"]
+    path = pathlib.Path(__file__).parent / "configs.json"
+    lines = (f"{json.dumps(name)}: {json.dumps(config)}" for name, config in found.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

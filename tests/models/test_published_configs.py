@@ -1,0 +1,262 @@
+"""config.json of published models of each family: which shape it is, and what is refused.
+
+`goldens/configs.json` is made by `goldens/make_configs.py`.
+"""
+
+import dataclasses
+import json
+
+import hf_checkpoints
+import pytest
+
+from jaxrl_llm.models import families, written_config
+from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.family_table import FAMILIES
+from jaxrl_llm.models.shape import Experts, Latent, Layer, RopeScaling, Shape
+
+CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
+
+
+def shape(name, sizes, heads, **fields):
+    """Args: sizes: Of vocabulary, hidden state, MLP; heads: Layers, heads, KV heads, head size."""
+    vocab_size, hidden_size, mlp_size = sizes
+    num_layers, num_heads, num_kv_heads, head_size = heads
+    if isinstance(fields.get("layers"), Layer):
+        fields["layers"] = (fields["layers"],) * num_layers
+    return Shape(
+        family=name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        mlp_size=mlp_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        **fields,
+    )
+
+
+UNTIED = {"tie_embeddings": False}
+GEMMA = {"act": "gelu", "norm_offset": 1.0, "post_norms": True, "scale_embeddings": True}
+EXPERTS = Layer(experts=True)
+LOCAL, CHUNK = Layer(window=512, rope="local"), Layer(chunk=8192, experts=True)
+SHAPES = {
+    "Llama-3.2-1B": shape(
+        "llama",
+        (128256, 2048, 8192),
+        (16, 32, 8, 64),
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
+        norm_eps=1e-5,
+    ),
+    "Qwen2.5-0.5B": shape(
+        "qwen2",
+        (151936, 896, 4864),
+        (24, 14, 2, 64),
+        max_positions=32768,
+        rope_theta=1e6,
+        qkv_bias=True,
+    ),
+    "Qwen3-0.6B": shape(
+        "qwen3",
+        (151936, 1024, 3072),
+        (28, 16, 8, 128),
+        max_positions=40960,
+        rope_theta=1e6,
+        qk_norm=True,
+    ),
+    "Mistral-7B-v0.1": shape(
+        "mistral", (32000, 4096, 14336), (32, 32, 8, 128), layers=Layer(window=4096), **UNTIED
+    ),
+    "Mixtral-8x7B-v0.1": shape(
+        "mixtral",
+        (32000, 4096, 14336),
+        (32, 32, 8, 128),
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        layers=EXPERTS,
+        experts=Experts(8, 2, 14336),
+        **UNTIED,
+    ),
+    "Qwen3-30B-A3B": shape(
+        "qwen3_moe",
+        (151936, 2048, 6144),
+        (48, 32, 4, 128),
+        max_positions=40960,
+        rope_theta=1e6,
+        qk_norm=True,
+        layers=EXPERTS,
+        experts=Experts(128, 8, 768),
+        **UNTIED,
+    ),
+    "gemma-2-9b": shape(
+        "gemma2",
+        (256000, 3584, 14336),
+        (42, 16, 8, 256),
+        max_positions=8192,
+        layers=(Layer(window=4096), Layer()) * 21,
+        score_cap=50.0,
+        logit_cap=30.0,
+        **GEMMA,
+    ),
+    "gemma-3-1b": shape(
+        "gemma3_text",
+        (262208, 1152, 6912),
+        (26, 4, 1, 256),
+        max_positions=32768,
+        rope_theta=1e6,
+        qk_norm=True,
+        layers=((*[LOCAL] * 5, Layer()) * 5)[:26],
+        **GEMMA,
+    ),
+    "gpt-oss-20b": shape(
+        "gpt_oss",
+        (201088, 2880, 2880),
+        (24, 64, 8, 64),
+        rope_theta=150_000.0,
+        # magnitude: 0.1 ln 32 + 1
+        rope_scaling=RopeScaling(
+            32.0,
+            original_max_positions=4096,
+            kind="yarn",
+            whole_dims=False,
+            magnitude=1.3465735902799727,
+        ),
+        norm_eps=1e-5,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        layers=(Layer(window=128, experts=True), EXPERTS) * 12,
+        experts=Experts(32, 4, 2880, bias=True, act="clamped"),
+        **UNTIED,
+    ),
+    "DeepSeek-V3": shape(
+        "deepseek_v3",
+        (129280, 7168, 18432),
+        (61, 128, 128, 192),
+        max_positions=163840,
+        rope_scaling=RopeScaling(40.0, original_max_positions=4096, kind="yarn"),
+        layers=(Layer(),) * 3 + (EXPERTS,) * 58,
+        rope_size=64,
+        rope_interleaved=True,
+        query_scale=0.1352337788608801,  # 192 ** -0.5 (0.1 ln 40 + 1) ** 2
+        latent=Latent(512, 128, 128, 1536),
+        experts=Experts(
+            256,
+            8,
+            2048,
+            shared_size=2048,
+            scores="sigmoid",
+            scale=2.5,
+            selection_bias=True,
+            groups=8,
+            top_groups=4,
+        ),
+        **UNTIED,
+    ),
+    "GLM-4-9B-0414": shape(
+        "glm4",
+        (151552, 4096, 13696),
+        (40, 32, 2, 128),
+        norm_eps=1.5625e-7,
+        qkv_bias=True,
+        rope_size=64,
+        rope_interleaved=True,
+        post_norms=True,
+        **UNTIED,
+    ),
+    "GLM-4.5-Air": shape(
+        "glm4_moe",
+        (151552, 4096, 10944),
+        (46, 96, 8, 128),
+        norm_eps=1e-5,
+        qkv_bias=True,
+        rope_size=64,
+        layers=(Layer(), *[EXPERTS] * 45),
+        experts=Experts(128, 8, 1408, shared_size=1408, scores="sigmoid", selection_bias=True),
+        **UNTIED,
+    ),
+    "Llama-4-Scout": shape(
+        "llama4_text",
+        (202048, 5120, 16384),
+        (48, 40, 8, 128),
+        rope_theta=5e5,
+        norm_eps=1e-5,
+        layers=(*[CHUNK] * 3, Layer(rope="none", experts=True)) * 12,
+        rope_interleaved=True,
+        unit_qk=True,
+        long_query_scale=0.1,
+        experts=Experts(
+            16,
+            1,
+            8192,
+            shared_size=8192,
+            scores="sigmoid",
+            normalized=False,
+            weighs_input=True,
+        ),
+        **UNTIED,
+    ),
+}
+
+
+def test_every_family_is_here():
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+    assert SHAPES.keys() == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shape_of_a_published_model(name):
+    found = families.shape_from_config(CONFIGS[name])
+    assert dataclasses.asdict(found) == dataclasses.asdict(SHAPES[name])
+    written = json.loads(json.dumps(written_config.to_hf_config(found, "lm", "bfloat16")))
+    assert families.shape_from_config(written) == found
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+REFUSED = [
+    ("gpt-oss-20b", {"rope_parameters": ROPE}, "rope_type must be 'default' or 'linear'"),
+    ("Mistral-7B-v0.1", {"rope_parameters": {**ROPE, "rope_type": "longrope"}}, "'longrope'"),
+    ("gemma-3-1b", {"rope_parameters": {"full_attention": ROPE}}, "rope_type must be 'default'"),
+    (
+        "gemma-3-1b",
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": ROPE}},
+        "rope_parameters.sliding_attention must not be scaled",
+    ),
+    ("DeepSeek-V3", {"rope_parameters": {"rope_type": "yarn"}}, "yarn lacks factor, original_max"),
+    ("gemma-2-9b", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh' is implemented for"),
+    ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is implemented"),
+    ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is implemented"),
+    ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "use a folder of bfloat16"),
+    ("Mixtral-8x7B-v0.1", {"num_experts_per_tok": 9}, "cannot visit 9 of 8 experts"),
+    ("DeepSeek-V3", {"topk_group": 9}, "of 256 experts in 9 of 8 equal groups"),
+    ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
+    ("DeepSeek-V3", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+    ("Qwen3-30B-A3B", {"moe_intermediate_size": None}, "moe_intermediate_size missing"),
+    ("gemma-3-1b", {"layer_types": ["full_attention"] * 25}, "of 25 layers, num_hidden_layers"),
+    ("gemma-2-9b", {"layer_types": ["chunked_attention"] * 42}, "only full_attention, sliding_"),
+    ("Llama-4-Scout", {"layer_types": ["sliding_attention"] * 48}, "only chunked_attention, full"),
+    ("Llama-4-Scout", {"no_rope_layers": [1, 0]}, "no_rope_layers is of 2 layers"),
+    ("Qwen3-0.6B", {"use_sliding_window": True}, "use_sliding_window is True; only False"),
+    ("GLM-4.5-Air", {"head_dim": 66, "partial_rotary_factor": 0.5}, "need an even size"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_what_a_family_cannot_do(name, changes, message):
+    config = {**CONFIGS[name], **changes}
+    if "partial_rotary_factor" in changes:
+        config["rope_parameters"] = None
+    with pytest.raises(CheckpointFormatError, match=rf"^here: .*{message}"):
+        families.shape_from_config(config, "here")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_key_with_a_wrong_value_is_told(name):
+    """Whatever one key holds, there is a shape or an error with the key's name."""
+    for key in CONFIGS[name]:
+        for value in ("x", -1, 0, 1.5, float("nan"), 2**70, [], {}, True, [3], {"a": {}}):
+            try:
+                families.shape_from_config({**CONFIGS[name], key: value}, "here")
+            except CheckpointFormatError as error:
+                assert key in str(error) or "experts" in str(error), (key, value, error)
