@@ -96,27 +96,28 @@ def made(name):
     return tiny.rollout_params(tiny.params(network), ONE, network)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "plain")]
+)
 def test_what_is_kept_changes_no_sample(name):
-    params = made(name)
-    whole = engine_with(8, shape=NETWORKS[name])
-    wanted = played(whole, params, keeps=False)
-    assert whole.statistics.reread_tokens == 0
-    kept = engine_with(8, shape=NETWORKS[name])
-    assert_same(played(kept, params), wanted)
+    engine, params = engine_with(8, shape=NETWORKS[name]), made(name)
+    wanted = played(engine, params, keeps=False)
+    whole = engine.statistics
+    assert_same(played(engine, params), wanted)
     # Each token is read once: the prompt, then what is new, and the token sampled before it.
     prompts = sum(3 + 2 * i for i in range(EPISODES))
     new = (TURNS - 1) * (sum((7, 1, 9, 2, 5)) + EPISODES)
-    assert kept.statistics.prefill_tokens == prompts + new < whole.statistics.prefill_tokens / 2
+    assert engine.statistics.prefill_tokens == prompts + new < whole.prefill_tokens / 2
+    assert engine.statistics.reread_tokens == whole.reread_tokens == 0
     # With room for two, slots are given to others and read again.
     few = engine_with(2, shape=NETWORKS[name])
     assert_same(played(few, params), wanted)
-    assert 0 < few.statistics.reread_tokens <= whole.statistics.prefill_tokens
+    assert 0 < few.statistics.reread_tokens <= whole.prefill_tokens
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}], ids=str)
-def test_on_a_mesh(sizes):
-    mesh = tiny.make_mesh(**sizes)
+@pytest.mark.slow
+def test_on_a_mesh():
+    mesh = tiny.make_mesh(fsdp=2, tensor=2)
     wanted = played(engine_with(8), rollout_params(), keeps=False)
     assert_same(played(engine_with(4, mesh), rollout_params(mesh)), wanted)
 
@@ -128,6 +129,7 @@ def test_long_additions_are_read_in_pieces(monkeypatch):
     assert_same(played(engine, rollout_params(), added=(14, 3, 8, 1, 5)), wanted)
 
 
+@pytest.mark.slow
 def test_guesses_know_what_was_added():
     """Speculation looks for its guesses in all tokens of a sequence, those added too."""
     wanted = played(engine_with(8), rollout_params(), keeps=False)
@@ -136,6 +138,7 @@ def test_guesses_know_what_was_added():
     assert engine.statistics.guesses > 0
 
 
+@pytest.mark.slow
 def test_routes_of_all_tokens_are_known():
     shape = NETWORKS["experts and windows"]
     params = made("experts and windows")
