@@ -74,7 +74,8 @@ def load(
     Args:
       network: Built with `read_shape(folder)`.
       shardings: Of each parameter; None is the first local device.
-      dtype: Of the parameters; None is `network.param_dtype`.
+      dtype: Of the parameters; None is `network.param_dtype`. Biases that select experts are
+        float32: a rounded one selects others.
 
     Raises:
       CheckpointFormatError: If anything is missing, cut short, or does not fit the network;
@@ -97,7 +98,8 @@ def load(
             arrays[name.path] = _assemble(shape, sharding, read)
         else:
             tensors = [stored[file] for file in name.file_names]
-            arrays[name.path] = read_parameter(name, tensors, dtype, shape, sharding)
+            kind = np.dtype(np.float32) if name.wide else dtype
+            arrays[name.path] = read_parameter(name, tensors, kind, shape, sharding)
     params = traverse_util.unflatten_dict(arrays)
     finite.check(params, str(folder), "the folder is damaged, take another copy of it")
     return params

@@ -130,8 +130,8 @@ class Build:
     def normal(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
         return self.param(_NORMAL, shape, axes)
 
-    def zeros(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-        return self.param(_ZEROS, shape, axes)
+    def zeros(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
+        return self.param(_ZEROS, shape, axes, dtype)
 
 
 def as_peft(key: jax.Array, shape: tuple[int, ...], dtype) -> Float[Array, "I rank"]:

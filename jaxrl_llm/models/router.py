@@ -44,7 +44,8 @@ class Router(nnx.Module):
         if experts.bias:
             self.bias = build.zeros((count,), ("router",))
         if experts.selection_bias:
-            self.selection_bias = build.zeros((count,), ("router",))
+            # In bfloat16 a small `router.bias_rate` would not move it.
+            self.selection_bias = build.zeros((count,), ("router",), jnp.float32)
         self.experts = experts
 
     def __call__(

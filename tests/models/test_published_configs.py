@@ -251,12 +251,12 @@ def test_what_a_family_cannot_do(name, changes, message):
         families.shape_from_config(config, "here")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_key_with_a_wrong_value_is_told(name):
+def test_a_key_with_a_wrong_value_is_told():
     """Whatever one key holds, there is a shape or an error with the key's name."""
-    for key in CONFIGS[name]:
-        for value in ("x", -1, 0, 1.5, float("nan"), 2**70, [], {}, True, [3], {"a": {}}):
+    of_keys = {key: config for config in CONFIGS.values() for key in config}
+    for key, config in of_keys.items():
+        for value in ("x", -1, 0, float("nan"), [3], {"a": {}}):
             try:
-                families.shape_from_config({**CONFIGS[name], key: value}, "here")
+                families.shape_from_config({**config, key: value}, "here")
             except CheckpointFormatError as error:
                 assert key in str(error) or "experts" in str(error), (key, value, error)

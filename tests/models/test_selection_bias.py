@@ -1,0 +1,68 @@
+"""Biases that select experts stay in float32: read, trained, sampled with and written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from flax import traverse_util
+
+from jaxrl_llm.models import families, huggingface, safetensors_file
+from jaxrl_llm.models.transformer import Network
+
+SHAPE = families.shape_from_config({
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+})  # fmt: skip
+# Apart by less than bfloat16 tells around 1.
+BIASES = 1.0 + np.arange(4, dtype=np.float32) / 1024
+
+
+def biases_of(tree):
+    flat = traverse_util.flatten_dict(tree)
+    return [(np.asarray(a), a.dtype) for path, a in flat.items() if path[-1] == "selection_bias"]
+
+
+def with_biases(tree):
+    return jax.tree.map_with_path(
+        lambda path, a: (
+            jnp.broadcast_to(BIASES, a.shape)
+            if getattr(path[-1], "key", "") == "selection_bias"
+            else a
+        ),
+        tree,
+    )
+
+
+def test_no_bias_is_rounded(tmp_path):
+    network = Network(SHAPE, param_dtype="bfloat16", compute_dtype="bfloat16")
+    params = with_biases(jax.jit(network.init)(jax.random.key(0)))
+    assert params["embed"].dtype == "bfloat16"
+    huggingface.save(tmp_path, network, params, dtype="bfloat16")
+    (stored,) = [
+        tensor
+        for name, tensor in safetensors_file.open_folder(tmp_path).items()
+        if "e_score_correction_bias" in name
+    ]
+    np.testing.assert_array_equal(stored.view(), BIASES)
+    loaded = huggingface.load(tmp_path, network)
+    mesh = tiny.make_mesh()
+    resharder = tiny.resharder(mesh, network, "bfloat16")
+    sampled = resharder.reshard(resharder.empty(), tiny.sharded(loaded, mesh, network))
+    assert sampled["embed"].dtype == "bfloat16"
+    for tree in (loaded, sampled["layers"][1]):
+        ((values, kind),) = biases_of(tree)
+        assert kind == "float32"
+        np.testing.assert_array_equal(values.reshape(-1), BIASES)
+    assert jax.tree.map(lambda a: a.dtype, loaded) == jax.tree.map(
+        lambda a: a.dtype, network.abstract()
+    )
