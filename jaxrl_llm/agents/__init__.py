@@ -1,0 +1,1 @@
+"""Episodes of several turns: tools, environments, and what a model writes to call them."""
