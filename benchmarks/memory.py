@@ -20,6 +20,7 @@ import numpy as np
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.models import heads
+from jaxrl_llm.models.places import Everywhere
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import REMAT_POLICIES, Network
 from jaxrl_llm.planning.shapes import known_shape
@@ -115,7 +116,9 @@ def head_table() -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocab, (rows, length)), jnp.int32)
 
     def in_chunks(hidden, weight):
-        found, *_ = heads.token_statistics(hidden, weight, tokens, jnp.ones_like(tokens))
+        found, *_ = heads.token_statistics(
+            hidden, weight, tokens, Everywhere(jnp.ones_like(tokens))
+        )
         return jnp.sum(found)
 
     def dense(hidden, weight):

@@ -13,6 +13,7 @@ from jaxrl_llm.planning import fit, placement
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.fit import Plan
 from jaxrl_llm.planning.placement import Placement
+from jaxrl_llm.planning.setting import Scorer
 from jaxrl_llm.planning.shapes import SHAPES
 
 MODELS = (("Qwen2.5-3B", 8), ("Llama-3.1-8B", 8), ("Qwen2.5-32B", 16), ("Llama-3.1-70B", 64))
@@ -62,7 +63,7 @@ def run(recipe: str) -> RLConfig:
 def plan(config: RLConfig, model: str, count: int, scored: bool) -> Plan:
     """Returns the plan on H200s; only its bytes are used."""
     shape = SHAPES[model]
-    return fit.make(config, shape, (shape,) * scored, DEVICES["h200"], count)
+    return fit.make(config, shape, (Scorer(shape, "scalar"),) * scored, DEVICES["h200"], count)
 
 
 def savings(recipe: str) -> Iterator[str]:

@@ -58,6 +58,16 @@ class Weights:
     version: int  # completed steps
 
 
+class Lessons(NamedTuple):
+    """What teachers say of sampled tokens: log-probs of k tokens in place of each. Host arrays.
+
+    The k likeliest of the vocabulary, which descend, or the sampled token alone.
+    """
+
+    tokens: Int[np.ndarray, "B T k"]  # -1: no teacher speaks of this place
+    log_probs: Float[np.ndarray, "B T k"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Sampled sequences, those of a prompt side by side. Host arrays, equal on all processes."""
@@ -74,6 +84,7 @@ class Rollouts:
     # Experts that a token visited in each layer with experts, -1: not known, as of the last token,
     # which was never read; None: not kept.
     routes: Int[np.ndarray, "B T routes"] | None = None
+    lessons: Lessons | None = None  # None: the run has no teacher
 
     @property
     def missing_routes(self) -> int:

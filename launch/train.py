@@ -25,8 +25,7 @@ def _refuse_what_cannot_fit(config: JobConfig) -> None:
     """Raises ConfigError if an RL run cannot fit, before the libraries of a run are loaded."""
     if not isinstance(config, RLConfig):
         return
-    scorers = (*config.rewards.models.values(), *config.rewards.cost_models.values())
-    paths = [config.model.path, *(model.path for model in scorers)]
+    paths = [config.model.path, *config.scorer_paths]
     if all(not path or os.path.isdir(path) for path in paths):  # a missing one is named later
         planned.check(planned.settled(config, WORKDIR.value), jax.devices())
 

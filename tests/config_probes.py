@@ -25,6 +25,7 @@ from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
 from jaxrl_llm.data import datasets, streams
 from jaxrl_llm.learner import (
     batches,
+    distillation,
     estimate,
     lowering,
     objectives,
@@ -148,6 +149,37 @@ def policy_loss(config: RLConfig):
         return losses.policy_objective(algorithm, x, -log_probs(5), batch, chosen, counts)
 
     return jax.value_and_grad(loss, has_aux=True)(now)
+
+
+def lessons(config: RLConfig):
+    """What teachers say of samples, and of which of them."""
+
+    def program(config, models, teacher):
+        def ask(params, tokens, packed):
+            shape = *packed.microbatches.segment_ids.shape, config.distillation.num_listed
+            return jnp.ones(shape, jnp.int32), jnp.zeros(shape)
+
+        return ask
+
+    names, shape = config.distillation.teachers, types.SimpleNamespace(vocab_size=99)
+    teacher = types.SimpleNamespace(network=types.SimpleNamespace(shape=shape), params={})
+    frozen = types.SimpleNamespace(teachers=dict.fromkeys(names, teacher))
+    meshes = models_lib.one_mesh(config)
+    models = types.SimpleNamespace(meshes=meshes, packer=batches.Packer(64, 1))
+    with mock.patch.object(distillation, "scoring_program", program):
+        taught = distillation.teaching(config, models, frozen)
+        return taught(rollouts(), Clock()).lessons
+
+
+def distilled(config: RLConfig):
+    """Advantages with what teachers say, and the loss beside that of the policy."""
+    lesson = distillation.Lesson(jnp.asarray(MASK), jnp.asarray(log_probs(3)))
+    rows = dataclasses.replace(Minibatch.zeros(*MASK.shape), old_log_probs=log_probs(2))
+    counts = minibatch_denominators(jnp.asarray(MASK))
+    found = {"forward_kl": jnp.asarray(-log_probs(4))}
+    given = jnp.asarray(log_probs(2)), lesson, found, counts, counts
+    advised = distillation.advised(config, rows, lesson).advantages
+    return advised, distillation.objective(config, *given)
 
 
 def value_loss(config: RLConfig):

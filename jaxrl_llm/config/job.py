@@ -14,6 +14,7 @@ from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConf
 from jaxrl_llm.config.samples import (
     CurriculumConfig,
     DataConfig,
+    DistillationConfig,
     EvaluationConfig,
     RewardsConfig,
     RolloutConfig,
@@ -167,6 +168,7 @@ class RLConfig(JobConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
+    distillation: DistillationConfig = DistillationConfig()
     trainer: learner.RLTrainerConfig = learner.RLTrainerConfig()
     warm_start: learner.StageConfig = learner.StageConfig()
     preference: learner.StageConfig = learner.StageConfig()
@@ -192,6 +194,20 @@ class RLConfig(JobConfig):
     @property
     def max_scored_tokens(self) -> int:
         return self.rollout.max_response_tokens
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether the run has reward or cost models, or teachers."""
+        rewards = self.rewards
+        return bool(rewards.models or rewards.cost_models or self.distillation.teachers)
+
+    @property
+    def scorer_paths(self) -> list[str]:
+        """Folders of reward and cost models, and of teachers."""
+        judges = *self.rewards.models.values(), *self.rewards.cost_models.values()
+        teachers = self.distillation.teachers.values()
+        paths = *(judge.path for judge in judges), *(teacher.path for teacher in teachers)
+        return [path for path in paths if path]
 
     @property
     def evaluation_rewards(self) -> RewardsConfig:
@@ -245,6 +261,7 @@ class RLConfig(JobConfig):
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
+        yield from self._rules_of_teachers()
         reasons = {}  # why an alert with action "skip" can never skip an update in this run
         if self.algorithm.old_log_probs != "recompute":
             reasons["log_prob_difference"] = (
@@ -270,8 +287,29 @@ class RLConfig(JobConfig):
                     message = f"needs preference pairs; data.task={self.data.task!r} has none"
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
+    def _rules_of_teachers(self) -> Problems:
+        if self.rewards.functions or self.rewards.models:
+            return
+        if not self.distillation.teachers:
+            message = "no reward at all; add rewards.functions or rewards.models, or"
+            yield "rewards.functions", f"{message} distillation.teachers"
+        elif self.algorithm.dynamic_sampling:
+            message = "drops groups of equal rewards, but the run has no reward; set it to False"
+            yield "algorithm.dynamic_sampling", message
+        if self.evaluation.wanted and not self.evaluation.functions:
+            message = "the run has no reward that could score held-out answers; name a function,"
+            yield "evaluation.functions", f"{message} or set before, after and every to nothing"
+
     def warnings(self) -> Iterator[str]:
         algorithm = self.algorithm
+        distillation, default = self.distillation, DistillationConfig()
+        for name in ("loss", "coef", "top_k"):
+            read = distillation.loss == "forward_kl" if name == "top_k" else True
+            if distillation.teachers and read:
+                continue
+            if getattr(distillation, name) != getattr(default, name):
+                reason = "loss is not 'forward_kl'" if distillation.teachers else "no teacher"
+                yield f"config.distillation.{name}: no effect, {reason}"
         costs = sorted({**self.rewards.cost_functions, **self.rewards.cost_models})
         if costs and not algorithm.safe:
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"

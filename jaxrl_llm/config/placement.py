@@ -12,7 +12,7 @@ from jaxrl_llm.config.ranges import Group, Name, Problems, Range
 Axis = Annotated[int, Range("-1 or [1, 1000000]", "-1: the rest")]
 PoolAxis = Annotated[int, Range("-1 or [0, 1000000]", "-1: the rest, 0: as config.mesh")]
 
-# "critic" means both critics of Safe-RLHF, "reward" all reward and cost models.
+# "critic" means both critics of Safe-RLHF, "reward" all reward and cost models, and teachers.
 ROLES = ("policy", "critic", "reference", "reward", "rollout")
 
 # The roles of each pool. All pools have the same number of devices. A pool gets no devices if the

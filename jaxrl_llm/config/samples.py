@@ -4,7 +4,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from jaxrl_llm.config.ranges import Every, File, Folder, Group, Name, Problems, Range, Real, Tokens
+from jaxrl_llm.config.ranges import (
+    Coefficient,
+    Every,
+    File,
+    Folder,
+    Group,
+    Name,
+    Problems,
+    Range,
+    Real,
+    Tokens,
+)
 
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
 # temperature this error would decide which token is sampled.
@@ -181,12 +192,58 @@ class RewardsConfig(Group):
     failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
 
     def rules(self) -> Problems:
-        if not self.functions and not self.models:
-            yield "functions", "no reward at all; add rewards.functions or rewards.models"
         for kind in ("", "cost_"):
             functions, models = getattr(self, f"{kind}functions"), getattr(self, f"{kind}models")
             if shared := set(functions) & set(models):
                 yield f"{kind}models", f"names used twice: {', '.join(sorted(shared))}"
+
+
+class TeacherConfig(Group):
+    """A teacher: a frozen language model with the policy's tokenizer."""
+
+    path: Folder = ""
+    data_source: Name = "*"  # rows that it teaches; "*": those that no other one teaches
+
+    def rules(self) -> Problems:
+        if not self.path:
+            yield "path", "required: the folder of a language model"
+
+
+class DistillationConfig(Group):
+    """Teachers of the policy on the tokens that it samples, with or without rewards."""
+
+    teachers: Mapping[str, TeacherConfig] = dataclasses.field(default_factory=dict)
+    # The divergence from the teacher: reverse KL as advantage of each token, the estimate k3 of
+    # sampled tokens as a loss, or forward KL over the teacher's likeliest tokens as a loss.
+    loss: Literal["reverse_kl", "k3", "forward_kl"] = "reverse_kl"
+    coef: Coefficient = 1.0
+    # Tokens of "forward_kl" that the teacher lists; all others are one bucket.
+    top_k: Annotated[int, Range("[1, 1024]")] = 32
+
+    @property
+    def num_listed(self) -> int:
+        """Tokens of which a teacher tells the log-probs, in place of each token."""
+        return self.top_k if self.loss == "forward_kl" else 1
+
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """Of the rows that have a teacher; "*": all."""
+        return frozenset(teacher.data_source for teacher in self.teachers.values())
+
+    def teacher_of(self, data_source: str) -> str:
+        """Returns the name of the teacher of such rows; "" if they have none."""
+        by_source = {teacher.data_source: name for name, teacher in self.teachers.items()}
+        return by_source.get(data_source, by_source.get("*", ""))
+
+    def rules(self) -> Problems:
+        known: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            if other := known.get(teacher.data_source):
+                message = f"{teacher.data_source!r} has a teacher, {other!r}; give it one"
+                yield f"teachers.{name}.data_source", message
+            known[teacher.data_source] = name
+        if self.teachers and not self.coef:
+            yield "coef", "0: nothing would be learned from the teachers; raise it, or name none"
 
 
 class EvaluationConfig(Group):

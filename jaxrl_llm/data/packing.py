@@ -209,6 +209,9 @@ class Microbatch:
     before: Int[Array, "*M R scored"]  # column of the token before each of them
     # Experts that tokens visited before, as `Rollouts.routes`; [R, W, 0]: not known.
     routes: Int[Array, "*M R W routes"]
+    # What a teacher says of each token, as `types.Lessons`; [R, W, 0]: nothing.
+    listed: Int[Array, "*M R W k"]
+    listed_log_probs: Float[Array, "*M R W k"]
 
     @property
     def scores_everything(self) -> bool:

@@ -44,6 +44,7 @@ def estimator(config: RLConfig, mesh: Mesh):
         clock: Clock,
     ) -> tuple[Estimates, LearnerState, dict[str, Float[Array, ""]]]:
         names = sorted(rewards.terms)
+        shape = len(names), len(rewards.scores)
         arrays = {
             "response_mask": rollouts.response_mask,
             "group_ids": rollouts.group_ids,
@@ -51,8 +52,8 @@ def estimator(config: RLConfig, mesh: Mesh):
             "scores": rewards.scores,
             "costs": rewards.costs,
             "baselines": rewards.baselines,
-            "term_rewards": np.stack([rewards.terms[n] for n in names]),
-            "term_weights": np.stack([rewards.weights[n] for n in names]),
+            "term_rewards": np.reshape([rewards.terms[n] for n in names], shape),
+            "term_weights": np.reshape([rewards.weights[n] for n in names], shape),
         }
         with clock("adv"):
             estimates, kl_coef, log_multiplier, metrics = compiled(
@@ -72,6 +73,7 @@ def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates],
     """
     algorithm = config.algorithm
     advantages_alone = losses.follows_advantages(algorithm) and not needs.of(algorithm).critic
+    advantages_alone &= not config.distillation.teachers
 
     def has_signal(of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
         uniform = of_rewards["training/groups/uniform_share"] == 1.0

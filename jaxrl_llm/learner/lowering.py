@@ -22,7 +22,7 @@ from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.packing import PackedBatch
-from jaxrl_llm.learner import batches, optimizer, predict, routing, update
+from jaxrl_llm.learner import batches, distillation, optimizer, predict, update, wide
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -136,9 +136,10 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
         ),
     )
     packed = jax.tree.map(lambda a: _array(models, np.shape(a), a.dtype), packed)
-    if config.router.replay == "off":
-        return packed
-    return routing.abstract_routes(packed, models.policy.num_routes, models.mesh)
+    widths = distillation.widths(config)
+    if config.router.replay != "off":
+        widths["routes"] = models.policy.num_routes
+    return wide.abstract(packed, models.mesh, **widths)
 
 
 def abstract_batch(config: RLConfig, models: Models) -> Minibatch:

@@ -106,7 +106,7 @@ def role_meshes(config: RLConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh
         "rollout": True,
         "critic": needed.critic,
         "reference": needed.reference,
-        "reward": bool(config.rewards.models or config.rewards.cost_models),
+        "reward": config.has_scorers,
     }
     used = {role for role, wanted in has.items() if wanted}
     return pools.meshes(config.placement, config.mesh, used, list(devices) or jax.devices())

@@ -174,7 +174,7 @@ def _log_probs(
     config: JobConfig, models: Models, params: Params, microbatch: Microbatch, batch: Batch
 ) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
     """Returns the policy's log-prob of each token, and 1 where none was likelier."""
-    log_probs, _, likeliest, _ = predict.token_statistics(
+    found, _ = predict.token_statistics(
         models.policy,
         params,
         batch.tokens,
@@ -184,8 +184,8 @@ def _log_probs(
         entropy="likeliest",
     )
     width = batch.tokens.shape[1]
-    unpacked = (microbatch.unpacked(x, batch.lengths, width) for x in (log_probs, likeliest))
-    log_probs, likeliest = unpacked
+    asked = found.log_probs, found.sum_squared_probs
+    log_probs, likeliest = (microbatch.unpacked(x, batch.lengths, width) for x in asked)
     return log_probs, likeliest
 
 

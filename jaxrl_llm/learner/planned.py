@@ -21,7 +21,7 @@ from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import devices, fit, placement, shapes
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan
-from jaxrl_llm.planning.setting import Setting
+from jaxrl_llm.planning.setting import Scorer, Setting
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 Job = TypeVar("Job", bound=JobConfig)
@@ -124,9 +124,8 @@ def settled(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
     So a resumed run repeats it bit for bit. Sizes that the config gives win; its placement stays.
     """
     needs.check(config.algorithm)
-    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
-        if model.path:
-            families.read_config(model.path)  # a plan would only say that it does not fit
+    for path in config.scorer_paths:
+        families.read_config(path)  # a plan would only say that it does not fit
     config = _as_begun(config, workdir)
     return _with_sizes_of(config, _chosen_here(config)) if _is_open(config) else config
 
@@ -194,7 +193,7 @@ def _setting(config: RLConfig, policy: Shape, target: Target) -> Setting:
     return Setting(config, policy, shapes.scorers(config, policy), {}, target.device.backend)
 
 
-def _fit(policy: Shape, scorers: tuple[Shape, ...], config: JobConfig, target: Target) -> Plan:
+def _fit(policy: Shape, scorers: tuple[Scorer, ...], config: JobConfig, target: Target) -> Plan:
     return fit.make(config, policy, scorers, target.device, target.num_devices)
 
 
@@ -258,7 +257,7 @@ def _may_split(best: placement.Placement, config: RLConfig) -> bool:
     return True
 
 
-def _sized(config: Job, policy: Shape, scorers: tuple[Shape, ...], target: Target) -> Job:
+def _sized(config: Job, policy: Shape, scorers: tuple[Scorer, ...], target: Target) -> Job:
     """Returns the config with microbatches and recomputation where it leaves them open.
 
     On a CPU small microbatches are as fast and memory is shared: there the limit is little more

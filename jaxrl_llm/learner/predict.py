@@ -8,17 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import routing as routing_lib
+from jaxrl_llm.learner import wide
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import heads, lora
+from jaxrl_llm.models.likeliest import likeliest_tokens
+from jaxrl_llm.models.places import Chosen, Everywhere, Places
 from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -47,6 +50,13 @@ def _read(
     return packed, hidden, network.head_weight(params), routed
 
 
+def _places(microbatch: Microbatch) -> Places:
+    """Returns where the tokens are whose log-probs are wanted."""
+    if microbatch.scores_everything:
+        return Everywhere(microbatch.segment_ids)
+    return Chosen(microbatch.scored, microbatch.before, microbatch.segment_ids.shape[1])
+
+
 def token_statistics(
     network: Network,
     params: Params,
@@ -57,20 +67,40 @@ def token_statistics(
     chunk: int,
     entropy: heads.Entropy,
     routing: Routing | None = None,
-) -> tuple[Float[Array, "R W"], Float[Array, "R W"], Float[Array, "R W"], Routed | None]:
-    """Returns log-probs, entropies and sums of squared probabilities; zero at unscored tokens.
+    listed: Int[Array, "R W k"] | None = None,
+) -> tuple[heads.Statistics, Routed | None]:
+    """Returns what the policy says of tokens in packed rows [R, W]; zero at unscored tokens.
 
-    And what the routers did, who are told `routing`; None without experts. `entropy` may ask for
-    other things, see `heads.token_statistics`.
+    And what the routers did, who are told `routing`; None without experts. `entropy` and `listed`
+    are those of `heads.token_statistics`.
     """
     packed, hidden, weight, routed = _read(network, params, tokens, microbatch, routing)
-    settings: Any = {"temperature": temperature, "chunk": chunk, "entropy": entropy}
-    settings["cap"] = network.shape.logit_cap
-    if microbatch.scores_everything:
-        ids = microbatch.segment_ids
-        return *heads.token_statistics(hidden, weight, packed, ids, **settings), routed
-    scored, before = microbatch.scored, microbatch.before
-    return *heads.chosen_statistics(hidden, weight, packed, scored, before, **settings), routed
+    found = heads.token_statistics(
+        hidden,
+        weight,
+        packed,
+        _places(microbatch),
+        temperature=temperature,
+        chunk=chunk,
+        entropy=entropy,
+        cap=network.shape.logit_cap,
+        listed=listed,
+    )
+    return found, routed
+
+
+def token_likeliest(
+    network: Network,
+    params: Params,
+    tokens: Array,
+    microbatch: Microbatch,
+    count: int,
+    **settings: Any,
+) -> tuple[Int[Array, "R W k"], Float[Array, "R W k"]]:
+    """Returns `likeliest_tokens` in place of each scored token of packed rows; else zero."""
+    _, hidden, weight, _ = _read(network, params, tokens, microbatch)
+    places, cap = _places(microbatch), network.shape.logit_cap
+    return likeliest_tokens(hidden, weight, places, count, cap=cap, **settings)
 
 
 def token_values(
@@ -85,9 +115,7 @@ def token_values(
     And what the routers did, as `token_statistics`.
     """
     _, hidden, weight, routed = _read(network, params, tokens, microbatch, routing)
-    if microbatch.scores_everything:
-        return heads.token_values(hidden, weight, microbatch.segment_ids), routed
-    return heads.chosen_values(hidden, weight, microbatch.scored, microbatch.before), routed
+    return heads.token_values(hidden, weight, _places(microbatch)), routed
 
 
 def sequence_scores(
@@ -141,7 +169,7 @@ def scoring_programs(config: RLConfig, models: Models):
             routing = None
             if microbatch.routes.shape[-1]:
                 routing = Routing(microbatch.segment_ids != 0, microbatch.routes)
-            *found, routed = token_statistics(
+            found, routed = token_statistics(
                 models.policy,
                 whole,
                 tokens,
@@ -151,7 +179,8 @@ def scoring_programs(config: RLConfig, models: Models):
                 entropy=entropy,
                 routing=routing,
             )
-            unpacked = (microbatch.unpacked(each, lengths, tokens.shape[1]) for each in found)
+            of_tokens = found[:3]
+            unpacked = (microbatch.unpacked(each, lengths, tokens.shape[1]) for each in of_tokens)
             visited: Any = ()
             if records:
                 assert routed is not None
@@ -197,14 +226,14 @@ def predictor(
             with jax.set_mesh(mesh), clock("old_log_prob") as watch:
                 routed = packed
                 if replay == "rollout" and rollouts.routes is not None:
-                    routed = routing_lib.with_routes(packed, rollouts.routes, mesh)
+                    routed = wide.carried(packed, mesh, routes=rollouts.routes)
                 asked = frozen.base, state.policy.params, *about[:2], routed
                 records = replay == "scoring"
                 answer: Any = watch(of_policy(*asked, entropy="value", records=records))
             if records:
                 answer, visited = answer
                 of_tokens = rollouts.lengths, rollouts.tokens.shape[1]
-                routes = routing_lib.by_sequence(packed, visited, *of_tokens)
+                routes = wide.by_sequence(packed, visited, *of_tokens)
                 rollouts = dataclasses.replace(rollouts, routes=routes)
             found, entropies, squares = answer
             old = found if config.algorithm.old_log_probs == "recompute" else old

@@ -6,29 +6,24 @@ or those of the first scoring pass ("scoring", R2). Gradients reach routers thro
 the experts they follow.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.learner import RouterConfig
-from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.data.packing import Microbatch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.models.transformer import ROUTE_DTYPE, Params
-from jaxrl_llm.sharding import hosts
-from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.types import Rollouts
 
 Metrics = dict[str, Float[Array, ""]]
-_DIMS = (None, "batch", "length", None)  # of the routes of packed rows
 
 SELECTION_BIAS = "selection_bias"  # the name of a parameter that no gradient reaches
 
@@ -161,60 +156,3 @@ def without_gradient(updates: Params) -> Params:
 
 def _is_selection_bias(path: Any) -> bool:
     return getattr(path[-1], "key", "") == SELECTION_BIAS
-
-
-def with_routes(
-    packed: PackedBatch, routes: Int[np.ndarray, "B T routes"], mesh: Mesh
-) -> PackedBatch:
-    """Returns a batch, from the host, with the routes of its sequences.
-
-    They go to the devices that hold the rows: unlike the rest of a batch they are too large for
-    every device to hold.
-    """
-    m: Any = packed.microbatches
-    owners, (num_sequences, _, num_routes) = np.abs(m.segment_ids) - 1, routes.shape
-    shape = *owners.shape, num_routes
-    sharding = mesh_lib.sharding_of(shape, _DIMS, mesh)
-
-    def part(index: Any) -> np.ndarray:
-        of, at = owners[index[:3]], m.positions[index[:3]]
-        return np.where(of[..., None] >= 0, routes[of, at], np.array(-1, routes.dtype))
-
-    assert num_sequences == len(packed.chosen)
-    placed = jax.make_array_from_callback(shape, sharding, part)
-    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=placed))
-
-
-def without_routes(packed: PackedBatch) -> PackedBatch:
-    """Returns the batch for networks whose routers make their own choice."""
-    m = packed.microbatches
-    none: Any = np.zeros((*m.segment_ids.shape, 0), ROUTE_DTYPE)
-    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=none))
-
-
-def abstract_routes(packed: PackedBatch, num_routes: int, mesh: Mesh) -> PackedBatch:
-    """Returns the shapes of a batch with those of `with_routes`."""
-    m = packed.microbatches
-    shape = *m.segment_ids.shape, num_routes
-    sharding = mesh_lib.sharding_of(shape, _DIMS, mesh)
-    routes: Any = jax.ShapeDtypeStruct(shape, ROUTE_DTYPE, sharding=sharding)
-    return dataclasses.replace(packed, microbatches=dataclasses.replace(m, routes=routes))
-
-
-def by_sequence(
-    packed: PackedBatch,
-    visited: Int[Array, "M R W routes"],
-    lengths: Int[np.ndarray, " B"],
-    width: int,
-) -> Int[np.ndarray, "B T routes"]:
-    """Returns what tokens of packed rows visited, for each sequence of a batch from the host."""
-    m: Any = packed.microbatches
-    routes = hosts.whole(visited)
-    found = np.full((len(lengths), width, routes.shape[-1]), -1, routes.dtype)
-    for i, place in zip(*np.nonzero(m.sequences < len(lengths)), strict=True):
-        sequence, row = m.sequences[i, place], routes[i, m.rows[i, place]]
-        start, begin, shared = m.starts[i, place], m.beginnings[i, place], m.shared[i, place]
-        length = lengths[sequence]
-        found[sequence, :shared] = row[begin : begin + shared]
-        found[sequence, shared:length] = row[start + shared : start + length]
-    return found

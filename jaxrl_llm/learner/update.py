@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
-from jaxrl_llm.learner import optimizer, routing
+from jaxrl_llm.learner import distillation, optimizer, routing, wide
 from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
@@ -127,8 +127,7 @@ class Updater:
             # them only after the updates before.
             spread = self.spread(batch)
             for packed, update_key in minibatches(self.config, packer, rollouts, key):
-                if rollouts.routes is not None:
-                    packed = routing.with_routes(packed, rollouts.routes, self.homes["policy"])
+                packed = wide.carried(packed, self.homes["policy"], **_wide_fields(rollouts))
                 state, metrics = self.update(
                     state, spread, packed, update_key, train_policy=train_policy
                 )
@@ -175,7 +174,7 @@ class Updater:
         for mesh, program in self.programs.items():
             mine: dict[str, Any] = self.learners(state, mesh)
             base = self.base if "policy" in mine else {}
-            here = packed if "policy" in mine else routing.without_routes(packed)
+            here = packed if "policy" in mine else wide.without(packed)
             if on_host:
                 mine = _moved_optimizers(pools.working, mine)
             with jax.set_mesh(mesh):
@@ -186,6 +185,15 @@ class Updater:
             state = dataclasses.replace(state, **mine)
             metrics |= found
         return state, {**metrics, "perf/padding_share": padding_share(packed)}
+
+
+def _wide_fields(rollouts: Rollouts) -> dict[str, np.ndarray]:
+    """Returns what packed rows carry of a step's sequences beside their tokens."""
+    routes, lessons = rollouts.routes, rollouts.lessons
+    fields = {} if routes is None else {"routes": routes}
+    if lessons is not None:
+        fields |= {"listed": lessons.tokens, "listed_log_probs": lessons.log_probs}
+    return fields
 
 
 def _moved_optimizers(move: Callable[[Any], Any], learners: Mapping[str, Trainable]):
@@ -206,6 +214,8 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         temperature=config.rollout.temperature or 1.0,
         chunk=config.model.vocab_chunk,
     )
+    distills = bool(config.distillation.teachers)
+    lists = distills and config.distillation.loss == "forward_kl"
     on_policy = is_on_policy(config)
     entropy: heads.Entropy = "value" if on_policy else "none"
     if algorithm.entropy_coef:
@@ -216,6 +226,10 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
     def policy_update(role: Trainable, base: Params, batch: Minibatch, packed: PackedBatch, key):
         num_sequences, width = batch.tokens.shape
         denominators = minibatch_denominators(batch.loss_mask, scale)
+        if distills:
+            lesson = distillation.Lesson.of(packed, batch)
+            taught = minibatch_denominators(lesson.mask)
+            batch = batch if on_policy else distillation.advised(config, batch, lesson)
         # What clip_cov and kl_cov choose from the whole minibatch.
         chosen = jnp.zeros((num_sequences, width), bool)
         if algorithm.policy_loss in selection.SELECTIONS:
@@ -223,8 +237,8 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             def before(microbatch: Microbatch):
                 params = lora.joined(base, role.params)
                 told = routing.told(config.router, microbatch, batch.response_mask)
-                values, *_ = ask(params, batch.tokens, microbatch, entropy="none", routing=told)
-                return microbatch.unpacked(values, batch.lengths, width)
+                found, _ = ask(params, batch.tokens, microbatch, entropy="none", routing=told)
+                return microbatch.unpacked(found.log_probs, batch.lengths, width)
 
             values = packing.by_sequence(packed, before, num_sequences, width)
             chosen = selection.select(algorithm, values, batch, key)
@@ -232,19 +246,30 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
         def loss(params: Params, microbatch: Microbatch):
             whole = lora.joined(base, params)
             told = routing.told(config.router, microbatch, batch.response_mask)
-            log_probs, entropies, _, routed = ask(
-                whole, batch.tokens, microbatch, entropy=entropy, routing=told
+            listed = microbatch.listed if lists else None
+            found, routed = ask(
+                whole, batch.tokens, microbatch, entropy=entropy, routing=told, listed=listed
             )
             unpack = functools.partial(microbatch.unpacked, lengths=batch.lengths, width=width)
-            log_probs = unpack(log_probs)
+            log_probs = unpack(found.log_probs)
             rows = jax.tree.map(microbatch.take, batch)
             now = jax.lax.stop_gradient(log_probs)
             if on_policy:
                 rows = dataclasses.replace(rows, old_log_probs=now)
+            if distills:
+                here = jax.tree.map(microbatch.take, lesson)
+                rows = distillation.advised(config, rows, here) if on_policy else rows
             selected = microbatch.take(chosen)
             value, metrics = losses.policy_objective(
-                algorithm, log_probs, unpack(entropies), rows, selected, denominators
+                algorithm, log_probs, unpack(found.entropies), rows, selected, denominators
             )
+            if distills:
+                of_listed = distillation.of_listed(config, microbatch, found)
+                of_listed = jax.tree.map(unpack, of_listed)
+                divergence, of_teachers = distillation.objective(
+                    config, log_probs, here, of_listed, denominators, taught
+                )
+                value, metrics = value + divergence, {**metrics, **of_teachers}
             seen = microbatch.put(jnp.zeros_like(batch.old_log_probs), now)
             extra, of_routers = routing.penalty(config.router, routed, batch.response_mask)
             return value + extra, {**metrics, **of_routers, "log_probs": seen}

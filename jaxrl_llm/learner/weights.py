@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,13 @@ class Scalar(NamedTuple):
     params: Params
 
 
+class Teacher(NamedTuple):
+    """A frozen language model that says how likely tokens are."""
+
+    network: Network
+    params: Params
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     """Weights that RL never changes; empty where a run has no such model."""
@@ -61,6 +68,7 @@ class Frozen:
     reference: Params = dataclasses.field(default_factory=dict)
     base: Params = dataclasses.field(default_factory=dict)  # what adapters are added to
     scorers: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    teachers: Mapping[str, Teacher] = dataclasses.field(default_factory=dict)
 
 
 def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: Mesh) -> Trainable:
@@ -201,7 +209,7 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
 def frozen(
     config: RLConfig, models: Models, policy_params: Params, trained: Mapping[str, Params]
 ) -> Frozen:
-    """Returns reference, reward and cost models, and the base of adapters.
+    """Returns reference, reward and cost models, teachers, and the base of adapters.
 
     `policy_params` are those that RL begins with; the reference too, unless it has a folder.
     `trained` are those of the reward and cost models without a folder, by name.
@@ -209,16 +217,20 @@ def frozen(
     scorers = {}
     for name, model in {**config.rewards.models, **config.rewards.cost_models}.items():
         if model.path:
-            net = scorer_network(config, models, model.path)
+            net = network_of(config, models, model.path, "scalar")
             scorers[name] = Scalar(net, _read(model.path, net, models.meshes["reward"]))
         else:
             scorers[name] = Scalar(models.value, trained[name])
+    teachers = {}
+    for name, teacher in config.distillation.teachers.items():
+        net = network_of(config, models, teacher.path, "lm")
+        teachers[name] = Teacher(net, _read(teacher.path, net, models.meshes["reward"]))
     reference: Params = {}
     if needs.of(config.algorithm).reference:
         reference = first_reference(config, models, policy_params)
         if "reference" in config.mesh.on_host and not config.lora.rank:
             reference = pools.resting(reference)
-    return Frozen(reference, policy_params if config.lora.rank else {}, scorers)
+    return Frozen(reference, policy_params if config.lora.rank else {}, scorers, teachers)
 
 
 def _read(path: str, network: Network, mesh: Mesh) -> Params:
@@ -238,9 +250,12 @@ def first_reference(config: RLConfig | DPOConfig, models: Models, policy_params:
     return jax.jit(copy, out_shardings=models.policy_shardings)(policy_params)
 
 
-def scorer_network(config: JobConfig, models: Models, path: str) -> Network:
-    """Returns the network of a reward or cost model in a folder; its shape is its own."""
-    return models_lib.network(config, huggingface.read_shape(path), "scalar", models.mesh)
+def network_of(
+    config: JobConfig, models: Models, path: str, head: Literal["lm", "scalar"]
+) -> Network:
+    """Returns the network of a reward or cost model, or a teacher; its shape is its folder's."""
+    shape, mesh = huggingface.read_shape(path), models.meshes["reward"]
+    return models_lib.network(config, shape, head, mesh)
 
 
 def check_folders(config: JobConfig, models: Models) -> None:
@@ -259,7 +274,10 @@ def check_folders(config: JobConfig, models: Models) -> None:
         folders.append((config.critic.path if needed.critic else "", models.value))
         for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
             if model.path:
-                folders.append((model.path, scorer_network(config, models, model.path)))
+                net = network_of(config, models, model.path, "scalar")
+                folders.append((model.path, net))
+        for teacher in config.distillation.teachers.values():
+            folders.append((teacher.path, network_of(config, models, teacher.path, "lm")))
     if config.lora.path:
         peft_folder.check(config.lora.path, models.value if scalar else models.policy)
     for path, net in folders:

@@ -35,7 +35,7 @@ def of_rewards(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, 
     found = _summary("critic/score", rewards.scores)
     found["training/groups/uniform_share"] = float(uniform.mean()) if uniform.size else 0.0
     found["reward/num_failures"] = float(rewards.num_failures)
-    if len(rewards.scores) > 1:
+    if len(rewards.scores) > 1 and rewards.terms:
         found["critic/score/spread"] = float(rewards.scores.max() - rewards.scores.min())
     if rewards.num_calls:
         found["reward/failure_share"] = rewards.num_failures / rewards.num_calls

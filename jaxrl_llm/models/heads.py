@@ -1,27 +1,41 @@
 """What is computed from the last hidden states: log-probs of tokens, values, sequence scores.
 
-Arrays are shifted only here: hidden state t-1 predicts token t, and every result below has index t
-about `tokens[:, t]`. The logits of a whole batch never exist, neither forward nor backward.
+Arrays are shifted only in `places.py`: hidden state t-1 predicts token t, and every result below
+has index t about `tokens[:, t]`. The logits of a whole batch never exist, neither forward nor
+backward.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import capped
+from jaxrl_llm.models.places import Places
 from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
 
 _MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
 # What is computed of the entropy: nothing, its value, or its value with a gradient. "likeliest":
 # nothing, and in place of the sum of squares 1 where no token is likelier.
 Entropy = Literal["none", "likeliest", "value", "gradient"]
+LOWEST = -1e30  # below every logit, and not infinite: its difference to itself is 0
+_LEAST = 1e-37  # of the mass of tokens that are not listed, relative to the likeliest token's
+
+
+class Statistics(NamedTuple):
+    """What the distributions say that tokens are drawn from; float32."""
+
+    log_probs: Float[Array, "B T"]  # of the tokens themselves
+    entropies: Float[Array, "B T"]
+    sum_squared_probs: Float[Array, "B T"]
+    # Log-probs of k listed tokens, then of all others together; [B, T, 0] where none are listed.
+    listed: Float[Array, "B T k+1"] | Float[Array, "B T 0"]
 
 
 def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int) -> int:
@@ -37,7 +51,7 @@ def num_pieces(local_rows: int, gathered_over: int, num_tokens: int, chunk: int)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pieces:
+class Pieces:
     """How the output projection is cut along the vocabulary, so that logits exist piece by piece.
 
     The weight is split over `outer` (tensor) times `inner` (the other parameter axes) devices;
@@ -52,7 +66,7 @@ class _Pieces:
     rows: int  # of one piece on one device
 
     @classmethod
-    def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "_Pieces":
+    def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "Pieces":
         """Returns the pieces of a weight with so many rows, see `num_pieces`."""
         mesh = dict(jax.sharding.get_abstract_mesh().shape)
         spec = partition_spec((vocab, 1), ("vocab", None), TRAIN, mesh, {})[0] if mesh else None
@@ -99,13 +113,29 @@ class _Pieces:
         grid = np.arange(vocab, dtype=np.int32).reshape(*self.sizes, self.count, self.rows)
         return np.arange(self.count, dtype=np.int32), np.moveaxis(grid, 2, 0)
 
+    def places(
+        self, tokens: Int[Array, "B T k"], number: Int[Array, ""]
+    ) -> Int[Array, "B T outer k"]:
+        """Returns where tokens stand among those of a piece on each outer shard.
+
+        A token of another piece or shard, or of none, stands past the end.
+        """
+        inner = self.sizes[1]
+        part, row = tokens // self.rows, tokens % self.rows
+        device, piece = part // self.count, part % self.count
+        found = (device % inner) * self.rows + row
+        here = (piece == number)[:, :, None] & (
+            (device // inner)[:, :, None] == jnp.arange(self.sizes[0])[:, None]
+        )
+        return jnp.where(here, found[:, :, None], inner * self.rows)
+
     def _constrained(self, x: Array, *axes: tuple[str, ...] | None) -> Array:
         if not (self.outer or self.inner):
             return x
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 
-def _logits(
+def logits_of(
     hidden: Float[Array, "B T D"], piece: Float[Array, "outer inner piece D"], temperature, cap
 ):
     """Returns float32 logits [B, T, outer, inner, piece], split over the vocabulary."""
@@ -114,44 +144,66 @@ def _logits(
     return constrain(logits, "batch", "length", "vocab", None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _statistics(hidden, weight, targets, valid, temperature, chunk, entropy, cap):
-    """Returns log-prob of `targets[:, t]` under `hidden[:, t]`, entropy, and sum of p**2."""
-    return _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy, cap)[0]
+def _by_shard(x: Float[Array, "B T outer inner piece"]) -> Float[Array, "B T outer n"]:
+    return x.reshape(*x.shape[:3], -1)
 
 
-def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entropy, cap):
-    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
+def _of_shards(function):
+    """Returns a function of one shard's row as one of [B, T, outer, ...] arrays."""
+    return jax.vmap(jax.vmap(jax.vmap(function)))
+
+
+# Not by comparing all logits with all listed tokens: that would take k times their memory.
+_taken = _of_shards(lambda row, at: row.at[at].get(mode="fill", fill_value=0.0))
+_cleared = _of_shards(lambda row, at: row.at[at].set(0.0, mode="drop"))
+_added = _of_shards(lambda row, at, values: row.at[at].add(values, mode="drop"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _statistics(hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap):
+    """Returns `Statistics` of `targets[:, t]` and `listed[:, t]` under `hidden[:, t]`."""
+    given = hidden, weight, targets, valid, temperature, listed
+    return _statistics_forward(*given, chunk, entropy, cap)[0]
+
+
+def _statistics_forward(hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap):
+    pieces = Pieces.of(weight.shape[0], targets.shape, chunk)
     # Sums of each outer shard [B, T, outer], merged at the end: no reduction inside the loop.
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
     zeros = constrain(zeros, "batch", "length", "vocab")
+    of_listed = jnp.zeros((*listed.shape, pieces.sizes[0]), jnp.float32)
+    of_listed = constrain(of_listed, "batch", "length", None, "vocab")
 
     rows = pieces.split(weight.astype(hidden.dtype))
 
     def body(carry, numbered):
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
         number, tokens = numbered
-        logits = _logits(hidden, pieces.piece(rows, number), temperature, cap)
+        logits = logits_of(hidden, pieces.piece(rows, number), temperature, cap)
         is_target = targets[..., None, None, None] == tokens
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
+        found, rest = of_listed, zeros
+        if listed.shape[-1]:
+            places = pieces.places(listed, number)
+            found = jnp.swapaxes(_taken(_by_shard(logits), places), -1, -2)
         top = jnp.max(logits, (-2, -1))
         logits -= top[..., None, None]
         masses = jnp.exp(logits)
         total, weighted, squares = jnp.sum(masses, (-2, -1)), zeros, zeros
+        if listed.shape[-1]:
+            rest = jnp.sum(_cleared(_by_shard(masses), places), -1)
         if entropy in ("value", "gradient"):
             weighted = jnp.sum(masses * logits, (-2, -1))
             squares = jnp.sum(jnp.square(masses), (-2, -1))
-        both = jax.tree.map(
-            lambda *x: jnp.stack(x, -1), carry, (top, chosen, total, weighted, squares)
-        )
-        return _merged(*both), None
+        part = top, chosen, total, weighted, squares, found, rest
+        return _merged(*jax.tree.map(lambda *x: jnp.stack(x, -1), carry, part)), None
 
-    lowest = jnp.full_like(zeros, -1e30)  # not infinite: its difference to itself is 0
-    start = (lowest, zeros, zeros, zeros, zeros)
+    start = (jnp.full_like(zeros, LOWEST), zeros, zeros, zeros, zeros, of_listed, zeros)
     sums, _ = jax.lax.scan(body, start, pieces.numbered())
-    top, chosen, total, weighted, squares = _merged(*sums)
+    top, chosen, total, weighted, squares, found, rest = _merged(*sums)
     # Top and log-sum stay apart: their sum would lose the last digits of large logits.
     log_sum = jnp.log(total)
+    log_rest = jnp.log(jnp.maximum(rest, _LEAST))
     log_probs = jnp.where(valid, chosen - top - log_sum, 0.0)
     entropies = squared = jnp.zeros_like(top)
     if entropy in ("value", "gradient"):
@@ -159,15 +211,20 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, chunk, entr
         squared = jnp.where(valid, squares / jnp.square(total), 0.0)
     if entropy == "likeliest":
         squared = jnp.where(valid & (chosen >= top), 1.0, 0.0)
-    residuals = (hidden, weight, targets, valid, temperature, top, log_sum, entropies)
-    return (log_probs, entropies, squared), residuals
+    if listed.shape[-1]:
+        others = (log_rest - log_sum)[..., None]
+        found = jnp.concatenate([found - (top + log_sum)[..., None], others], -1)
+        found = jnp.where(valid[..., None], found, 0.0)
+    known = top, log_sum, log_rest, entropies
+    residuals = (hidden, weight, targets, valid, temperature, listed, known)
+    return Statistics(log_probs, entropies, squared, found), residuals
 
 
-def _merged(top, chosen, total, weighted, squares):
+def _merged(top, chosen, total, weighted, squares, found, rest):
     """Returns sums over parts of the vocabulary as sums over their union, the last dim.
 
     With x a logit less its part's `top`: `total` sums exp(x), `weighted` x exp(x), `squares`
-    exp(2 x).
+    exp(2 x), `rest` exp(x) of tokens that are not listed; `chosen` and `found` sum logits.
     """
     highest = jnp.max(top, -1)
     lowered = top - highest[..., None]
@@ -178,19 +235,28 @@ def _merged(top, chosen, total, weighted, squares):
         jnp.sum(shrink * total, -1),
         jnp.sum(shrink * (weighted + lowered * total), -1),
         jnp.sum(jnp.square(shrink) * squares, -1),
+        jnp.sum(found, -1),
+        jnp.sum(shrink * rest, -1),
     )
 
 
 def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
-    hidden, weight, targets, valid, temperature, top, log_sum, entropies = residuals
-    log_prob_bar, entropy_bar, _ = (
-        jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents
+    hidden, weight, targets, valid, temperature, listed, known = residuals
+    log_prob_bar, entropy_bar = (
+        jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents[:2]
     )
-    pieces = _Pieces.of(weight.shape[0], targets.shape, chunk)
+    pieces = Pieces.of(weight.shape[0], targets.shape, chunk)
+    listed_bar = rest_bar = jnp.where(valid[..., None], cotangents.listed, 0.0)
+    if listed.shape[-1]:
+        listed_bar, rest_bar = listed_bar[..., :-1], listed_bar[..., -1][..., None, None, None]
+        of_listed = jnp.broadcast_to(
+            listed_bar[:, :, None], (*targets.shape, pieces.sizes[0], listed.shape[-1])
+        )
     # Zero times what padding holds must be zero even where that is not a number.
     h = jnp.where(valid[..., None], hidden, 0)
-    top, log_sum = (jnp.where(valid, x, 0.0)[..., None, None, None] for x in (top, log_sum))
-    entropies = entropies[..., None, None, None]
+    top, log_sum, log_rest, entropies = (
+        jnp.where(valid, x, 0.0)[..., None, None, None] for x in known
+    )
 
     weight_rows = pieces.split(weight.astype(hidden.dtype))
 
@@ -198,13 +264,20 @@ def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
         hidden_bar, weight_bar = bars
         number, tokens = numbered
         rows = pieces.piece(weight_rows, number)
-        logits = _logits(h, rows, temperature, cap)
+        logits = logits_of(h, rows, temperature, cap)
         log_p = logits - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
         bar = log_prob_bar * ((targets[..., None, None, None] == tokens) - probs)
         if entropy == "gradient":
             bar -= entropy_bar * probs * (log_p + entropies)
+        if listed.shape[-1]:
+            # d log_rest / d logits = p / rest - p of a token that is not listed, else -p
+            places = pieces.places(listed, number)
+            of_rest = rest_bar * jnp.exp(jnp.minimum(logits - top - log_rest, 0.0))
+            of_others = _cleared(_by_shard(of_rest), places).reshape(bar.shape)
+            bar += of_others - (listed_bar.sum(-1)[..., None, None, None] + rest_bar) * probs
+            bar = _added(_by_shard(bar), places, of_listed).reshape(bar.shape)
         bar = bar / temperature
         if cap:
             bar *= 1.0 - jnp.square(logits * (temperature / cap))
@@ -227,92 +300,50 @@ def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
         np.zeros(targets.shape, jax.dtypes.float0),
         np.zeros(valid.shape, jax.dtypes.float0),
         jnp.zeros_like(temperature),
+        np.zeros(listed.shape, jax.dtypes.float0),
     )
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward)
 
 
-def _continues(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Returns where token t+1 belongs to the same sequence as token t."""
-    after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
-    return (segment_ids == after) & (segment_ids != 0)
-
-
-def _after(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Returns what was found at position t-1, moved to position t."""
-    return constrain(jnp.pad(x[:, :-1], ((0, 0), (1, 0))), "batch", "length")
-
-
 def token_statistics(
     hidden: Float[Array, "B T D"],
     weight: Float[Array, "V D"],
     tokens: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
+    places: Places,
     *,
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 512,
     entropy: Entropy = "gradient",
     cap: float = 0.0,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns log-prob, entropy and sum of squared probabilities of every token.
+    listed: Int[Array, "B T k"] | None = None,
+) -> Statistics:
+    """Returns what the distributions say that tokens at `places` are drawn from; elsewhere zero.
 
     `log_probs[:, t] = log softmax(hidden[:, t-1] @ weight.T / temperature)[tokens[:, t]]`;
-    entropy and sum of squares are of the same distribution. The first token of each segment
-    has no predecessor and gets 0, as does padding.
+    everything else is of the same distribution. The first token of each sequence has no
+    predecessor and gets 0, as does padding.
 
-    Gradients flow to `hidden` and `weight` from log-probs and entropies (in nats). The backward
-    pass computes logits again. Products run in the dtype of `hidden`, accumulated in float32.
+    Gradients flow to `hidden` and `weight` from log-probs, also of listed tokens, and entropies (in
+    nats). The backward pass computes logits again. Products run in the dtype of `hidden`,
+    accumulated in float32.
 
     Args:
       temperature: Divides the logits; above 0. Has no gradient.
       chunk: Tokens whose logits exist at one time on each shard of the batch; at least 1.
-      entropy: "none" returns 0 for the two other results; "value" gives them no gradient;
+      entropy: "none" returns 0 for entropy and sum of squares; "value" gives them no gradient;
         "likeliest" returns 0, and 1 for each token than which none is likelier.
       cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
+      listed: Other tokens whose log-probs are wanted in place of each token; no token twice.
     """
-    valid = _continues(segment_ids)
-    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    if listed is None:
+        listed = jnp.zeros((*tokens.shape, 0), jnp.int32)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(hidden, weight, targets, valid, temperature, chunk, entropy, cap)
-    log_probs, entropies, squared = (_after(x) for x in found)
-    return log_probs, entropies, jax.lax.stop_gradient(squared)
-
-
-def chosen_statistics(
-    hidden: Float[Array, "B T D"],
-    weight: Float[Array, "V D"],
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B chosen"],
-    before: Int[Array, "B chosen"],
-    *,
-    temperature: float | Float[Array, ""] = 1.0,
-    chunk: int = 512,
-    entropy: Entropy = "gradient",
-    cap: float = 0.0,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns what `token_statistics` does at some positions of every row, zero elsewhere.
-
-    Args:
-      positions: Positions of tokens, each at most once in a row and none the first of its sequence;
-        T: no token.
-      before: Position of the token before each of them, in the same row.
-    """
-    length = tokens.shape[1]
-    valid = positions < length
-    inside = jnp.minimum(positions, length - 1)
-    follows = jnp.take_along_axis(hidden, before[..., None], axis=1)
-    targets = jnp.take_along_axis(tokens, inside, axis=1)
-    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    found = _statistics(follows, weight, targets, valid, temperature, chunk, entropy, cap)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    log_probs, entropies, squared = (
-        constrain(
-            jnp.zeros(tokens.shape).at[rows, positions].set(x, mode="drop"), "batch", "length"
-        )
-        for x in found
-    )
-    return log_probs, entropies, jax.lax.stop_gradient(squared)
+    asked = places.states(hidden), weight, places.taken(tokens), places.valid, temperature
+    found = _statistics(*asked, places.taken(listed), chunk, entropy, cap)
+    found = Statistics(*map(places.put, found))
+    return found._replace(sum_squared_probs=jax.lax.stop_gradient(found.sum_squared_probs))
 
 
 def _scores(hidden: Float[Array, "B T D"], weight: Float[Array, "1 D"]) -> Float[Array, "B T"]:
@@ -321,26 +352,14 @@ def _scores(hidden: Float[Array, "B T D"], weight: Float[Array, "1 D"]) -> Float
 
 
 def token_values(
-    hidden: Float[Array, "B T D"], weight: Float[Array, "1 D"], segment_ids: Int[Array, "B T"]
+    hidden: Float[Array, "B T D"], weight: Float[Array, "1 D"], places: Places
 ) -> Float[Array, "B T"]:
     """Returns `hidden[:, t-1] @ weight`: the value just before token t was emitted, float32.
 
-    The first token of each segment has no predecessor and gets 0, as does padding.
+    Elsewhere than at `places` it is 0.
     """
-    return _after(jnp.where(_continues(segment_ids), _scores(hidden, weight), 0.0))
-
-
-def chosen_values(
-    hidden: Float[Array, "B T D"],
-    weight: Float[Array, "1 D"],
-    positions: Int[Array, "B chosen"],
-    before: Int[Array, "B chosen"],
-) -> Float[Array, "B T"]:
-    """Returns what `token_values` does at some positions, as `chosen_statistics`; else zero."""
-    found = jnp.take_along_axis(_scores(hidden, weight), before, axis=1)
-    rows = jnp.arange(hidden.shape[0])[:, None]
-    values = jnp.zeros(hidden.shape[:2]).at[rows, positions].set(found, mode="drop")
-    return constrain(values, "batch", "length")
+    scores = places.states(_scores(hidden, weight)[..., None])[..., 0]
+    return places.put(jnp.where(places.valid, scores, 0.0))
 
 
 def sequence_scores(

@@ -12,7 +12,7 @@ from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import jobs, memory
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device
-from jaxrl_llm.planning.setting import Parts, Setting, expert_axes
+from jaxrl_llm.planning.setting import Parts, Scorer, Setting, expert_axes
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.mesh import AXES, mesh_sizes
 
@@ -75,7 +75,7 @@ def axes(mesh: Mapping[str, int]) -> str:
 
 
 def make(
-    config: JobConfig, policy: Shape, scorers: tuple[Shape, ...], device: Device, num_devices: int
+    config: JobConfig, policy: Shape, scorers: tuple[Scorer, ...], device: Device, num_devices: int
 ) -> Plan:
     """Returns the plan of a run whose `placement.choice` is not "auto"; raises as `pools.sizes`."""
     if isinstance(config, SupervisedConfig):

@@ -13,7 +13,7 @@ from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models import attention, experts, heads
 from jaxrl_llm.models.shape import Layer
-from jaxrl_llm.planning.setting import Head, Parts, Setting, in_layers, num_params
+from jaxrl_llm.planning.setting import SCORING, Head, Parts, Setting, in_layers, num_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,14 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
     if "critic" in learners:
         found["score_critic"] = _score(setting, "scalar")
     if "reward" in roles and setting.scorers:
-        largest = max(setting.scorers, key=num_params)
-        found["score_reward"] = _score(dataclasses.replace(setting, policy=largest), "scalar")
+        for name, head in SCORING:
+            asked = [scorer.shape for scorer in setting.scorers if scorer.head == head]
+            if asked:
+                largest = dataclasses.replace(setting, policy=max(asked, key=num_params))
+                found[name] = _score(largest, head)
+                if head == "lm":
+                    lessons = setting.lessons(setting.config.sequences_per_step)
+                    found[name] += Parts(activations=lessons)
     if learners:
         found["train"] = _train(setting, learners)
     if "policy" in roles:
@@ -218,8 +224,11 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     busiest = max(phases, key=lambda parts: parts.total)
     # A step's sequences as the update reads them: a whole copy on every device.
     config, width = setting.config, setting.config.max_sequence_tokens
-    batch = config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
-    made = Parts(activations=batch + config.minibatch_size * width * 2 * 4, host=offloaded)
+    batch = 1.0 * config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
+    batch += config.minibatch_size * width * 2 * 4
+    if "policy" in roles:
+        batch += setting.lessons(config.minibatch_size)
+    made = Parts(activations=batch, host=offloaded)
     return arguments + busiest * compiler.packing + made
 
 

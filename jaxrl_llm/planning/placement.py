@@ -25,7 +25,7 @@ from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import memory
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.setting import Head, Setting, expert_axes
+from jaxrl_llm.planning.setting import SCORING, Head, Setting, expert_axes
 from jaxrl_llm.sharding.mesh import AXES
 
 ROLES = ("policy", "critic", "reference", "reward")
@@ -34,7 +34,11 @@ Grouping = tuple[tuple[str, ...], ...]
 # The phases of each stage of a step, with the role that each is of.
 _STAGES: Mapping[str, Mapping[str, str]] = {
     "generate": {"reshard": "policy", "prefill": "rollout", "decode": "rollout"},
-    "score": {"score": "policy", **{f"score_{role}": role for role in ROLES[1:]}},
+    "score": {
+        "score": "policy",
+        **{f"score_{role}": role for role in ROLES[1:]},
+        "score_teacher": "reward",
+    },
     "learn": {"train": "policy", "train_critic": "critic"},
 }
 REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
@@ -67,12 +71,16 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     if needed.critic:
         found["score_critic"] = _pass(setting, device, "scalar", trained=False)
         found["train_critic"] = _pass(setting, device, "scalar", trained=True)
-    scorers = (dataclasses.replace(setting, policy=shape) for shape in setting.scorers)
-    passes = [_pass(scorer, device, "scalar", trained=False) for scorer in scorers]
-    if passes:  # one after the other
-        names = vars(passes[0]).keys() - {"num_devices"}
-        sums = {name: sum(getattr(each, name) for each in passes) for name in names}
-        found["score_reward"] = dataclasses.replace(passes[0], **sums)
+    for name, head in SCORING:
+        passes = [
+            _pass(dataclasses.replace(setting, policy=scorer.shape), device, head, trained=False)
+            for scorer in setting.scorers
+            if scorer.head == head
+        ]
+        if passes:  # one after the other
+            names = vars(passes[0]).keys() - {"num_devices"}
+            sums = {name: sum(getattr(each, name) for each in passes) for name in names}
+            found[name] = dataclasses.replace(passes[0], **sums)
     return found
 
 

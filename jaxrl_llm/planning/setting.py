@@ -25,6 +25,10 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", 
 Head = Literal["lm", "scalar"]
 
 
+# Programs of frozen models that read a step's sequences, and the heads of these.
+SCORING: tuple[tuple[str, Head], ...] = (("score_reward", "scalar"), ("score_teacher", "lm"))
+
+
 @functools.lru_cache(maxsize=4096)
 def _counted(network: Network, layout: str, mesh: tuple, adapters: bool) -> Counter[str]:
     """Returns the parameters, or adapters, of a network on each device by group of the tree.
@@ -108,13 +112,20 @@ class Parts:
         return Parts(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
+class Scorer(NamedTuple):
+    """A frozen model that reads a step's sequences: a reward or cost model, or a teacher."""
+
+    shape: Shape
+    head: Head
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """A run on a mesh: all that an estimate follows from."""
 
     config: RLConfig  # of another job: a run with the same programs, see `jobs.of`
     policy: Shape  # of reference and critics too
-    scorers: tuple[Shape, ...]  # reward and cost models
+    scorers: tuple[Scorer, ...]
     mesh: Mapping[str, int]  # sizes of the axes, none of them -1
     backend: str = "tpu"  # whose compiler is assumed; or "cpu"
     memory_bytes: float = math.inf  # of a device
@@ -162,6 +173,12 @@ class Setting:
         return config.rollout.num_slots or chosen_slots(
             config.sequences_per_step, self.backend, self.num_devices, self.memory_bytes, needed
         )
+
+    def lessons(self, num_sequences: int) -> float:
+        """Returns bytes on a device of what teachers say of so many sequences."""
+        settings, rows = self.config.distillation, self.rows(num_sequences)
+        places = rows.count * rows.rows * rows.width / self.mesh["sequence"]
+        return places * settings.num_listed * 8 if settings.teachers else 0.0
 
     def cache_bytes(self, rows: int, width: int) -> float:
         """Returns bytes of keys and values of so many sequences on one device."""
@@ -294,7 +311,7 @@ class Setting:
         if role == "rollout":
             return Parts(weights=self.rollout_weights)
         if role == "reward":
-            held = sum(self.counted(Network(s, head="scalar")).total() for s in self.scorers)
+            held = sum(self.counted(Network(s.shape, head=s.head)).total() for s in self.scorers)
             return Parts(weights=held * self.param_item)
         if role == "reference":
             whole = self.weights("lm")

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm.config import ConfigError, ModelConfig, RLConfig
 from jaxrl_llm.models import families, huggingface
 from jaxrl_llm.models.shape import RopeScaling, Shape, random_model
+from jaxrl_llm.planning.setting import Head, Scorer
 
 _LLAMA = {"family": "llama", "norm_eps": 1e-5, "head_size": 128}
 _LLAMA2 = _LLAMA | {"vocab_size": 32_000, "tie_embeddings": False}
@@ -172,10 +173,16 @@ def shape_of(config: ModelConfig, vocab_size: int) -> Shape:
     return known_shape(folder.name)
 
 
-def scorers(config: RLConfig, policy: Shape) -> tuple[Shape, ...]:
-    """Returns the shapes of a run's reward and cost models; one without a folder is as `policy`."""
-    models = (*config.rewards.models.values(), *config.rewards.cost_models.values())
-    return tuple(
-        shape_of(dataclasses.replace(config.model, path=model.path), 0) if model.path else policy
-        for model in models
+def scorers(config: RLConfig, policy: Shape) -> tuple[Scorer, ...]:
+    """Returns a run's reward and cost models, and teachers; one without a folder is as `policy`."""
+
+    def scorer(path: str, head: Head) -> Scorer:
+        of_folder = dataclasses.replace(config.model, path=path)
+        return Scorer(shape_of(of_folder, 0) if path else policy, head)
+
+    judges = (*config.rewards.models.values(), *config.rewards.cost_models.values())
+    teachers = config.distillation.teachers.values()
+    return (
+        *(scorer(judge.path, "scalar") for judge in judges),
+        *(scorer(teacher.path, "lm") for teacher in teachers),
     )

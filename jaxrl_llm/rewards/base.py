@@ -27,14 +27,18 @@ ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
 TermConfig = RewardFunctionConfig | RewardModelConfig
 
 
-def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
+def check(
+    config: RewardsConfig, prompts: Sequence[Prompt] = (), taught: Collection[str] = ()
+) -> None:
     """Raises RewardError if a row has no reward, or a function cannot be found or always fails.
+
+    Rows of the data sources in `taught` ("*": all) have a teacher and need no reward.
 
     A user's file is run in a process of its own, so that it can neither end nor hang this one. Its
     functions are called on a few rows of `prompts` until one call succeeds. With
     `on_failure="score"`, a function that always fails is a warning.
     """
-    check_sources(config, [prompt.data_source for prompt in prompts])
+    check_sources(config, [prompt.data_source for prompt in prompts], taught)
     terms = {**config.functions, **config.cost_functions}
     users = {name: term for name, term in terms.items() if is_import_path(term.function)}
     if not users:
@@ -64,14 +68,20 @@ def check(config: RewardsConfig, prompts: Sequence[Prompt] = ()) -> None:
             logger.warning("%s", said)
 
 
-def check_sources(config: RewardsConfig, sources: Sequence[str]) -> None:
-    """Raises RewardError if no reward applies to a row, given the data sources of all rows."""
+def check_sources(
+    config: RewardsConfig, sources: Sequence[str], taught: Collection[str] = ()
+) -> None:
+    """Raises RewardError if no reward applies to a row, given the data sources of all rows.
+
+    Those in `taught` need none, as in `check`.
+    """
     terms: dict[str, TermConfig] = {**config.functions, **config.models}
     known = {name: term.data_source for name, term in terms.items()}
-    if "*" in known.values():
+    scored = {*known.values(), *taught}
+    if "*" in scored:
         return
     for row, source in enumerate(sources):
-        if source not in known.values():
+        if source not in scored:
             raise RewardError(
                 f"row {row}: no reward applies to data source {source!r}; the terms of"
                 f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
@@ -82,15 +92,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """Scores rollouts; a context manager that ends its processes.
 
     `model_scorers` are for each of `models` and `cost_models`. RewardError: they are not, or a
-    function cannot be found.
+    function cannot be found. Rows of the data sources in `taught` need no reward, as in `check`.
     """
 
-    def __init__(self, config: RewardsConfig, model_scorers: Mapping[str, ModelScorer]):
+    def __init__(
+        self,
+        config: RewardsConfig,
+        model_scorers: Mapping[str, ModelScorer],
+        taught: Collection[str] = (),
+    ):
         wanted = {*config.models, *config.cost_models}
         if wanted != set(model_scorers):
             given = f"scorers were given for {sorted(model_scorers)}; give one for each"
             raise RewardError(f"config.rewards names the models {sorted(wanted)}, {given}")
-        self._config = config
+        self._config, self._taught = config, taught
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
@@ -113,7 +128,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         """
         terms = {**self._reward_terms, **self._cost_terms}
         sources = [rollouts.prompts[group].data_source for group in rollouts.group_ids]
-        check_sources(self._config, sources)
+        check_sources(self._config, sources, self._taught)
         applies = {
             name: np.array([term.data_source in ("*", source) for source in sources], bool)
             for name, term in terms.items()

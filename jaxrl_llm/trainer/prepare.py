@@ -8,8 +8,8 @@ from absl import logging
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets
+from jaxrl_llm.learner import distillation, planned, predict, sampler
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import planned, predict, sampler
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
@@ -40,6 +40,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())
     weights_lib.check_folders(config, models)
+    distillation.check(config, models)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
     training_set = datasets.load_dataset(config.data, models.tokenizer, "train", config.seed)
@@ -48,7 +49,8 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:
         held_out = datasets.load_dataset(config.data, models.tokenizer, "eval", config.seed)
-    rewards_lib.check(config.rewards, training_set.prompts)
+    taught = config.distillation.data_sources
+    rewards_lib.check(config.rewards, training_set.prompts, taught)
     sources = [prompt.data_source for prompt in held_out.prompts]
     rewards_lib.check_sources(config.evaluation_rewards, sources)
     if config.evaluation.functions:
@@ -62,7 +64,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
-    scorer = run.enter_context(rewards_lib.Scorer(config.rewards, model_scorers))
+    scorer = run.enter_context(rewards_lib.Scorer(config.rewards, model_scorers, taught))
     judge = scorer
     if config.evaluation.functions:
         judge = run.enter_context(rewards_lib.Scorer(config.evaluation_rewards, {}))

@@ -3,7 +3,8 @@
     repeat
         x ~ D,  y ~ pi_theta(. | x)            sample       learner/source.py, rollout/episodes.py
         r = R(x, y)                            score        rewards/base.py
-        log pi_old, log pi_ref, V  at (x, y)   predict      learner/predict.py
+        log pi_teacher             at (x, y)   teach        learner/distillation.py
+    log pi_old, log pi_ref, V  at (x, y)   predict      learner/predict.py
         A = advantages(r, V)                   estimate     learner/estimate.py
         minibatches of (x, y, A)               batch        learner/batches.py
         theta <- theta - lr grad L(theta)      update       learner/update.py
@@ -18,7 +19,7 @@ import os
 import jax
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import batches, estimate, planned, predict, update
+from jaxrl_llm.learner import batches, distillation, estimate, planned, predict, update
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.planning import devices as hardware
@@ -47,6 +48,7 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
         prepared, state = prepare.rl(config, run)
         models, frozen, sampler, source, evaluate = prepared
         state = run.resume(state, source, models.packer)
+        lessons_of = distillation.teaching(config, models, frozen)
         predictions_of = predict.predictor(config, models, frozen)
         estimates_of = estimate.estimator(config, models.mesh)
         learn = update.updater(config, models, frozen.base, state)
@@ -66,7 +68,8 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             samples = source.take(weights, sample_key, clock)
             rollouts, rewards = samples.rollouts, samples.rewards  # [B, T], [B]
 
-            # What the models predict for those tokens.
+            # What teachers and models predict for those tokens.
+            rollouts = lessons_of(rollouts, clock)  # lessons: [B, T, k]
             predictions, rollouts = predictions_of(state, rollouts, clock)  # each field [B, T]
 
             # Rewards become advantages. No model runs here.

@@ -46,6 +46,7 @@ JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.nu
 ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
 COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
 COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
+TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
 SAFE = {"algorithm.safe": True, **COSTS}
 GROUPS = {"algorithm.recipe": "grpo"}
 CORRECTED = {**GROUPS, "algorithm.correction": "token"}
@@ -343,6 +344,15 @@ RL = {
     "config.rewards.cost_models.NAME.pairs": (probe.pairs, ("FILE",), COST),
     "config.rewards.cost_models.NAME.weight": (probe.scores, 3.0, COST),
     "config.rewards.cost_models.NAME.data_source": (probe.scores, "elsewhere", COST),
+    "config.distillation.teachers.NAME.path": (probe.networks, "none", TAUGHT),
+    "config.distillation.teachers.NAME.data_source": (probe.lessons, "elsewhere", TAUGHT),
+    "config.distillation.loss": (probe.distilled, "k3", TAUGHT),
+    "config.distillation.coef": (probe.distilled, 3.0, TAUGHT),
+    "config.distillation.top_k": (
+        probe.lessons,
+        3,
+        {**TAUGHT, "distillation.loss": "forward_kl"},
+    ),
     "config.rewards.num_workers": (probe.scores, 3),
     "config.rewards.timeout_s": (probe.scores, 3.0),
     "config.rewards.memory_gib": (probe.scores, 3.0),

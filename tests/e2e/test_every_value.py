@@ -115,6 +115,7 @@ READ_WITH: Mapping[str, Mapping[str, Any]] = {
     "preference": {**PREFERENCE, "rewards.models.MODEL.path": ""},
     "rewards.models": {**PREFERENCE, "rewards.models.NAME3.path": ""},
     "rewards.cost_models": {**PREFERENCE, "rewards.cost_models.NAME4.path": ""},
+    "distillation": {"distillation.teachers.NAME5.path": "EXPERTS"},
     "rewards.failure_score": {"rewards.on_failure": "score"},
     "rollout.speculation": {"rollout.speculation.draft_tokens": 2},
     "rollout.temperature": {"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2},
@@ -137,6 +138,7 @@ ENTRIES = {
     "cost_functions.NAME": "NAME2",
     "rewards.models.NAME": "NAME3",
     "cost_models.NAME": "NAME4",
+    "teachers.NAME": "NAME5",
 }
 
 

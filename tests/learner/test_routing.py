@@ -10,7 +10,7 @@ import tiny
 
 from jaxrl_llm.config import ConfigError, OptimizerConfig
 from jaxrl_llm.config.learner import RouterConfig
-from jaxrl_llm.learner import optimizer, predict, routing
+from jaxrl_llm.learner import optimizer, predict, routing, wide
 from jaxrl_llm.learner.batches import Packer, common_prompts
 from jaxrl_llm.models.shape import Experts, Layer
 from jaxrl_llm.models.transformer import Network
@@ -70,21 +70,21 @@ PACKINGS = [{"tokens": 512, "shares": False}, {"tokens": 64, "shares": False},
 @pytest.mark.parametrize("how", PACKINGS, ids=str)
 def test_routes_go_to_rows_and_back(how):
     packed = packed_in(**how)
-    routed = routing.with_routes(packed, STEP.routes, ONE)
+    routed = wide.carried(packed, ONE, routes=STEP.routes)
     routes = routed.microbatches.routes
     m = packed.microbatches
     inside = m.segment_ids != 0
     owners = np.abs(m.segment_ids) - 1
     np.testing.assert_array_equal(routes[inside], STEP.routes[owners, m.positions][inside])
     assert (np.asarray(routes)[~inside] == -1).all()
-    found = routing.by_sequence(packed, routes, STEP.lengths, T)
+    found = wide.by_sequence(packed, routes, STEP.lengths, T)
     np.testing.assert_array_equal(found, STEP.routes)
-    assert routing.without_routes(routed).microbatches.routes.shape[-1] == 0
+    assert wide.without(routed).microbatches.routes.shape[-1] == 0
 
 
 def of_update(how, router, params):
     """Returns the sums of a minibatch over its microbatches, as an update makes them."""
-    packed = routing.with_routes(packed_in(**how), STEP.routes, ONE)
+    packed = wide.carried(packed_in(**how), ONE, routes=STEP.routes)
     mask, tokens = jnp.asarray(STEP.response_mask), jnp.asarray(STEP.tokens)
 
     def loss(params, microbatch):

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models import heads
+from jaxrl_llm.models.places import Chosen, Everywhere
 from jaxrl_llm.sharding.mesh import make_mesh
 
 B, T, D, V = 4, 24, 16, 50
@@ -47,6 +48,11 @@ def batch():
     }
 
 
+def everywhere(hidden, weight, tokens, segment_ids, **settings):
+    places = Everywhere(segment_ids)
+    return heads.token_statistics(hidden, weight, tokens, places, **settings)
+
+
 def run(statistics, batch, **settings):
     """Values, and gradients of a random linear function of log-probs and entropies."""
 
@@ -56,7 +62,7 @@ def run(statistics, batch, **settings):
 
     gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
     (hidden_bar, weight_bar), found = jax.jit(gradient)(batch["hidden"], batch["weight"])
-    return (*found, hidden_bar, weight_bar)
+    return (*found[:3], hidden_bar, weight_bar)
 
 
 def assert_close(got, want, relative=1e-5):
@@ -73,7 +79,7 @@ def assert_close(got, want, relative=1e-5):
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
 def test_equals_dense(batch, chunk):
     want = run(dense_statistics, batch, temperature=0.7)
-    got = run(heads.token_statistics, batch, temperature=0.7, chunk=chunk)
+    got = run(everywhere, batch, temperature=0.7, chunk=chunk)
     assert_close(got, want)
 
 
@@ -87,11 +93,12 @@ def test_chosen_positions_equal_all_positions(batch, entropy):
     before = jnp.maximum(places - 1, 0)
 
     def masked(*arguments, **settings):
-        found = heads.token_statistics(*arguments, **settings)
-        return tuple(jnp.where(mask, x, 0.0) for x in found)
+        found = everywhere(*arguments, **settings)
+        return tuple(jnp.where(mask, x, 0.0) for x in found[:3])
 
     def chosen(hidden, weight, tokens, _, **settings):
-        return heads.chosen_statistics(hidden, weight, tokens, places, before, **settings)
+        chosen = Chosen(places, before, T)
+        return heads.token_statistics(hidden, weight, tokens, chosen, **settings)
 
     settings = {"temperature": 0.7, "chunk": 5, "entropy": entropy}
     for got, want in zip(
@@ -102,12 +109,12 @@ def test_chosen_positions_equal_all_positions(batch, entropy):
 
 def test_entropy_without_its_gradient(batch):
     settings = {"temperature": 0.7, "chunk": 5}
-    full = run(heads.token_statistics, batch, **settings)
-    value = run(heads.token_statistics, batch, entropy="value", **settings)
+    full = run(everywhere, batch, **settings)
+    value = run(everywhere, batch, entropy="value", **settings)
     for got, want in zip(value[:3], full[:3], strict=True):
         np.testing.assert_array_equal(got, want)
     alone = {**batch, "bars": batch["bars"].at[1].set(0.0)}
-    without = run(heads.token_statistics, alone, **settings)
+    without = run(everywhere, alone, **settings)
     for got, want in zip(value[3:], without[3:], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
@@ -115,7 +122,7 @@ def test_entropy_without_its_gradient(batch):
 def test_by_hand():
     # logits (0, log 3) / 1: probabilities 1/4 and 3/4; entropy log 4 - 3/4 log 3; 1/16 + 9/16.
     hidden, weight = jnp.ones((1, 3, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
-    log_probs, entropies, squares = heads.token_statistics(
+    log_probs, entropies, squares, _ = everywhere(
         hidden, weight, jnp.array([[1, 0, 1]]), jnp.ones((1, 3), jnp.int32), chunk=2
     )
     np.testing.assert_allclose(log_probs, [[0, np.log(0.25), np.log(0.75)]], rtol=1e-6)
@@ -124,7 +131,7 @@ def test_by_hand():
 
 
 def test_first_tokens_and_padding_are_zero(batch):
-    found = run(heads.token_statistics, batch)[:3]
+    found = run(everywhere, batch)[:3]
     for x in map(np.asarray, found):
         assert (x[:, 0] == 0).all() and (x[1, [9, 10, 20]] == 0).all()
         assert (x[2, 5:] == 0).all() and (x[3] == 0).all()
@@ -132,8 +139,8 @@ def test_first_tokens_and_padding_are_zero(batch):
 
 
 def test_without_entropy_log_probs_stay(batch):
-    both = run(heads.token_statistics, {**batch, "bars": batch["bars"][:1]}, chunk=8)
-    one = run(heads.token_statistics, {**batch, "bars": batch["bars"][:1]}, chunk=8, entropy="none")
+    both = run(everywhere, {**batch, "bars": batch["bars"][:1]}, chunk=8)
+    one = run(everywhere, {**batch, "bars": batch["bars"][:1]}, chunk=8, entropy="none")
     np.testing.assert_array_equal(one[0], both[0])
     np.testing.assert_allclose(one[4], both[4], rtol=1e-6, atol=1e-6)
     assert not one[1].any() and not one[2].any()
@@ -141,16 +148,14 @@ def test_without_entropy_log_probs_stay(batch):
 
 def test_sum_of_squares_has_no_gradient(batch):
     def total(hidden):
-        return heads.token_statistics(
-            hidden, batch["weight"], batch["tokens"], batch["segment_ids"]
-        )[2].sum()
+        return everywhere(hidden, batch["weight"], batch["tokens"], batch["segment_ids"])[2].sum()
 
     assert not jax.grad(total)(batch["hidden"]).any()
 
 
 def test_traced_temperature_takes_no_gradient(batch):
     def total(temperature):
-        found = heads.token_statistics(
+        found = everywhere(
             batch["hidden"],
             batch["weight"],
             batch["tokens"],
@@ -174,8 +179,8 @@ def test_padding_may_hold_anything(batch):
         "hidden": jnp.where((padding | last)[..., None], jnp.nan, batch["hidden"]),
     }
     for a, b in zip(
-        run(heads.token_statistics, garbage, chunk=16),
-        run(heads.token_statistics, batch, chunk=16),
+        run(everywhere, garbage, chunk=16),
+        run(everywhere, batch, chunk=16),
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
@@ -184,7 +189,7 @@ def test_padding_may_hold_anything(batch):
 def test_packed_equals_unpacked(batch):
     starts, ends = (0, 9, 10), (9, 10, 20)
     settings = {"temperature": 1.3, "chunk": 11}
-    packed = [np.asarray(x)[1] for x in run(heads.token_statistics, batch, **settings)[:4]]
+    packed = [np.asarray(x)[1] for x in run(everywhere, batch, **settings)[:4]]
 
     def alone(x):
         """Row 1's sequences, each at the start of a row of its own."""
@@ -194,7 +199,7 @@ def test_packed_equals_unpacked(batch):
 
     unpacked = {name: alone(batch[name]) for name in ("hidden", "tokens", "segment_ids")}
     unpacked |= {"weight": batch["weight"], "bars": jnp.stack([alone(b) for b in batch["bars"]])}
-    found = run(heads.token_statistics, unpacked, **settings)[:4]
+    found = run(everywhere, unpacked, **settings)[:4]
     for one, rows in zip(packed, found, strict=True):
         for row, (s, e) in enumerate(zip(starts, ends, strict=True)):
             np.testing.assert_allclose(rows[row, : e - s], one[s:e], rtol=1e-5, atol=1e-6)
@@ -205,7 +210,7 @@ def test_low_precision_accumulates_in_float32(batch):
     low["weight"] = batch["weight"].astype(jnp.bfloat16)
     exact = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
              for name, x in low.items()}  # fmt: skip
-    got = run(heads.token_statistics, low, chunk=16)
+    got = run(everywhere, low, chunk=16)
     want = run(dense_statistics, exact, temperature=1.0)
     assert [x.dtype for x in got] == [jnp.float32] * 3 + [jnp.bfloat16] * 2
     # Values differ by float32 rounding alone; gradients by bfloat16's half unit, 2**-9 twice.
@@ -224,14 +229,14 @@ def test_peak_memory_is_far_below_dense():
 
     def temporary_bytes(statistics, **settings):
         def loss(hidden, weight, tokens, segment_ids):
-            log_probs, entropies, _ = statistics(hidden, weight, tokens, segment_ids, **settings)
+            log_probs, entropies, *_ = statistics(hidden, weight, tokens, segment_ids, **settings)
             return (log_probs + entropies).sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     dense = temporary_bytes(dense_statistics, temperature=1.0)
-    chunked = temporary_bytes(heads.token_statistics, chunk=64)
+    chunked = temporary_bytes(everywhere, chunk=64)
     assert chunked * 4 < dense, (chunked, dense)
 
 
@@ -247,8 +252,8 @@ def test_partitions_without_gathering_logits(sequence):
     }
 
     def loss(hidden, weight, tokens, segment_ids):
-        found = heads.token_statistics(hidden, weight, tokens, segment_ids, chunk=chunk)
-        return (found[0] + 0.1 * found[1]).sum(), found
+        found = everywhere(hidden, weight, tokens, segment_ids, chunk=chunk)
+        return (found[0] + 0.1 * found[1]).sum(), found[:3]
 
     gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (_, want), want_bars = jax.jit(gradient)(*batch.values())
@@ -301,10 +306,11 @@ def test_values_and_scores_by_hand():
     weight = jnp.array([[1.0, 10.0]])  # scores 10, 32, 54, 76
     segment_ids = jnp.array([[1, 1, 2, 2]])
     np.testing.assert_array_equal(
-        heads.token_values(hidden, weight, segment_ids), [[0.0, 10.0, 0.0, 54.0]]
+        heads.token_values(hidden, weight, Everywhere(segment_ids)), [[0.0, 10.0, 0.0, 54.0]]
     )
     np.testing.assert_array_equal(
-        heads.token_values(hidden, weight, jnp.array([[1, 1, 1, 0]])), [[0.0, 10.0, 32.0, 0.0]]
+        heads.token_values(hidden, weight, Everywhere(jnp.array([[1, 1, 1, 0]]))),
+        [[0.0, 10.0, 32.0, 0.0]],
     )
     np.testing.assert_array_equal(
         heads.sequence_scores(jnp.repeat(hidden, 2, 0), weight, jnp.array([3, 1])), [76.0, 32.0]

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.planning import fit, placement, report
 from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.setting import Scorer
 from jaxrl_llm.planning.shapes import SHAPES
 
 VALUES = {
@@ -27,7 +28,9 @@ VALUES = {
 def plan(name="Llama-3.1-8B", device="v5p", count=16, **groups):
     values = {**VALUES, **{g: {**VALUES.get(g, {}), **v} for g, v in groups.items()}}
     shape = SHAPES[name]
-    return fit.make(from_config_dict(values), shape, (shape,), DEVICES[device], count)
+    return fit.make(
+        from_config_dict(values), shape, (Scorer(shape, "scalar"),), DEVICES[device], count
+    )
 
 
 def test_fifteen_groupings_each_role_in_one_group():

@@ -8,6 +8,7 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.planning import fit, memory, placement, report
 from jaxrl_llm.planning.devices import DEVICES
+from jaxrl_llm.planning.setting import Scorer
 from jaxrl_llm.planning.shapes import SHAPES
 
 VALUES = {
@@ -23,7 +24,7 @@ SHAPE = SHAPES["Llama-3.1-8B"]
 
 def plan(**groups) -> fit.Plan:
     config = from_config_dict(VALUES | groups)
-    return fit.make(config, SHAPE, (SHAPE,), DEVICES["v5p"], 16)
+    return fit.make(config, SHAPE, (Scorer(SHAPE, "scalar"),), DEVICES["v5p"], 16)
 
 
 def test_what_rests_is_the_sum_over_roles():
@@ -82,7 +83,7 @@ def test_a_placement_is_told_to_a_run_by_hand():
         if place.fits and len(place.grouping) == 3
     )
     config = dataclasses.replace(setting.config, placement=apart.config())
-    made = fit.make(config, SHAPE, (SHAPE,), DEVICES["v5p"], 16)
+    made = fit.make(config, SHAPE, (Scorer(SHAPE, "scalar"),), DEVICES["v5p"], 16)
     assert not list(config.placement.problems())
     assert made.peak == max(pool.bytes for pool in apart.pools)
     assert placement.speed(made).step_s == pytest.approx(apart.step_s)
