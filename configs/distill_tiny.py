@@ -38,7 +38,7 @@ def get_config():
     config.algorithm.recipe = "grpo"
     config.algorithm.kl_in = "none"
     config.algorithm.samples_per_prompt = 4
-    config.trainer.num_steps = 150
+    config.trainer.num_steps = 200
     config.trainer.prompts_per_step = 48
     config.trainer.minibatch_size = 64
     config.trainer.max_tokens_per_microbatch = 16_384
@@ -48,7 +48,7 @@ def get_config():
     config.trainer.optimizer.min_lr_ratio = 0.1
     config.trainer.optimizer.weight_decay = 0.0
     config.evaluation.functions.answer = {"function": "arithmetic"}
-    config.evaluation.every = 75
+    config.evaluation.every = 50
     config.evaluation.samples_per_prompt = 4
     config.evaluation.temperature = 1.0
     config.checkpoint.every = 50
