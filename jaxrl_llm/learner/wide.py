@@ -20,7 +20,7 @@ _DIMS = (None, "batch", "length", None)
 _FIELDS = ("routes", "listed", "listed_log_probs")  # of a microbatch
 
 
-def carried(packed: PackedBatch, mesh: Mesh, **fields: Shaped[np.ndarray, "B T n"]) -> PackedBatch:
+def carried(packed: PackedBatch, mesh: Mesh, **fields: Shaped[np.ndarray, "B T _"]) -> PackedBatch:
     """Returns a batch, from the host, with wide fields of its sequences by name."""
     m: Any = packed.microbatches
     owners = np.abs(m.segment_ids) - 1

@@ -34,8 +34,8 @@ CASES = {
 
 def a_teacher(folder, config):
     """A folder of random weights, of another shape than the policy's."""
-    shape = dataclasses.replace(random_model(config.model, 104), num_layers=2, hidden_size=32)
-    network = Network(shape)
+    model = dataclasses.replace(config.model, num_layers=2, hidden_size=32)
+    network = Network(random_model(model, 104))
     huggingface.save(folder, network, tiny.params(network), tokenizer=character_tokenizer())
 
 
