@@ -431,7 +431,8 @@ def step(config: RLConfig):
         return rewards(np.arange(len(of_wave.lengths)) * float(unequal))
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models)
+    engine = types.SimpleNamespace(compile_ahead=lambda *of: None)
+    sampler = types.SimpleNamespace(engine=engine, models=models)
     stream = types.SimpleNamespace(
         batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
     )
