@@ -125,9 +125,10 @@ class Updater:
         with clock("update") as watch:
             # Before any update: the policy's devices make the copies for others, and would make
             # them only after the updates before.
-            spread = self.spread(batch)
+            spread, fields = self.spread(batch), _wide_fields(rollouts)
             for packed, update_key in minibatches(self.config, packer, rollouts, key):
-                packed = wide.carried(packed, self.homes["policy"], **_wide_fields(rollouts))
+                if fields:
+                    packed = wide.carried(packed, self.homes["policy"], **fields)
                 state, metrics = self.update(
                     state, spread, packed, update_key, train_policy=train_policy
                 )

@@ -195,9 +195,8 @@ def extend(
         history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
     end = sum(block.shape[3] for block in state.cache.keys[0])
     cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, a.slots)
-    num_routes = network.num_routes if keeps_routes else 0
     state = dataclasses.replace(state, cache=cache, history=history)
-    return state, outputs, routes[..., :num_routes]
+    return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 
 
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:

@@ -100,6 +100,7 @@ def test_waves_are_joined():
         prefill_tokens=2,
         prefill_positions=4,
         prefill_s=0.5,
+        reread_tokens=1,
         decode_tokens=3,
         decode_steps=2,
         slot_steps=3,

@@ -104,7 +104,9 @@ def test_chosen_positions_equal_all_positions(batch, entropy):
     for got, want in zip(
         run(chosen, batch, **settings), run(masked, batch, **settings), strict=True
     ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        # Sums in another order: what cancels keeps an error of the largest.
+        largest = max(1.0, float(np.abs(want).max()))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_entropy_without_its_gradient(batch):
