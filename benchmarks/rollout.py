@@ -108,7 +108,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl_llm.rollout import prefill, programs, scheduler
+    from jaxrl_llm.rollout import inputs, prefill, programs
     from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
     from jaxrl_llm.rollout.sampling import SamplerState
 
@@ -142,7 +142,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
         )
         return first.tokens, rest.tokens
 
-    prompts = scheduler.prompt_rows(ours.prompts[:8], 64)
+    prompts = inputs.prompt_rows(ours.prompts[:8], 64)
 
     def sample(seed: int) -> None:
         keys = jax.random.key_data(jax.random.split(jax.random.key(seed), slots))

@@ -15,7 +15,7 @@ FLOORS = (
     (("types",), ("console",), ("errors", "config")),
     (("algorithms",), ("sharding",)),
     (("models",), ("data",), ("checkpoint",), ("metrics",)),
-    (("rollout",), ("rewards",), ("planning",)),
+    (("rollout",), ("rewards",), ("agents",), ("planning",)),
     (("learner",),),
     (("trainer",), ("serving",)),
     (("program",),),

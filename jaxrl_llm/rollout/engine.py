@@ -12,7 +12,7 @@ from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.samples import NO_SPECULATION
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import programs
+from jaxrl_llm.rollout import inputs, programs
 from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import (
@@ -24,14 +24,7 @@ from jaxrl_llm.rollout.requests import (
     SamplingParams,
     Statistics,
 )
-from jaxrl_llm.rollout.scheduler import (
-    Reader,
-    Sample,
-    Scheduler,
-    admission,
-    continuation,
-    continuation_size,
-)
+from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler
 
 _MOST_AHEAD = 8  # programs
 _ONE = SamplingParams(max_tokens=1)
@@ -214,7 +207,7 @@ class Engine:
         filtered, num_top = self._switches(prompts)
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.jitted.insert_sizes if n >= len(prompts))
-        admitted = admission(entering, size, self.num_slots)
+        admitted = inputs.admission(entering, size, self.num_slots)
         state = self._state or self.jitted.empty()
         self._state, outputs = self.jitted.insert(
             state, prefix, admitted, filtered=filtered, num_top=num_top
@@ -225,7 +218,7 @@ class Engine:
         """Reads what samples add to the tokens that their slots hold."""
         at = {sample: sample.shared for sample in continuing}  # the next token to read
         while at:
-            rows, width = continuation_size(max(len(s.prompt) - n for s, n in at.items()))
+            rows, width = inputs.continuation_size(max(len(s.prompt) - n for s, n in at.items()))
             rows = min(rows, self.num_slots)
             part = list(at.items())[:rows]
             pieces = [sample.prompt[n : n + width] for sample, n in part]
@@ -237,8 +230,8 @@ class Engine:
             self._state, outputs, routes = self.jitted.extend(
                 params,
                 self._state,
-                continuation(pieces, [n for _, n in part], rows, width),
-                admission(entering, rows, self.num_slots),
+                inputs.continuation(pieces, [n for _, n in part], rows, width),
+                inputs.admission(entering, rows, self.num_slots),
                 window=self._window(max(n for _, n in part)),
                 filtered=filtered,
                 num_top=num_top,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import cache, prefill, programs, scheduler
+from jaxrl_llm.rollout import cache, inputs, prefill, programs
 from jaxrl_llm.rollout.programs import DecodeState
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -104,8 +104,8 @@ class Jitted:
         self, params: Params, num_prompts: int, prompt_tokens: int
     ) -> jax.stages.Lowered:
         """Returns the widest program that reads such prompts; `params` may be abstract."""
-        shape = scheduler.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        rows = jax.tree.map(self._abstract, scheduler.empty_rows(*shape, self.num_routes))
+        shape = inputs.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
+        rows = jax.tree.map(self._abstract, inputs.empty_rows(*shape, self.num_routes))
         return self.prefill.lower(params, rows)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
@@ -136,7 +136,7 @@ class Jitted:
         shapes = {
             shape
             for count in range(1, num_prompts + 1)
-            for shape in scheduler.row_shapes(count, prompt_tokens, self._max_tokens)
+            for shape in inputs.row_shapes(count, prompt_tokens, self._max_tokens)
         }
         found: dict[tuple[int, ...], Program] = {}  # by their order
         for filtered in filters:
@@ -161,9 +161,9 @@ class Jitted:
     def _insert_nothing(
         self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
     ) -> DecodeState:
-        prefix = self.prefill(params, scheduler.empty_rows(rows, width, self.num_routes))
+        prefix = self.prefill(params, inputs.empty_rows(rows, width, self.num_routes))
         for size in dict.fromkeys(self.insert_sizes):
-            nobody = scheduler.admission([], size, self._num_slots)
+            nobody = inputs.admission([], size, self._num_slots)
             state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)
         return state
 

@@ -3,26 +3,20 @@
 Decisions follow from requests and replicated outputs alone, so they are the same on every host.
 """
 
-import bisect
 import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrl_llm.data.packing import bucket, pack
-from jaxrl_llm.models.transformer import ROUTE_DTYPE, Params
-from jaxrl_llm.rollout import prefill, requests
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.rollout import inputs, requests
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
-from jaxrl_llm.rollout.programs import Admission, Continuation, Outputs
-from jaxrl_llm.rollout.requests import Completion, Decode, Progress, Request, SamplingParams
-from jaxrl_llm.rollout.sampling import SamplerState
-
-MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
-SMALLEST_WIDTH = 32
+from jaxrl_llm.rollout.programs import Outputs
+from jaxrl_llm.rollout.requests import Completion, Decode, Progress, Request
 
 
 class Sample:
@@ -283,11 +277,12 @@ class Reader:
         while entering:
             first = entering[0].request
             if first not in self._indices:
-                numbers = scheduler.to_read(first)[: MOST_PROMPT_TOKENS // SMALLEST_WIDTH]
+                most = inputs.MOST_PROMPT_TOKENS // inputs.SMALLEST_WIDTH
+                numbers = scheduler.to_read(first)[:most]
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
-                count = num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
+                count = inputs.num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
                 routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
-                batch = prompt_rows(
+                batch = inputs.prompt_rows(
                     prompts[:count], self._max_tokens, self.longest, routes, self._num_routes
                 )
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
@@ -308,137 +303,3 @@ class Reader:
                     sample.completion.routes = [self._routes[index]]
             yield self._batch, indices
             entering = entering[len(indices) :]
-
-
-def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> int:
-    """Returns how many prompts of these lengths, from the first on, are read together."""
-
-    def too_many(count: int) -> bool:
-        width = _width(max(lengths[:count]), max_tokens, longest)
-        most = _num_rows(count, width)
-        return count > most * _share(width) or len(_shared(lengths[:count], width)) > most
-
-    return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
-
-
-def prompt_rows(
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    longest: int = 0,
-    routes: Sequence[np.ndarray | None] = (),
-    num_routes: int = 0,
-) -> Prompts:
-    """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
-
-    Rows and widths come in few sizes; `max_tokens` is the widest. Rows also hold a prompt of
-    `longest` tokens, if such rows can be shared and are at most four times as wide. `routes` are
-    those to follow, `num_routes` of each token.
-    """
-    lengths = [len(prompt) for prompt in prompts]
-    width = _width(max(lengths), max_tokens, longest)
-    rows = _shared(lengths, width)
-    count = _num_rows(max(len(rows), -(-len(prompts) // _share(width))), width)
-    batch = empty_rows(count, width, num_routes)
-    for row, members in enumerate(rows):
-        at = 0
-        for segment, i in enumerate(members, 1):
-            inside = slice(at, at + lengths[i])
-            batch.tokens[row, inside] = prompts[i]
-            batch.positions[row, inside] = np.arange(lengths[i])
-            batch.segment_ids[row, inside] = segment
-            batch.starts[i], batch.lengths[i] = row * width + at, lengths[i]
-            if routes and (given := routes[i]) is not None:
-                batch.routes[row, inside] = given
-            at = inside.stop
-    return batch
-
-
-def row_shapes(num_prompts: int, prompt_tokens: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Returns every (rows, width) in which so many prompts of any length are read, rising."""
-    shapes = set()
-    for width in {_width(n, max_tokens) for n in range(1, prompt_tokens + 1)}:
-        fewest = -(-num_prompts // _share(width))
-        shapes |= {(_num_rows(n, width), width) for n in range(fewest, num_prompts + 1)}
-    return sorted(shapes, key=lambda shape: shape[::-1])
-
-
-def empty_rows(rows: int, width: int, num_routes: int = 0) -> Prompts:
-    """Returns rows without a prompt."""
-    zeros: Any = np.zeros  # the device takes them as they are
-    tokens, positions, segment_ids = zeros((3, rows, width), np.int32)
-    starts = zeros(rows * _share(width), np.int32)
-    own = np.full((rows, width, num_routes), -1, ROUTE_DTYPE)
-    own_choice: Any = own
-    return Prompts(tokens, positions, segment_ids, starts, starts + 1, own_choice)
-
-
-# (rows, tokens) that continuations are read in; few, as each is a program for each window.
-_CONTINUATIONS = (8, 32), (8, 128), (2, 512)
-
-
-def continuation_size(length: int) -> tuple[int, int]:
-    """Returns (rows, tokens) of a program that reads so many tokens, or a piece of them."""
-    return next((size for size in _CONTINUATIONS if size[1] >= length), _CONTINUATIONS[-1])
-
-
-def continuation(
-    pieces: Sequence[Sequence[int]], kept: Sequence[int], rows: int, width: int
-) -> Continuation:
-    """Returns tokens that follow `kept` ones of each, in so many rows of this width."""
-    zeros: Any = np.zeros
-    made = Continuation(
-        zeros((rows, width), np.int32), zeros(rows, np.int32) + 1, zeros(rows, np.int32)
-    )
-    for row, (piece, before) in enumerate(zip(pieces, kept, strict=True)):
-        made.tokens[row, : len(piece)] = piece
-        made.lengths[row], made.kept[row] = len(piece), before
-    return made
-
-
-def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:
-    return pack(lengths, width) if _share(width) > 1 else [[i] for i in range(len(lengths))]
-
-
-def _share(width: int) -> int:
-    """Returns how many prompts fit in a row, on average."""
-    return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
-
-
-def _width(length: int, max_tokens: int, longest: int = 0) -> int:
-    width = bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
-    wider = bucket(max(length, longest), smallest=SMALLEST_WIDTH, largest=max_tokens)
-    return max(width, min(wider, 4 * width, prefill.PIECE_TOKENS))
-
-
-def _num_rows(count: int, width: int) -> int:
-    return min(bucket(count), max(1, MOST_PROMPT_TOKENS // width))
-
-
-def admission(
-    entering: Sequence[tuple[int, int, np.ndarray, SamplingParams]], size: int, num_slots: int
-) -> Admission:
-    """Returns the arrays of an insert of `size` samples; unused entries go to slot `num_slots`.
-
-    Each sample is given as (index of its prompt in the prefix, slot, key, parameters).
-    """
-    unused = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
-    filled = [*entering, *[unused] * (size - len(entering))]
-    prompts, slots, keys, params = zip(*filled, strict=True)
-
-    array: Any = np.array  # the device takes it as it is
-
-    def column(field: str, dtype: Any = np.float32) -> Any:
-        return np.array([getattr(p, field) for p in params], dtype)
-
-    stops = array(np.full((size, requests.NUM_STOP_TOKENS), -1, np.int32))
-    for i, p in enumerate(params):
-        stops[i, : len(p.stop_tokens)] = p.stop_tokens
-    sampler = SamplerState(
-        keys=array(keys, np.uint32),
-        temperature=column("temperature"),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p"),
-        min_p=column("min_p"),
-    )
-    limits = column("max_tokens", np.int32)
-    return Admission(array(prompts, np.int32), array(slots, np.int32), limits, stops, sampler)

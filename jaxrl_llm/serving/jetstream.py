@@ -31,7 +31,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.rollout import scheduler
+from jaxrl_llm.rollout import inputs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.programs import DecodeState
@@ -160,7 +160,7 @@ class JetStreamEngine(engine_api.Engine):
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         tokens = tokens[int(tokens[0] == _NO_TOKEN) :][: self._served.max_tokens]
         with jax.set_mesh(self.mesh):
-            prompts = scheduler.prompt_rows([tokens.tolist()], self._served.max_tokens)
+            prompts = inputs.prompt_rows([tokens.tolist()], self._served.max_tokens)
             return self._engine.jitted.prefill(params, prompts), len(tokens)
 
     def insert(self, prefix: tuple[Prefix, int], decode_state: Slots, slot: int) -> Slots:
@@ -170,7 +170,7 @@ class JetStreamEngine(engine_api.Engine):
         # The engine ends a reply at the cache's end only.
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
-        entering = scheduler.admission([(0, slot, key, params)], 1, self.max_concurrent_decodes)
+        entering = inputs.admission([(0, slot, key, params)], 1, self.max_concurrent_decodes)
         with jax.set_mesh(self.mesh):
             state, outputs = self._engine.jitted.insert(
                 decode_state.state, read, entering, filtered=params.is_filtered, num_top=0

@@ -12,7 +12,7 @@ from engine_work import LIMIT, ONE, assert_same, rollout_params
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.models.shape import Experts, Latent, Layer
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import scheduler
+from jaxrl_llm.rollout import inputs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, RequestError, SamplingParams
 
@@ -123,7 +123,7 @@ def test_on_a_mesh():
 
 
 def test_long_additions_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr(scheduler, "_CONTINUATIONS", ((3, 4), (2, 6)))
+    monkeypatch.setattr(inputs, "_CONTINUATIONS", ((3, 4), (2, 6)))
     engine = engine_with(8)
     wanted = played(engine, rollout_params(), keeps=False, added=(14, 3, 8, 1, 5))
     assert_same(played(engine, rollout_params(), added=(14, 3, 8, 1, 5)), wanted)

@@ -23,7 +23,7 @@ from engine_work import (
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.on_cpu import kernels, products
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import prefill, scheduler
+from jaxrl_llm.rollout import inputs, prefill
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -32,7 +32,7 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 @pytest.fixture
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.inputs.SMALLEST_WIDTH", LIMIT)
 
 
 def count_prompts_read(engine, monkeypatch):
@@ -157,7 +157,7 @@ def test_order_and_neighbours_do_not_matter(one_window):
 
 
 def test_prompts_are_read_in_several_batches(one_window, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.MOST_PROMPT_TOKENS", 80)
+    monkeypatch.setattr("jaxrl_llm.rollout.inputs.MOST_PROMPT_TOKENS", 80)
     engine = engine_of(num_slots=4)
     read = count_prompts_read(engine, monkeypatch)
     assert_same(engine.generate(rollout_params(), workload()), expected())
@@ -548,7 +548,7 @@ def test_long_prompts_are_read_in_pieces(piece, one_window, monkeypatch):
 def test_reading_in_pieces_needs_less_memory():
     def temporary(piece):
         read = functools.partial(prefill.prefill, tiny.NETWORK, piece_tokens=piece)
-        lowered = jax.jit(read).lower(rollout_params(), scheduler.empty_rows(1, 4096))
+        lowered = jax.jit(read).lower(rollout_params(), inputs.empty_rows(1, 4096))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # Nearly all of it is scores of 4 heads, twice: [512, 4096] in one piece, as attention takes

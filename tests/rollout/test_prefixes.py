@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.data.packing import bucket
-from jaxrl_llm.rollout import prefill
-from jaxrl_llm.rollout import scheduler as scheduler_lib
+from jaxrl_llm.rollout import inputs, prefill
 from jaxrl_llm.rollout.requests import Request, SamplingParams, Statistics
 from jaxrl_llm.rollout.scheduler import Reader, Scheduler
 
@@ -26,8 +25,8 @@ def prompts_of(lengths):
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40))
 def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     prompts = prompts_of(lengths)
-    count = scheduler_lib.num_fitting(lengths, MOST)
-    batch = scheduler_lib.prompt_rows(prompts[:count], MOST)
+    count = inputs.num_fitting(lengths, MOST)
+    batch = inputs.prompt_rows(prompts[:count], MOST)
     rows, width = batch.tokens.shape
     assert batch.tokens.size <= max(4096, width)
     assert width < 2 * max(32, *lengths[:count]) and rows in (bucket(rows), 4096 // width)
@@ -45,7 +44,7 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
     assert len(segments) == count
     assert (batch.starts[count:] == 0).all() and (batch.lengths[count:] == 1).all()
     # What is warmed up for so many prompts is all that they can need.
-    shapes = set(scheduler_lib.row_shapes(count, max(lengths), MOST))
+    shapes = set(inputs.row_shapes(count, max(lengths), MOST))
     assert batch.tokens.shape in shapes
     assert len(shapes) <= 20
 
@@ -53,9 +52,9 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40), st.integers(1, 599))
 def test_a_longer_prompt_of_the_data_widens_rows_four_times_at_most(lengths, longest):
-    count = scheduler_lib.num_fitting(lengths, MOST, longest)
+    count = inputs.num_fitting(lengths, MOST, longest)
     own = bucket(max(lengths[:count]), smallest=32, largest=MOST)
-    width = scheduler_lib.prompt_rows(prompts_of(lengths[:count]), MOST, longest).tokens.shape[1]
+    width = inputs.prompt_rows(prompts_of(lengths[:count]), MOST, longest).tokens.shape[1]
     wanted = bucket(max(*lengths[:count], longest), smallest=32, largest=MOST)
     assert width == max(own, min(wanted, 4 * own))
 
@@ -120,11 +119,11 @@ def test_sharing_a_row_changes_nothing():
     lengths = [40, 3, 1, 20, 33, 9, 64, 24]
     prompts = [tuple(random.integers(4, 96, n).tolist()) for n in lengths]
     read = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))
-    together = read(rollout_params(), scheduler_lib.prompt_rows(prompts, LIMIT))
+    together = read(rollout_params(), inputs.prompt_rows(prompts, LIMIT))
     assert together.keys[0].shape[1] == (4 + 1) * 64, "8 prompts in 4 rows, and one of nothing"
     for i, prompt in enumerate(prompts):
         filled = [prompt, *[(5,) * 64] * 7]  # the same program, nobody beside it
-        alone = read(rollout_params(), scheduler_lib.prompt_rows(filled, LIMIT))
+        alone = read(rollout_params(), inputs.prompt_rows(filled, LIMIT))
         np.testing.assert_allclose(together.logits[i], alone.logits[0], atol=2e-5)
         for ours, theirs in zip(
             (*together.keys, *together.values), (*alone.keys, *alone.values), strict=True

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rollout import scheduler as scheduler_lib
+from jaxrl_llm.rollout import inputs
 from jaxrl_llm.rollout.programs import Outputs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Progress, Request, SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
@@ -202,7 +202,7 @@ def test_an_insert_of_two_samples_in_room_for_three():
         (1, 6, np.array([1, 2], np.uint32), SamplingParams(7, 0.5, top_k=3, stop_tokens=(9, 4))),
         (1, 0, np.array([3, 4], np.uint32), SamplingParams(5, top_p=0.9, min_p=0.1)),
     ]
-    found = scheduler_lib.admission(entering, size=3, num_slots=8)
+    found = inputs.admission(entering, size=3, num_slots=8)
     # The third goes past the last slot: nowhere.
     assert found.slots.tolist() == [6, 0, 8]
     assert found.prompts.tolist() == [1, 1, 0]
@@ -218,5 +218,5 @@ def test_an_insert_of_two_samples_in_room_for_three():
 
 
 def test_an_insert_of_nobody():
-    found = scheduler_lib.admission([], 2, 4)
+    found = inputs.admission([], 2, 4)
     assert found.slots.tolist() == [4, 4]

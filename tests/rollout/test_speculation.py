@@ -22,7 +22,7 @@ from engine_work import (
 )
 
 from jaxrl_llm.config import SpeculationConfig
-from jaxrl_llm.rollout import prefill, programs, sampling, scheduler
+from jaxrl_llm.rollout import inputs, prefill, programs, sampling
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
@@ -33,7 +33,7 @@ THREE = SpeculationConfig(draft_tokens=3)
 @pytest.fixture(autouse=True)
 def one_window(monkeypatch):
     """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
-    monkeypatch.setattr("jaxrl_llm.rollout.scheduler.SMALLEST_WIDTH", LIMIT)
+    monkeypatch.setattr("jaxrl_llm.rollout.inputs.SMALLEST_WIDTH", LIMIT)
 
 
 guess = jax.jit(sampling.guesses, static_argnames=("draft_tokens", "ngram_tokens"))
@@ -111,7 +111,7 @@ def after_a_prompt(slots=4000):
     prompt = tuple(np.random.default_rng(5).integers(4, 96, 9).tolist())
     params = rollout_params()
     prefix = jax.jit(functools.partial(prefill.prefill, tiny.NETWORK))(
-        params, scheduler.prompt_rows([prompt], 16)
+        params, inputs.prompt_rows([prompt], 16)
     )
     column = functools.partial(np.full, slots)
     sampler = SamplerState(
