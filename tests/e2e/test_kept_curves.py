@@ -8,13 +8,14 @@ import pytest
 # Another processor, number of cores or compiler rounds otherwise. The weights after the warm start
 # then differ in their last digits; once one sampled token differs, all that follows it does, and
 # later steps are other samples of nearly the same distribution. So only the numbers before the
-# first update are compared. Compiled for AVX alone, they differ by 0.002, 0.07, 0, 0.02, 0.0005.
+# first update are compared. Of right answers, a share of 0.08 of 512 and of 256, two runs differ by
+# a standard error of 0.017 and 0.024, and lengths (deviation 8) by 0.5 and 0.7: three are allowed.
 ELSEWHERE = {
-    "val-core/arithmetic/mean@4": 0.02,
-    "val-aux/response_length/mean": 0.4,
-    "critic/rewards/mean": 0.03,
-    "response_length/mean": 0.3,
-    "actor/entropy": 0.01,
+    "val-core/arithmetic/mean@4": 0.05,
+    "val-aux/response_length/mean": 1.5,
+    "critic/rewards/mean": 0.07,
+    "response_length/mean": 2.1,
+    "actor/entropy": 0.05,
 }
 
 
