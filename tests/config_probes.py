@@ -200,8 +200,8 @@ def update_program(config: RLConfig):
         return str(updater.program.trace(learners, {}, batch, packed, key, train_policy=True).jaxpr)
 
 
-def routers(config: RLConfig):
-    """What is learned of routers, whose routes they follow, and what is said of missing ones."""
+def router_losses(config):
+    """What is learned of routers."""
     numbers = ([[3.0, 1.0]], [5.0], [2.0], [4.0], [1.0])
     routed = Routed(jnp.zeros(()), *map(jnp.array, numbers))
     value, sums = routing.penalty(config.router, routed, jnp.asarray(MASK))
@@ -209,6 +209,11 @@ def routers(config: RLConfig):
     bias = {"layers": {"0": {"mlp": {"router": {"selection_bias": jnp.zeros((1, 2))}}}}}
     load, skipped = routed.load, jnp.array(False)
     after = routing.rebalanced(config.router, random_model(moe, 8), bias, load, skipped)
+    return value, routing.metrics(config.router, sums["routers"]), after
+
+
+def routers(config: RLConfig):
+    """What is learned of routers, whose routes they follow, and what is said of missing ones."""
     try:
         said = routing.check_routes(config.router, rollouts())
     except routing.RouteError as error:
@@ -217,7 +222,7 @@ def routers(config: RLConfig):
     packed = batches.Packer(64, 1).pack_rollouts(drawn)
     first = jax.tree.map(lambda a: jnp.asarray(a[0]), packed.microbatches)
     follows = routing.told(config.router, first, jnp.asarray(MASK)).follows
-    return value, routing.metrics(config.router, sums["routers"]), after, said, follows
+    return router_losses(config), said, follows
 
 
 def asked(config: RLConfig):

@@ -61,9 +61,16 @@ class JobConfig(Group):
         yield from ()
 
 
+def _frozen_biases(router: learner.RouterLossConfig, lora: learner.LoraConfig) -> Problems:
+    if router.bias_rate and lora.rank:
+        message = f"{router.bias_rate} moves weights that lora.rank={lora.rank} freezes"
+        yield "router.bias_rate", f"{message}; set one of them to 0"
+
+
 class SupervisedConfig(JobConfig):
     """A job on given answers; it evaluates on those of held-out rows."""
 
+    router: learner.RouterLossConfig = learner.RouterLossConfig()
     trainer: learner.SupervisedTrainerConfig = learner.SupervisedTrainerConfig()
 
     # Settings and groups of every job that have no effect in this one.
@@ -83,6 +90,7 @@ class SupervisedConfig(JobConfig):
         return self.data.task in ("arithmetic", "stories") or bool(self.data.eval_files)
 
     def rules(self) -> Problems:
+        yield from _frozen_biases(self.router, self.lora)
         if self.evaluation.every and not self.has_held_out:
             message = f"{self.evaluation.every}, but no rows are held out; name data.eval_files"
             yield "evaluation.every", f"{message}, or set it to 0"
@@ -255,9 +263,7 @@ class RLConfig(JobConfig):
         if self.rollout.temperature == 0 and self.algorithm.samples_per_prompt > 1:
             message = "0 (greedy) makes all samples of a prompt the same; set it above 0"
             yield "rollout.temperature", message
-        if self.router.bias_rate and self.lora.rank:
-            message = f"{self.router.bias_rate} moves weights that lora.rank={self.lora.rank}"
-            yield "router.bias_rate", message + " freezes; set one of them to 0"
+        yield from _frozen_biases(self.router, self.lora)
         if self.algorithm.safe and not (self.rewards.cost_functions or self.rewards.cost_models):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message

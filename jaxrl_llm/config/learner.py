@@ -100,10 +100,10 @@ class OptimizerConfig(Group):
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class RouterConfig(Group):
-    """Routers of networks with experts: what keeps experts evenly used, whose routes they follow.
+class RouterLossConfig(Group):
+    """Routers of networks with experts: what keeps experts evenly used.
 
-    The coefficients are of losses over sampled tokens, of the policy and of critics.
+    The coefficients are of losses over the tokens that a job learns from.
     """
 
     # Of the balance loss of each sequence (arXiv:2412.19437, Sec. 2.1.2).
@@ -112,6 +112,11 @@ class RouterConfig(Group):
     z_coef: Annotated[float, Range("[0, 1000]")] = 0.0
     # Each update moves the biases that select experts by so much (arXiv:2408.15664).
     bias_rate: Annotated[float, Range("[0, 1000]")] = 0.0
+
+
+class RouterConfig(RouterLossConfig):
+    """Routers in RL, of the policy and of critics: whose routes they follow besides."""
+
     # "compare" reports how many routes are the engine's; "rollout" follows the engine's in scoring
     # and update (R3), "scoring" those of the policy before the first update of a step (R2).
     replay: Literal["off", "compare", "rollout", "scoring"] = "off"

@@ -10,7 +10,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import ConfigError, JobConfig, LoraConfig, ModelConfig, RLConfig
+from jaxrl_llm.config import (
+    ConfigError,
+    JobConfig,
+    LoraConfig,
+    ModelConfig,
+    RLConfig,
+    SupervisedConfig,
+)
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batches import Packer
@@ -192,7 +199,7 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     if config.mesh.on_host and (found := pools.host_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
-    if isinstance(config, RLConfig):
+    if isinstance(config, (RLConfig, SupervisedConfig)):
         routing.check(config.router, shape)
     ways, num = mesh.shape["expert"], shape.experts.num if shape.experts else 0
     if ways > 1 and (not num or num % ways):

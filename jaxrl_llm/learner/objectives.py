@@ -13,17 +13,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms import losses, masked
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.config import JobConfig, RLConfig
+from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.config.job import DPOConfig
 from jaxrl_llm.data import datasets, packing, streams
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.data.streams import Rows
 from jaxrl_llm.data.tasks import Split
-from jaxrl_llm.learner import predict
+from jaxrl_llm.learner import predict, routing
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Example, Pair
@@ -101,9 +102,11 @@ def sft(config: JobConfig, models: Models) -> Objective:
         return streams.mapped(datasets.worked_examples(*given), lambda example: (example,))
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        log_probs, likeliest = _log_probs(config, models, params, microbatch, batch)
+        told = _told(config, models.policy, microbatch, batch)
+        log_probs, likeliest, routed = _log_probs(config, models, params, microbatch, batch, told)
         mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
-        return losses.token_cross_entropy(log_probs, likeliest, mask, denominators)
+        found = losses.token_cross_entropy(log_probs, likeliest, mask, denominators)
+        return _with_routers(config, found, routed, batch)
 
     weight = lambda batch: float(batch.mask.sum())  # noqa: E731
     return Objective("sft", models.policy, models.mesh, rows, loss, weight)
@@ -122,11 +125,13 @@ def reward_model(
         return streams.mapped(pairs, lambda p: Pair(p.rejected, p.chosen)) if costs else pairs
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        scores = predict.sequence_scores(
-            models.value, params, batch.tokens, batch.lengths, microbatch
+        told = _told(config, models.value, microbatch, batch)
+        scores, routed = predict.sequence_scores(
+            models.value, params, batch.tokens, batch.lengths, microbatch, told
         )
         here, (chosen, rejected) = _by_pair(microbatch, batch, scores)
-        return losses.bradley_terry(chosen, rejected, here, len(batch.tokens) // 2)
+        found = losses.bradley_terry(chosen, rejected, here, len(batch.tokens) // 2)
+        return _with_routers(config, found, routed, batch)
 
     mesh = models.meshes["reward"]
     return Objective("reward_model", models.value, mesh, rows, loss, _num_pairs)
@@ -144,7 +149,8 @@ def dpo(config: JobConfig, models: Models) -> Objective:
         return _log_probs(config, models, params, microbatch, batch)[0]
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        found = log_probs(params, microbatch, batch)
+        told = _told(config, models.policy, microbatch, batch)
+        found, _, routed = _log_probs(config, models, params, microbatch, batch, told)
         mask, reference = microbatch.take(batch.mask), microbatch.take(batch.ref_log_probs)
         # Of tokens before they are summed: a difference of two sums would have their rounding.
         ratios = masked.sum(found - reference, mask, axis=1)
@@ -157,7 +163,7 @@ def dpo(config: JobConfig, models: Models) -> Objective:
             f"logps/{name}": masked.sum(jax.lax.stop_gradient(one), here) / num_pairs
             for name, one in zip(("chosen", "rejected"), of_log_probs, strict=True)
         }
-        return value, {**metrics, **sums}
+        return _with_routers(config, (value, {**metrics, **sums}), routed, batch)
 
     return Objective("dpo", models.policy, models.mesh, rows, loss, _num_pairs, log_probs)
 
@@ -171,10 +177,15 @@ def _pairs_of(config: JobConfig, models: Models, split: Split, name: str = "") -
 
 
 def _log_probs(
-    config: JobConfig, models: Models, params: Params, microbatch: Microbatch, batch: Batch
-) -> tuple[Float[Array, "b T"], Float[Array, "b T"]]:
-    """Returns the policy's log-prob of each token, and 1 where none was likelier."""
-    found, _ = predict.token_statistics(
+    config: JobConfig,
+    models: Models,
+    params: Params,
+    microbatch: Microbatch,
+    batch: Batch,
+    told: Routing | None = None,
+) -> tuple[Float[Array, "b T"], Float[Array, "b T"], Routed | None]:
+    """Returns the policy's log-prob of each token, 1 where none was likelier, what routers did."""
+    found, routed = predict.token_statistics(
         models.policy,
         params,
         batch.tokens,
@@ -182,11 +193,32 @@ def _log_probs(
         temperature=1.0,
         chunk=config.model.vocab_chunk,
         entropy="likeliest",
+        routing=told,
     )
     width = batch.tokens.shape[1]
     asked = found.log_probs, found.sum_squared_probs
     log_probs, likeliest = (microbatch.unpacked(x, batch.lengths, width) for x in asked)
-    return log_probs, likeliest
+    return log_probs, likeliest, routed
+
+
+def _told(
+    config: JobConfig, network: Network, microbatch: Microbatch, batch: Batch
+) -> Routing | None:
+    """Returns what routers are told: tokens that bear loss are counted. Stages before RL do not."""
+    if network.shape.experts is None or not isinstance(config, SupervisedConfig):
+        return None
+    return routing.told(config.router, microbatch, batch.mask)
+
+
+def _with_routers(
+    config: JobConfig, found: tuple[Array, Mapping[str, Array]], routed: Routed | None, batch: Batch
+) -> tuple[Array, Mapping[str, Any]]:
+    """Returns a loss and its metrics with those of routers, if there are any."""
+    if not isinstance(config, SupervisedConfig):
+        return found
+    value, metrics = found
+    extra, sums = routing.penalty(config.router, routed, batch.mask)
+    return value + extra, {**metrics, **sums}
 
 
 def _by_pair(
@@ -236,7 +268,8 @@ def measurement(objective: Objective):
         params = lora.joined(base, trained)
 
         def one(microbatch: Microbatch):
-            return objective.loss(params, microbatch, batch)[1]
+            found = objective.loss(params, microbatch, batch)[1]
+            return {name: value for name, value in found.items() if name != "routers"}
 
         first = jax.tree.map(lambda a: a[0], batch.packed.microbatches)
         return packing.accumulate(batch.packed, one, jax.eval_shape(one, first))

@@ -119,13 +119,21 @@ def token_values(
 
 
 def sequence_scores(
-    network: Network, params: Params, tokens: Array, lengths: Array, microbatch: Microbatch
-) -> Float[Array, " b"]:
-    """Returns the score at the last token of each sequence of the microbatch."""
-    _, hidden, weight, _ = _read(network, params, tokens, microbatch)
+    network: Network,
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    microbatch: Microbatch,
+    routing: Routing | None = None,
+) -> tuple[Float[Array, " b"], Routed | None]:
+    """Returns the score at the last token of each sequence of the microbatch.
+
+    And what the routers did, as `token_statistics`.
+    """
+    _, hidden, weight, routed = _read(network, params, tokens, microbatch, routing)
     last = microbatch.starts + jnp.maximum(microbatch.take(lengths), 1) - 1
     at_end = hidden[microbatch.rows, last][:, None]
-    return heads.sequence_scores(at_end, weight, jnp.zeros_like(last))
+    return heads.sequence_scores(at_end, weight, jnp.zeros_like(last)), routed
 
 
 def is_on_policy(config: RLConfig) -> bool:
@@ -274,7 +282,7 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
         @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
         def of_sequences(tokens, lengths, packed: PackedBatch):
             def ask(microbatch: Microbatch):
-                scores = sequence_scores(of.network, of.params, tokens, lengths, microbatch)
+                scores, _ = sequence_scores(of.network, of.params, tokens, lengths, microbatch)
                 return scores[:, None]
 
             return packing.by_sequence(packed, ask, len(tokens), 1)[:, 0]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.learner import RouterConfig
+from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig
 from jaxrl_llm.data.packing import Microbatch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.router import Routed, Routing
@@ -32,13 +32,20 @@ class RouteError(UserError, ValueError):
     """Samples do not say which experts their tokens visited."""
 
 
-def check(router: RouterConfig, shape: Shape) -> None:
+def _replay(router: RouterLossConfig) -> str:
+    return router.replay if isinstance(router, RouterConfig) else "off"
+
+
+def check(router: RouterLossConfig, shape: Shape) -> None:
     """Raises a ConfigError for settings that a model of this shape cannot follow."""
     experts = shape.experts
-    if router.replay != "off" and experts is None:
+    if _replay(router) != "off" and experts is None:
         raise ConfigError(
-            f"config.router.replay: {router.replay!r}, but the model has no experts; use 'off'"
+            f"config.router.replay: {_replay(router)!r}, but the model has no experts; use 'off'"
         )
+    for name in ("balance_coef", "z_coef"):
+        if (value := getattr(router, name)) and experts is None:
+            raise ConfigError(f"config.router.{name}: {value}, but the model has no experts; use 0")
     if router.bias_rate and (experts is None or not experts.selection_bias):
         has = "no experts" if experts is None else "no bias that selects experts"
         raise ConfigError(
@@ -60,21 +67,21 @@ def check_routes(router: RouterConfig, rollouts: Rollouts) -> None:
 
 
 def told(
-    router: RouterConfig, microbatch: Microbatch, response_mask: Bool[Array, "B T"]
+    router: RouterLossConfig, microbatch: Microbatch, response_mask: Bool[Array, "B T"]
 ) -> Routing:
-    """Returns what the policy's routers are told in an update; tokens of responses are counted."""
+    """Returns what routers are told in an update; tokens of responses are counted."""
     counted = microbatch.packed(response_mask) != 0
     of_sequence = microbatch.segment_ids[..., None] == 1 + microbatch.sequences
     return Routing(
         counted,
         given=microbatch.routes if microbatch.routes.shape[-1] else None,
-        follows=router.replay != "compare",
+        follows=_replay(router) != "compare",
         sequences=of_sequence if router.balance_coef else None,
     )
 
 
 def penalty(
-    router: RouterConfig, routed: Routed | None, mask: Bool[Array, "B T"]
+    router: RouterLossConfig, routed: Routed | None, mask: Bool[Array, "B T"]
 ) -> tuple[Float[Array, ""] | float, dict[str, Any]]:
     """Returns a microbatch's share of the routers' losses, and sums for `metrics`.
 
@@ -93,7 +100,7 @@ def penalty(
     return router.balance_coef * balance + router.z_coef * squares, {"routers": sums}
 
 
-def metrics(router: RouterConfig, sums: tuple[Routed, Array, Array]) -> Metrics:
+def metrics(router: RouterLossConfig, sums: tuple[Routed, Array, Array]) -> Metrics:
     """Returns the numbers of a minibatch from its `penalty` sums.
 
     Loads are relative to the mean load of a layer: `router/load/E` is that of expert E, mean of the
@@ -113,13 +120,13 @@ def metrics(router: RouterConfig, sums: tuple[Routed, Array, Array]) -> Metrics:
     }
     if router.balance_coef:
         found["router/balance_loss"] = balance
-    if router.replay != "off":
+    if _replay(router) != "off":
         found["router/equal_routes"] = routed.equal.sum() / jnp.maximum(routed.given.sum(), 1.0)
     return found
 
 
 def rebalanced(
-    router: RouterConfig,
+    router: RouterLossConfig,
     shape: Shape,
     params: Params,
     load: Float[Array, "layers E"],

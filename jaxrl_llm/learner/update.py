@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.algorithms import corrections, losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.config import OptimizerConfig, RLConfig
+from jaxrl_llm.config.learner import RouterLossConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import distillation, optimizer, routing, wide
@@ -29,6 +30,7 @@ from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import casting, flops, heads, lora
+from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import hosts, pools
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -84,6 +86,23 @@ def take_update(
         f"{prefix}/grad_norm": norm,
         f"{prefix}/skipped_updates": skipped.astype(jnp.float32),
     }
+
+
+def after_routers(
+    router: RouterLossConfig, shape: Shape, role: Trainable, found: Mapping[str, Any], prefix: str
+) -> tuple[Trainable, Metrics]:
+    """Returns a role after `take_update` with its selection biases moved, and router metrics.
+
+    They come of the sums "routers" of the loss (`routing.penalty`), if it has any.
+    """
+    metrics = {name: value for name, value in found.items() if name != "routers"}
+    routers: Any = found.get("routers")
+    if not routers:
+        return role, metrics
+    skipped = found[f"{prefix}/skipped_updates"] > 0
+    params = routing.rebalanced(router, shape, role.params, routers[0].load, skipped)
+    role = dataclasses.replace(role, params=params)
+    return role, {**metrics, **routing.metrics(router, routers)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,16 +299,9 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
             role, optimizing, config.num_updates, packed, loss, compute_dtype, "actor", max_kl
         )
         # An entropy that was not computed is left out, not zero.
-        unseen = {"log_probs", "routers", *(["actor/entropy"] if entropy == "none" else [])}
-        metrics = {name: value for name, value in found.items() if name not in unseen}
-        routers: Any = found.get("routers")
-        if routers:
-            metrics |= routing.metrics(config.router, routers)
-            load, skipped = routers[0].load, found["actor/skipped_updates"] > 0
-            params = routing.rebalanced(
-                config.router, models.policy.shape, role.params, load, skipped
-            )
-            role = dataclasses.replace(role, params=params)
+        unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
+        role, metrics = after_routers(config.router, models.policy.shape, role, found, "actor")
+        metrics = {name: value for name, value in metrics.items() if name not in unseen}
         if on_policy:
             metrics |= corrections.engine_gap(
                 found["log_probs"], batch.rollout_log_probs, batch.response_mask

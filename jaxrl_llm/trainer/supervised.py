@@ -152,7 +152,7 @@ def _update_program(config: SupervisedConfig, objective: Objective, state: Train
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     def step(state: Trainable, base: Params, batch: Batch):
-        return update.take_update(
+        state, found = update.take_update(
             state,
             config.trainer.optimizer,
             config.num_updates,
@@ -161,6 +161,8 @@ def _update_program(config: SupervisedConfig, objective: Objective, state: Train
             config.model.compute_dtype,
             objective.name,
         )
+        shape = objective.network.shape
+        return update.after_routers(config.router, shape, state, found, objective.name)
 
     return step
 

@@ -389,6 +389,10 @@ RL = {
 
 TIMES = ("every", "before", "after")
 SUPERVISED = {
+    **{
+        f"config.router.{name}": (probe.router_losses, 0.5)
+        for name in ("balance_coef", "z_coef", "bias_rate")
+    },
     **{key: (probe.examples, *rest) for key, (_, *rest) in DATA.items()},
     **SHARED,
     **of_optimizer("trainer.optimizer"),

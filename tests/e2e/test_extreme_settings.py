@@ -33,8 +33,9 @@ def extremes(number: float) -> dict[str, Any]:
     }
     if not number:  # greedy samples of a prompt would be the same
         found.update({"algorithm.samples_per_prompt": 1, "trainer.minibatch_size": 2})
-    # Of models with biases that select experts; random ones have none.
-    found.pop("router.bias_rate", None)
+    # Of models with experts, and biases that select them.
+    for name in ("balance_coef", "z_coef", "bias_rate"):
+        found.pop(f"router.{name}", None)
     if found.get("algorithm.correction_high") == 0:
         found["algorithm.correction_high"] = 1.0
     return found

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import ConfigError, OptimizerConfig
-from jaxrl_llm.config.learner import RouterConfig
+from jaxrl_llm.config.learner import RouterConfig, RouterLossConfig
 from jaxrl_llm.learner import optimizer, predict, routing, wide
 from jaxrl_llm.learner.batches import Packer, common_prompts
 from jaxrl_llm.models.shape import Experts, Layer
@@ -186,6 +186,8 @@ def test_what_cannot_be_followed_is_refused():
     dense = dataclasses.replace(SHAPE, layers=(), experts=None)
     with pytest.raises(ConfigError, match=r"router\.replay: 'compare', but the model has no exp"):
         routing.check(RouterConfig(replay="compare"), dense)
+    with pytest.raises(ConfigError, match=r"router\.balance_coef: 0\.1, but the model has no exp"):
+        routing.check(RouterLossConfig(balance_coef=0.1), dense)
     plain = dataclasses.replace(SHAPE, experts=Experts(num=4, per_token=2, size=12))
     with pytest.raises(ConfigError, match=r"bias_rate: 0\.1, but the model has no bias that"):
         routing.check(RouterConfig(bias_rate=0.1), plain)
