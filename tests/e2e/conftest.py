@@ -24,40 +24,44 @@ def made_once(tmp_path_factory):
 
     def folder(name, make) -> pathlib.Path:
         path = root / name
+        done = path.with_suffix(".done")
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                unfinished = path.with_suffix(".unfinished")
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
-                make(unfinished)
-                unfinished.rename(path)
+            if not done.exists():
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+                make(path)
+                done.touch()
         return path
 
     return folder
 
 
 @pytest.fixture(scope="session")
-def grpo_run(tmp_path_factory, cache) -> pathlib.Path:
+def grpo_run(made_once, cache) -> pathlib.Path:
     """The folder of a tiny GRPO run that was not interrupted."""
-    workdir = tmp_path_factory.mktemp("grpo") / "run"
-    flags = [*runs.flags("grpo_tiny"), f"--workdir={workdir}"]
-    result = runs.finish(runs.start("train", flags, cache))
-    assert result.returncode == 0, result.stderr[-4000:]
-    (workdir.parent / "stdout").write_text(result.stdout)
-    (workdir.parent / "stderr").write_text(result.stderr)
-    return workdir
+
+    def make(folder):
+        flags = [*runs.flags("grpo_tiny"), f"--workdir={folder / 'run'}"]
+        result = runs.finish(runs.start("train", flags, cache))
+        assert result.returncode == 0, result.stderr[-4000:]
+        (folder / "stdout").write_text(result.stdout)
+        (folder / "stderr").write_text(result.stderr)
+
+    return made_once("grpo", make) / "run"
 
 
 @pytest.fixture(scope="session")
-def ppo_run(tmp_path_factory, cache) -> pathlib.Path:
+def ppo_run(made_once, cache) -> pathlib.Path:
     """The folder of a tiny PPO run that was not interrupted; two of its steps are profiled."""
-    workdir = tmp_path_factory.mktemp("ppo") / "run"
-    # Not in this process, where the profiler crashes once the TPU's compiler is loaded.
-    profiled = ["--config.profiler.first_step=3", "--config.profiler.num_steps=2"]
-    flags = [*runs.flags("ppo_tiny"), *profiled, f"--workdir={workdir}"]
-    runs.launch("train", flags, cache)
-    return workdir
+
+    def make(folder):
+        # Not in this process, where the profiler crashes once the TPU's compiler is loaded.
+        profiled = ["--config.profiler.first_step=3", "--config.profiler.num_steps=2"]
+        flags = [*runs.flags("ppo_tiny"), *profiled, f"--workdir={folder / 'run'}"]
+        runs.launch("train", flags, cache)
+
+    return made_once("ppo", make) / "run"
 
 
 @contextlib.contextmanager
@@ -96,5 +100,17 @@ def train(taught, one_device, tmp_path):
         shutil.copytree(taught, workdir / "warm_start")
         config = recipe_settings.config(recipe, changes or {})
         return rl.train(config, workdir), workdir
+
+    return run
+
+
+@pytest.fixture
+def babble(one_device, tmp_path):
+    """Returns `babble(recipe, changes) -> (state, workdir)`, begun from nothing."""
+
+    def run(recipe: str, changes):
+        changes = recipe_settings.merged(recipe_settings.UNTAUGHT, changes)
+        workdir = tmp_path / "run"
+        return rl.train(recipe_settings.config(recipe, changes), workdir), workdir
 
     return run

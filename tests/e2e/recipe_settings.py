@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import digits
+
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.config.recipes import RECIPES
@@ -58,6 +60,11 @@ SUMS: Mapping[str, Any] = {
     },
     "evaluation": {"before": False, "after": False},
     "metrics": {"console": False, "tensorboard": False},
+}
+# Without a warm start, which takes longer than a test of one or two steps may.
+UNTAUGHT: Mapping[str, Any] = {
+    "rewards": {"functions": {"answer": {"function": f"{digits.__file__}:score"}}},
+    "warm_start": {"num_steps": 0},
 }
 
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import commands
 import pytest
 import runs
 
@@ -44,16 +45,15 @@ def test_every_mistake_of_a_config_file_is_named(tmp_path, cache):
     ],
     ids=["unknown", "type"],
 )
-def test_a_mistake_on_the_command_line_is_named(tmp_path, cache, argument, message):
+def test_a_mistake_on_the_command_line_is_named(tmp_path, capsys, argument, message):
     arguments = [*runs.flags("grpo_tiny"), argument, f"--workdir={tmp_path / 'run'}"]
-    assert message in runs.refused("train", arguments, cache)
+    assert message in commands.refused(capsys, "train", *arguments)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_a_missing_config_file_is_named(tmp_path, cache):
+def test_a_missing_config_file_is_named(tmp_path, capsys):
     arguments = [f"--config={tmp_path / 'grpo.py'}", f"--workdir={tmp_path / 'run'}"]
-    assert str(tmp_path / "grpo.py") in runs.refused("train", arguments, cache)
+    assert str(tmp_path / "grpo.py") in commands.refused(capsys, "train", *arguments)
 
 
 def refused(tmp_path, settings, error=UserError) -> str:

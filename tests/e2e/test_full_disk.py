@@ -2,6 +2,7 @@
 
 import resource
 
+import commands
 import pytest
 import runs
 
@@ -16,12 +17,10 @@ def limited(num_bytes: int):
     return limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_bytes, what",
-    [
-        (100, "config.json"),
-        pytest.param(8_000, "warm_start/checkpoints/4: could not be saved", marks=pytest.mark.slow),
-    ],
+    [(100, "config.json"), (8_000, "warm_start/checkpoints/4: could not be saved")],
 )
 def test_the_run_ends_with_a_message(tmp_path, num_bytes, what):
     workdir = tmp_path / "run"
@@ -67,13 +66,13 @@ def test_going_on_without_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("program", ["train", pytest.param("export", marks=pytest.mark.slow)])
-def test_a_folder_that_cannot_be_made(tmp_path, grpo_run, cache, program):
+def test_a_folder_that_cannot_be_made(tmp_path, capsys, one_device, request, program):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "run"
-    arguments = {
-        "train": [*runs.flags("grpo_tiny"), f"--workdir={target}"],
-        "export": [f"--workdir={grpo_run}", f"--out={target}"],
-    }[program]
-    said = runs.refused(program, arguments, cache)
+    if program == "train":
+        arguments = [*runs.flags("grpo_tiny"), f"--workdir={target}"]
+    else:
+        arguments = [f"--workdir={request.getfixturevalue('grpo_run')}", f"--out={target}"]
+    said = commands.refused(capsys, program, *arguments)
     assert str(tmp_path / "file") in said
     assert (tmp_path / "file").read_text() == ""

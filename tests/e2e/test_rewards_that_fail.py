@@ -3,6 +3,7 @@
 import json
 import re
 
+import commands
 import pytest
 import runs
 
@@ -67,19 +68,19 @@ def settings(tmp_path, function, **rewards) -> dict:
         ),
     ],
 )
-def test_the_run_stops_with_function_and_row(tmp_path, cache, function, message):
+def test_the_run_stops_with_function_and_row(tmp_path, capsys, one_device, function, message):
     workdir = tmp_path / "run"
     limits = {"timeout_s": 0.5} if function == "hangs_later" else {}
     arguments = runs.flags("grpo_tiny", settings(tmp_path, function, **limits))
-    result = runs.finish(runs.start("train", [*arguments, f"--workdir={workdir}"], cache))
-    assert result.returncode == 1
+    code, _, log = commands.call(capsys, "train", *arguments, f"--workdir={workdir}")
+    assert code == 1
     # Two workers: whichever row fails first is named.
     where = rf"rewards\.py:{function}', row \d+, data source 'arithmetic'"
-    assert re.search(where, result.stderr)
-    assert message in result.stderr
-    assert "set rewards.on_failure='score' to give such responses 0" in result.stderr
+    assert re.search(where, log)
+    assert message in log
+    assert "set rewards.on_failure='score' to give such responses 0" in log
     # The only trace is that of the user's own function.
-    assert "jaxrl_llm/trainer" not in result.stderr
+    assert "jaxrl_llm/trainer" not in log
     assert runs.metrics(workdir) == {}
 
 
@@ -96,11 +97,11 @@ def test_a_function_that_always_fails_is_found_before_anything_is_sampled(
 
 
 @pytest.mark.slow
-def test_failures_are_scored_and_counted(tmp_path, cache):
+def test_failures_are_scored_and_counted(tmp_path, one_device):
     workdir = tmp_path / "run"
     changes = settings(tmp_path, "some", on_failure="score", failure_score=-1.0)
     changes["trainer.num_steps"] = 3
-    runs.launch("train", [*runs.flags("grpo_tiny", changes), f"--workdir={workdir}"], cache)
+    rl.train(runs.config("grpo_tiny", changes), workdir)
     found = runs.metrics(workdir)
     for step in (1, 2, 3):
         dump = (workdir / "rollouts" / f"{step}.jsonl").read_text().splitlines()

@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 
+import commands
 import numpy as np
 import pytest
 import runs
@@ -54,6 +55,7 @@ def test_grpo(grpo_run):
     assert all(len({row["input"] for row in rows[i : i + 4]}) == 1 for i in range(0, 16, 4))
 
 
+@pytest.mark.slow
 def test_ppo(ppo_run):
     check_folder(ppo_run, (GRPO_NUMBERS - {"actor/kl_loss"}) | PPO_NUMBERS)
     assert any((ppo_run / "profile").rglob("*.xplane.pb"))
@@ -96,39 +98,46 @@ def test_a_finished_run_has_nothing_left_to_do(grpo_run, cache):
     assert (grpo_run / "metrics.jsonl").read_bytes() == before
 
 
-def test_evaluate_repeats_the_run_s_own_number(grpo_run, cache):
+def test_evaluate_repeats_the_run_s_own_number(grpo_run, capsys, one_device):
     """Greedy on the same prompts with the last checkpoint: what the run found after step 12."""
     flags = [f"--workdir={grpo_run}", "--num_prompts=8"]
-    result = runs.finish(runs.start("evaluate", flags, cache))
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "read_only" not in result.stderr
-    found = json.loads(result.stdout)
+    code, out, log = commands.call(capsys, "evaluate", *flags)
+    assert code == 0, log
+    found = json.loads(out)
     last = runs.metrics(grpo_run)[12]
     assert found["step"] == 12
     assert found["data"] == {name: last[name] for name in found["data"]}
     assert {"val-core/arithmetic/mean@1", "val-core/arithmetic/pass@1"} <= found["data"].keys()
 
 
-def test_generate_answers_each_prompt(grpo_run, cache):
+@pytest.mark.slow
+def test_what_evaluate_says_is_for_people(grpo_run, cache):
+    flags = [f"--workdir={grpo_run}", "--num_prompts=8"]
+    result = runs.finish(runs.start("evaluate", flags, cache))
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "read_only" not in result.stderr
+    assert json.loads(result.stdout)["step"] == 12
+
+
+def test_generate_answers_each_prompt(grpo_run, capsys, one_device):
     # The run's own prompts have at most 16 tokens, and so have its answers.
     asked = ["3+4+2=", "1+" * 20]
     options = [*(f"--prompt={text}" for text in asked), "--samples=2", "--temperature=1.0"]
-    said = runs.launch("generate", [f"--workdir={grpo_run}", *options, "--max_tokens=20"], cache)
-    rows = [json.loads(line) for line in said.splitlines()]
+    flags = [f"--workdir={grpo_run}", *options, "--max_tokens=20"]
+    code, out, log = commands.call(capsys, "generate", *flags)
+    assert code == 0, log
+    rows = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt"] for row in rows] == [text for text in asked for _ in range(2)]
     assert all(row["log_prob"] < 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "evaluate",
-        pytest.param("generate", marks=pytest.mark.slow),
-        pytest.param("export", marks=pytest.mark.slow),
-    ],
-)
-def test_a_folder_that_is_no_run_is_named(tmp_path, cache, program):
-    out = [f"--out={tmp_path / 'out'}"] if program == "export" else []
-    said = runs.refused(program, [f"--workdir={tmp_path}", *out], cache)
+@pytest.mark.parametrize("program", ["evaluate", "generate", "export"])
+def test_a_folder_that_is_no_run_is_named(tmp_path, capsys, program):
+    flags = {
+        "evaluate": [],
+        "generate": ["--prompt=1+2="],
+        "export": [f"--out={tmp_path / 'out'}"],
+    }[program]
+    said = commands.refused(capsys, program, f"--workdir={tmp_path}", *flags)
     assert f"{tmp_path}/config.json: cannot be read" in said
     assert not (tmp_path / "out").exists()

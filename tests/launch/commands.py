@@ -33,3 +33,11 @@ def call(capsys, name, *arguments):
                 delattr(flags.FLAGS, flag)
     said = capsys.readouterr()
     return code, said.out, "\n".join(log) + said.err
+
+
+def refused(capsys, name, *arguments):
+    """Runs `launch/NAME.py`, which must end with a message; returns the message."""
+    code, out, log = call(capsys, name, *arguments)
+    said = out + log
+    assert code == 1 and "Traceback" not in said and f'File "{ROOT}' not in said, said
+    return said

@@ -1,6 +1,7 @@
 """Routers in scoring and update: routes go to packed rows and back, losses do not see the split."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,11 @@ def test_routes_go_to_rows_and_back(how):
     assert wide.without(routed).microbatches.routes.shape[-1] == 0
 
 
-def of_update(how, router, params):
-    """Returns the sums of a minibatch over its microbatches, as an update makes them."""
+def of_update(how, router, params, transformed=jax.jit):
+    """Returns the sums of a minibatch over its microbatches, as an update makes them.
+
+    Of its loss, or of what `transformed` makes of that.
+    """
     packed = wide.carried(packed_in(**how), ONE, routes=STEP.routes)
     mask, tokens = jnp.asarray(STEP.response_mask), jnp.asarray(STEP.tokens)
 
@@ -95,19 +99,24 @@ def of_update(how, router, params):
         )  # fmt: skip
         return routing.penalty(router, routed, mask)
 
-    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    count = int(packed.count)
+    program, count = transformed(loss), int(packed.count)
     each = [
-        gradient(params, jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), packed.microbatches))
+        program(params, jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), packed.microbatches))
         for i in range(count)
     ]
     return count, jax.tree.map(lambda *parts: sum(parts), *each)
 
 
+def with_gradient(loss):
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
 def test_losses_and_metrics_do_not_depend_on_the_packing():
     params = tiny.params(NETWORK)
     router = RouterConfig(balance_coef=0.3, z_coef=0.2, replay="rollout")
-    counts, found = zip(*(of_update(how, router, params) for how in PACKINGS), strict=True)
+    counts, found = zip(
+        *(of_update(how, router, params, with_gradient) for how in PACKINGS), strict=True
+    )
     assert counts[1] > counts[0]
     for other in found[1:]:
         for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True):
@@ -135,8 +144,8 @@ def test_losses_and_metrics_do_not_depend_on_the_packing():
 
 def test_routes_of_the_engine_are_compared_with_or_followed():
     params = tiny.params(NETWORK)
-    _, ((_, compared), _) = of_update(PACKINGS[0], RouterConfig(replay="compare"), params)
-    _, ((_, followed), _) = of_update(PACKINGS[0], RouterConfig(replay="rollout"), params)
+    _, (_, compared) = of_update(PACKINGS[0], RouterConfig(replay="compare"), params)
+    _, (_, followed) = of_update(PACKINGS[0], RouterConfig(replay="rollout"), params)
     # The first layer with experts reads the same either way; its own choice is the same.
     assert compared["routers"][0].equal[0] == followed["routers"][0].equal[0]
     assert (compared["routers"][0].load != followed["routers"][0].load).any()
@@ -148,7 +157,7 @@ def test_balanced_sequences_have_loss_one_and_biases_follow_the_load():
         router = params["layers"][stack]["mlp"]["router"]
         router["kernel"] = jnp.zeros_like(router["kernel"])
     settings = RouterConfig(balance_coef=1.0, bias_rate=0.25)
-    _, ((value, sums), _) = of_update(PACKINGS[0], settings, params)
+    _, (value, sums) = of_update(PACKINGS[0], settings, params)
     np.testing.assert_allclose(value, 1.0, rtol=1e-5)  # all scores are equal
     load = sums["routers"][0].load
     after = routing.rebalanced(settings, SHAPE, params, load, jnp.array(False))
@@ -164,9 +173,9 @@ def test_an_optimizer_leaves_selection_biases_alone():
     params = jax.tree.map(jnp.asarray, tiny.params(NETWORK))
     transformation = optimizer.make(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 4)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    after, *_ = optimizer.apply_if_finite(
-        transformation, zeros, transformation.init(params), params
-    )
+    begin = jax.jit(transformation.init)(params)
+    move = jax.jit(functools.partial(optimizer.apply_if_finite, transformation))
+    after, *_ = move(zeros, begin, params)
     router, before = (p["layers"]["1"]["mlp"]["router"] for p in (after, params))
     np.testing.assert_array_equal(router["selection_bias"], before["selection_bias"])
     assert (router["kernel"] != before["kernel"]).any()

@@ -147,24 +147,39 @@ def overloaded():
     return params, given, loss_and_gradients(NETWORK, params, *given)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("load", ["even", "overloaded"])
-def test_any_mesh_is_one_device(sizes, load, request):
+@pytest.mark.parametrize(
+    "load, sizes",
+    [
+        pytest.param(
+            load, sizes, id=f"{load}-{sizes}", marks=pytest.mark.slow if i != first else ()
+        )
+        for first, load in enumerate(("even", "overloaded"))
+        for i, sizes in enumerate(MESHES)
+    ],
+)
+def test_any_mesh_is_one_device(load, sizes, request):
     params, given, wanted = request.getfixturevalue(load)
     found = on_mesh(NETWORK, params, tiny.make_mesh(**sizes), *given)
     close(found, wanted)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, marks=pytest.mark.slow), {"fsdp": 4}],
+    ids=str,
+)
 def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
     """With biases and adapters, of which some have no inner dim."""
     monkeypatch.setattr(experts, "_GATHERED_BYTES", 1)
     shape = dataclasses.replace(
-        SHAPE, experts=dataclasses.replace(EXPERTS, bias=True, act="clamped")
+        SHAPE,
+        num_layers=2,
+        layers=KINDS[:2],
+        experts=dataclasses.replace(EXPERTS, bias=True, act="clamped"),
     )
     network = dataclasses.replace(Network(shape), lora=LoraConfig(rank=3, alpha=6.0))
     params = tiny.params(network)
-    adapters = jax.tree.map(lambda a: a + 0.01, network.init_adapters(jax.random.key(1)))
+    adapters = jax.tree.map(lambda a: a + 0.01, jax.jit(network.init_adapters)(jax.random.key(1)))
     both, given = lora.joined(params, adapters), rows()
     wanted = loss_and_gradients(network, both, *given)
     mesh = tiny.make_mesh(**sizes)
@@ -179,7 +194,7 @@ def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
 def test_few_rows_are_read_by_all_devices_of_the_expert_axis(even):
     params, (tokens, positions, segments), _ = even
     few = tokens[:2], positions[:2], segments[:2]
-    wanted = NETWORK.hidden(params, *few)
+    wanted = jax.jit(NETWORK.hidden)(params, *few)
     for sizes in ({"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}):
         with jax.set_mesh(tiny.make_mesh(**sizes)):
             np.testing.assert_allclose(jax.jit(NETWORK.hidden)(params, *few), wanted, atol=2e-5)
@@ -224,19 +239,14 @@ def test_given_routes_are_taken_and_the_rest_is_chosen(even):
     assert np.abs(router).max() > 0
 
 
-@functools.cache
-def adapted():
-    return dataclasses.replace(NETWORK, lora=LoraConfig(rank=3, alpha=6.0))
-
-
 def test_adapters_of_experts_are_the_merged_weights():
-    network = adapted()
+    network = dataclasses.replace(NETWORK, lora=LoraConfig(rank=3, alpha=6.0))
     params = tiny.params(NETWORK)
-    adapters = jax.tree.map(lambda a: a + 0.1, network.init_adapters(jax.random.key(1)))
+    adapters = jax.tree.map(lambda a: a + 0.1, jax.jit(network.init_adapters)(jax.random.key(1)))
     both = lora.joined(params, adapters)
-    found = network.hidden(both, *rows())
-    merged = lora.merged(both, network.lora.scale)
-    np.testing.assert_allclose(found, NETWORK.hidden(merged, *rows()), atol=2e-4)
+    found = jax.jit(network.hidden)(both, *rows())
+    merged = jax.jit(functools.partial(lora.merged, scale=network.lora.scale))(both)
+    np.testing.assert_allclose(found, jax.jit(NETWORK.hidden)(merged, *rows()), atol=2e-4)
     mesh = tiny.make_mesh(expert=4, tensor=2)
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(network.hidden)(both, *rows()), found, atol=2e-4)
@@ -252,35 +262,46 @@ def check_layers(network):
             a.q, a.k, a.v, segments, window=a.window, scoring=a.scoring
         ), None
 
-    x, rotary = network.embed(params, tokens), network.rotary(positions)
+    @functools.partial(jax.jit, static_argnums=2)
+    def block(layer, x, kind):
+        return network.block(layer, x, network.rotary(positions), attend, kind)[0]
+
+    x = jax.jit(network.embed)(params, tokens)
     places = {
         n: (s.name, i) for s in network.shape.stacks.values() for i, n in enumerate(s.numbers)
     }
     for number, kind in enumerate(network.shape.kinds):
         name, index = places[number]
         layer = jax.tree.map(lambda a, index=index: a[index], params["layers"][name])
-        x, _, _ = network.block(layer, x, rotary, attend, kind)
-    found = network.hidden(params, *given)
+        x = block(layer, x, kind)
+    found = jax.jit(network.hidden)(params, *given)
     real = segments != 0
-    np.testing.assert_allclose(network.norm(params, x)[real], found[real], atol=2e-5)
+    np.testing.assert_allclose(jax.jit(network.norm)(params, x)[real], found[real], atol=2e-5)
+
+
+# Twice two sliding layers and a full one, then a sliding one: three stacks.
+SLIDING = Layer(window=7, experts=True)
+RUNS = dataclasses.replace(
+    SHAPE, num_layers=7, layers=((SLIDING, SLIDING, Layer()) * 2 + (SLIDING,))
+)
 
 
 def test_runs_of_equal_layers_are_the_layers_one_after_another():
-    """Twice two sliding layers and a full one, then a sliding one: three stacks."""
-    slides, full = Layer(window=7, experts=True), Layer()
-    kinds = (slides, slides, full) * 2 + (slides,)
-    shape = dataclasses.replace(SHAPE, num_layers=7, layers=kinds)
-    assert [[(s.numbers, s.run) for s in group] for group in shape.groups] == [
+    assert [[(s.numbers, s.run) for s in group] for group in RUNS.groups] == [
         [((0, 1, 3, 4), 2), ((2, 5), 1)],
         [((6,), 1)],
     ]
-    check_layers(Network(shape))
-    full = dataclasses.replace(Network(shape), remat="full")
+    check_layers(Network(RUNS))
+
+
+@pytest.mark.slow
+def test_routes_of_runs_are_followed_when_layers_are_read_again():
+    full = Network(RUNS, remat="full")
     params, given = tiny.params(full), rows()
     _, routed = jax.jit(full.read)(params, *given)
     routes = full.routes(routed.chosen)
     again = loss_and_gradients(full, params, *given, routes=routes)
-    close(again[1], loss_and_gradients(Network(shape), params, *given)[1])
+    close(again[1], loss_and_gradients(Network(RUNS), params, *given)[1])
     assert (again[0][1].equal == again[0][1].given).all()
 
 
@@ -295,7 +316,7 @@ def test_latent_attention_is_the_same_in_its_short_space():
     params, (tokens, positions, segments) = tiny.params(network), rows(2)
     segments = np.ones_like(segments)
     positions = np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))
-    wanted = network.hidden(params, tokens, positions, segments)
+    wanted = jax.jit(network.hidden)(params, tokens, positions, segments)
     seen = jnp.broadcast_to(np.tri(24, dtype=bool), (2, 1, 24, 24))
 
     def attend(a):
