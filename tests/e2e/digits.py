@@ -1,4 +1,4 @@
-"""A reward that a model can earn that has learned nothing: one answer in ten begins with a digit."""
+"""A reward that a model can earn that learned nothing: one answer in ten begins with a digit."""
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
