@@ -71,3 +71,24 @@ def train(
         return rl.train(config, workdir)
     assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
     return supervised.train(config, workdir)
+
+
+def check(
+    config: "JobConfig | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
+) -> "JobConfig":
+    """Checks a job as `train` does before it begins; allocates no weights and writes nothing.
+
+    Returns the config with the sizes that the plan chose; raises as `train`.
+    """
+    from jaxrl_llm import program
+    from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+    from jaxrl_llm.config.bridge import from_config_dict
+    from jaxrl_llm.trainer import rl, supervised
+
+    program.set_flags()
+    if not isinstance(config, JobConfig):
+        config = from_config_dict(config)
+    if isinstance(config, RLConfig):
+        return rl.check(config, workdir)
+    assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
+    return supervised.check(config, workdir)

@@ -1,7 +1,7 @@
 """The root of all errors that a user can mend."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 EXIT_MENDABLE = 1  # of a program that ends with the message of a `UserError`
 EXIT_ALERT = 3  # an alert stopped the run after a save
@@ -22,6 +22,12 @@ class ConfigError(UserError, ValueError):
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in this config:", *(f"  {p}" for p in problems)]))
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises `ConfigError` if there are problems with the flags of a command."""
+    if found := [f"--{name}: {message}" for name, message in problems]:
+        raise ConfigError(found)
 
 
 def check_package(package: str, extra: str, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What every command of `launch/` does around its work: flags of XLA, processes, errors."""
+"""What every command does around its work: flags of XLA, processes, errors."""
 
 import errno
 import importlib.util
@@ -6,16 +6,15 @@ import logging as std_logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import NoReturn
 
 import jax
-from absl import app, flags, logging
+from absl import logging
 
 from jaxrl_llm import console
-from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import parse_flags
-from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, Problem, UserError
+from jaxrl_llm.config import ProcessesConfig
+from jaxrl_llm.errors import EXIT_MENDABLE, Interrupted, UserError
 from jaxrl_llm.sharding import cluster, hosts
 
 # Libraries whose INFO lines are for their developers.
@@ -54,11 +53,6 @@ FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
 }
 
-_START = flags.DEFINE_enum("start", "auto", cluster.STARTS, "How processes find each other.")
-_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; see --start.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", -1, "Processes; -1: as the launcher says.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "This process; -1: as the launcher says.")
-
 
 def _platform(environment: Mapping[str, str]) -> str:
     """Returns the platform of this process, as far as it is known before a backend is made."""
@@ -79,45 +73,41 @@ def set_flags(environment: MutableMapping[str, str] = os.environ) -> None:
         environment[variable] = " ".join([given, *more]).strip()
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parses flags, joins the other processes of the run, if any, and runs `main`.
+def run(main: Callable[[], None], processes: ProcessesConfig = ProcessesConfig()) -> None:  # noqa: B008
+    """Joins the other processes of the run, if any, and runs `main`.
 
     A `UserError` ends it with a message, not a trace. A process that fails ends the others.
     """
-
-    def guarded(_):
-        set_flags()
-        logging.set_verbosity(logging.INFO)
-        root = std_logging.getLogger()
-        root.removeHandler(logging.get_absl_handler())
-        root.addHandler(_HANDLER)  # once
-        console.show_compilations()
-        try:
-            told = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-            hosts.join(cluster.find(_START.value, *told))
-            console.SCREEN.silent = not hosts.is_first()
-            main()
-            hosts.leave()
-        except Interrupted as ended:  # all processes end together
-            hosts.leave()
-            _leave(ended.exit_code)
-        except UserError as error:
-            _end(str(error))
-        except OSError as error:
-            if error.errno not in _DISK_ERRORS:
-                hosts.abandon(repr(error), with_trace=True)
-                raise
-            _end(f"{error}; check free space, quota and permission of the folder")
-        except KeyboardInterrupt:
-            hosts.abandon("was interrupted")
-            raise
-        except Exception as error:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                hosts.wait_for_verdict()  # another process may have died in a collective
+    set_flags()
+    logging.set_verbosity(logging.INFO)
+    root = std_logging.getLogger()
+    root.removeHandler(logging.get_absl_handler())
+    root.addHandler(_HANDLER)  # once
+    console.show_compilations()
+    try:
+        told = processes.coordinator, processes.num_processes, processes.process_id
+        hosts.join(cluster.find(processes.start, *told))
+        console.SCREEN.silent = not hosts.is_first()
+        main()
+        hosts.leave()
+    except Interrupted as ended:  # all processes end together
+        hosts.leave()
+        _leave(ended.exit_code)
+    except UserError as error:
+        _end(str(error))
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
             hosts.abandon(repr(error), with_trace=True)
             raise
-
-    app.run(guarded, flags_parser=parse_flags)
+        _end(f"{error}; check free space, quota and permission of the folder")
+    except KeyboardInterrupt:
+        hosts.abandon("was interrupted")
+        raise
+    except Exception as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            hosts.wait_for_verdict()  # another process may have died in a collective
+        hosts.abandon(repr(error), with_trace=True)
+        raise
 
 
 def _end(message: str) -> NoReturn:
@@ -134,12 +124,6 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def refuse(problems: Iterable[Problem]) -> None:
-    """Raises `ConfigError` if there are problems with the flags."""
-    if found := [f"--{name}: {message}" for name, message in problems]:
-        raise ConfigError(found)
 
 
 def _is_ours(record: std_logging.LogRecord) -> bool:

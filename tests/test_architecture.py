@@ -19,6 +19,7 @@ FLOORS = (
     (("learner",),),
     (("trainer",), ("serving",)),
     (("program",),),
+    (("commands",),),
 )
 DEFAULT_MAX_LINES = 400
 MAX_LINES = {

@@ -9,18 +9,14 @@ import sys
 
 import jax
 import pytest
-from absl import app, flags
 
 from jaxrl_llm import program
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, refuse
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """Runs a main function without reading this process's command line."""
-    monkeypatch.setattr(app, "run", lambda main, flags_parser: main([]))
-    monkeypatch.setitem(flags.FLAGS.__dict__, "__flags_parsed", True)
+def run():
     return program.run
 
 
@@ -92,9 +88,9 @@ def test_a_good_end_is_silent(run, caplog):
 
 
 def test_problems_of_flags_are_reported_together():
-    program.refuse([])
+    refuse([])
     with pytest.raises(ConfigError) as error:
-        program.refuse([("samples", "must be 1"), ("prompt", "too long")])
+        refuse([("samples", "must be 1"), ("prompt", "too long")])
     assert error.value.problems == ("--samples: must be 1", "--prompt: too long")
 
 

@@ -6,7 +6,12 @@ Files in `configs/` return a `ConfigDict`; `bridge` converts between the two.
 from jaxrl_llm.config.algorithm import AlgorithmConfig
 from jaxrl_llm.config.job import JobConfig, RLConfig, SFTConfig, SupervisedConfig
 from jaxrl_llm.config.learner import LoraConfig, ModelConfig, OptimizerConfig, RLTrainerConfig
-from jaxrl_llm.config.placement import MeshConfig, PlacementConfig, PoolConfig
+from jaxrl_llm.config.placement import (
+    MeshConfig,
+    PlacementConfig,
+    PoolConfig,
+    ProcessesConfig,
+)
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
 from jaxrl_llm.config.samples import (
     CurriculumConfig,

@@ -58,7 +58,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     """
     errors: list[str] = []
     job = values.get("job") or "rl"
-    if job not in JOBS:
+    if not isinstance(job, str) or job not in JOBS:
         raise ConfigError(f"config.job: unknown job {job!r}; known: {', '.join(JOBS)}")
     config = _build(JOBS[job](), values, "config", errors)
     if errors:

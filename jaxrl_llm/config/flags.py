@@ -1,27 +1,31 @@
-"""The command line: `--config=FILE` and `--config.key=value`, checked before absl reads them."""
+"""The config of a command line: `--config=FILE` and `--config.key=value`, checked first."""
 
 import dataclasses
 import difflib
 import os
 import re
 import runpy
-import sys
 import traceback
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_dict as ml_config
+from ml_collections import config_flags
 
-from jaxrl_llm.config.bridge import JOBS, described, unknown_field
+from jaxrl_llm.config import yaml_file
+from jaxrl_llm.config.bridge import JOBS, default_config_dict, described, unknown_field
 from jaxrl_llm.config.job import RLConfig
 from jaxrl_llm.config.ranges import Group
-from jaxrl_llm.errors import EXIT_MENDABLE, ConfigError
+from jaxrl_llm.errors import ConfigError
 
 
 def load(file: str) -> Any:
-    """Returns the result of `get_config` of a config file; text after a colon is its argument.
+    """Returns what a config file describes.
+
+    That of a YAML file are its settings over the defaults; that of a Python file is the result of
+    its `get_config`, of which text after a colon is the argument.
 
     Entries of named groups get the fields that the file leaves out, so that the command line can
     set them. ConfigError, which names the line, if the file is missing or describes nothing.
@@ -29,6 +33,10 @@ def load(file: str) -> Any:
     path, *argument = file.split(":", 1)
     if not os.path.isfile(path):  # names that no file can have raise no error here
         raise ConfigError(f"--config: {path}: no such file")
+    if path.endswith(yaml_file.SUFFIXES):
+        values = _over_defaults(yaml_file.read(path))
+        _complete(values, _job(values))
+        return values
     try:
         found = runpy.run_path(path, run_name="config_file")
         values = found["get_config"](*argument) if "get_config" in found else None
@@ -44,7 +52,30 @@ def load(file: str) -> Any:
 
 
 def _job(values: Any) -> Any:
-    return JOBS.get(values.get("job"), RLConfig)
+    job = values.get("job")
+    return JOBS.get(job, RLConfig) if isinstance(job, str) else RLConfig
+
+
+def _over_defaults(given: Mapping[str, Any]) -> ml_config.ConfigDict:
+    """Returns the defaults of a job with these values; unknown ones too, which are told later."""
+    job = given.get("job")
+    values = default_config_dict(job if isinstance(job, str) and job in JOBS else "rl")
+
+    def put(group: ml_config.ConfigDict, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if "." in name:
+                top = name.partition(".")[0]
+                raise ConfigError(f"--config: {name!r} in the file: nest it, below `{top}:`")
+            inner = group.get(name)
+            if isinstance(value, dict) and isinstance(inner, ml_config.ConfigDict):
+                put(inner, value)
+            else:
+                # As in Python files, so that the command line can set lists.
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+    with values.unlocked():
+        put(values, given)
+    return values
 
 
 def _origin(error: BaseException, path: str) -> str:
@@ -120,33 +151,17 @@ def _unknown_key(parts: Sequence[str], expected: Any, values: Any) -> Iterator[s
         path = f"{path}.{part}"
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parses flags for `app.run(main, flags_parser=parse_flags)`.
-
-    A config file that cannot be read, an unknown `--config.key` and an argument that is no flag
-    end the program with a message; absl and ml_collections show a traceback, or nothing.
-    """
-    if errors := unknown_overrides(argv):
-        _refuse(errors)
-    if "config" in flags.FLAGS:
-        flags.FLAGS["config"].parser = _ConfigFile()
-    flags.FLAGS.set_gnu_getopt(True)  # also read flags after an argument that is not a flag
-    rest = app.parse_flags_with_usage(list(argv))
-    if len(rest) > 1:
-        _refuse([_meant(argument) for argument in rest[1:]])
-    return rest
+def define(name: str, values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Defines the flag of a config, and those of its keys that `argv` sets."""
+    config_flags.DEFINE_config_file(name, flag_values=values, sys_argv=list(argv))
+    values[name].parser = _ConfigFile()
 
 
-def _refuse(errors: Sequence[str]) -> typing.NoReturn:
-    print(f"error: {ConfigError(errors)}", file=sys.stderr)
-    raise SystemExit(EXIT_MENDABLE)
-
-
-def _meant(argument: str) -> str:
+def meant(argument: str, known: flags.FlagValues) -> str:
     """Returns the problem of an argument that is not a flag, and the most similar flag."""
     name, equals, value = argument.lstrip("-").partition("=")
     top, dot, key = name.partition(".")
-    near = [top] if top in flags.FLAGS else difflib.get_close_matches(top, list(flags.FLAGS), n=1)
+    near = [top] if top in known else difflib.get_close_matches(top, list(known), n=1)
     if not near:
         return f"{argument!r} is no flag; write --flag=value, --help lists the flags"
     return f"{argument!r} is no flag; did you mean --{near[0]}{dot}{key}{equals}{value}?"

@@ -25,6 +25,16 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+class ProcessesConfig(Group):
+    """How the processes of a run find each other; flags of a command, not settings of a job."""
+
+    start: Literal["auto", "one", "addresses", "slurm", "jobset", "tpu", "openmpi"] = "auto"
+    coordinator: Name = ""  # HOST:PORT of process 0
+    # -1: as the launcher says.
+    num_processes: Annotated[int, Range("[-1, 2147483647]")] = -1
+    process_id: Annotated[int, Range("[-1, 2147483647]")] = -1
+
+
 class MeshConfig(Group):
     """Sizes of the mesh axes; one axis may be -1: all remaining devices."""
 

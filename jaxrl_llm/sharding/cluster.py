@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import os
 import re
+import typing
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 # jax has no public names for these; they read the variables of a launcher.
 from jax._src.clusters import OmpiCluster, SlurmCluster
 
+from jaxrl_llm.config import ProcessesConfig
 from jaxrl_llm.errors import UserError
 
 _FLAGS = {
@@ -21,7 +23,7 @@ _FLAGS = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-STARTS = ("auto", "one", "addresses", "slurm", "jobset", "tpu", "openmpi")
+STARTS = typing.get_args(typing.get_type_hints(ProcessesConfig)["start"])
 ALL_DEVICES = -1
 
 _PORT = 8476  # where process 0 is met, unless the launcher's job number chooses one

@@ -21,6 +21,15 @@ from jaxrl_llm.trainer.evaluate import Evaluator
 from jaxrl_llm.trainer.run import Run
 
 
+class Checked(NamedTuple):
+    """What the checks before a run found."""
+
+    models: Models
+    training_set: datasets.Dataset
+    held_out: datasets.Dataset
+    planned_bytes: float
+
+
 class Prepared(NamedTuple):
     """The fixed side of a run."""
 
@@ -31,11 +40,8 @@ class Prepared(NamedTuple):
     evaluate: Evaluator
 
 
-def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
-    """Returns the fixed side of a run and the state that RL begins with; raises as `rl.train`.
-
-    All checks come before anything is allocated or written.
-    """
+def checked(config: RLConfig) -> Checked:
+    """Checks all that a run needs, and reads its rows; allocates and writes nothing."""
     models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())
@@ -55,6 +61,15 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     rewards_lib.check_sources(config.evaluation_rewards, sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
+    return Checked(models, training_set, held_out, planned_bytes)
+
+
+def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
+    """Returns the fixed side of a run and the state that RL begins with; raises as `rl.train`.
+
+    All checks come before anything is allocated or written.
+    """
+    models, training_set, held_out, planned_bytes = checked(config)
     run.claim(models, training_set, held_out, planned_bytes=planned_bytes)
 
     # Policy, reference, critic, reward models: what each begins as.
@@ -64,6 +79,7 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
+    taught = config.distillation.data_sources
     scorer = run.enter_context(rewards_lib.Scorer(config.rewards, model_scorers, taught))
     judge = scorer
     if config.evaluation.functions:

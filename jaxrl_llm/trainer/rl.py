@@ -116,3 +116,11 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             }
             run.end(step, state, numbers, of_evaluation)
     return state
+
+
+def check(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
+    """Checks all that `train` does before it begins; returns the config with its chosen sizes."""
+    config = planned.settled(config, workdir)
+    with Run(config, workdir):
+        prepare.checked(config)
+    return config

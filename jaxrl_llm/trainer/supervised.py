@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -52,6 +52,9 @@ _OBJECTIVES: Mapping[type[SupervisedConfig], Callable[[JobConfig, Models], Objec
 }
 
 
+Job = TypeVar("Job", bound=SupervisedConfig)
+
+
 class Start(NamedTuple):
     """The weights that a job begins with."""
 
@@ -72,24 +75,8 @@ def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainabl
     """
     config = planned.of_supervised(config, workdir)
     with Run(config, workdir) as run:
-        models = models_lib.of_job(config)
-        objective = _OBJECTIVES[type(config)](config, models)
-        weights_lib.check_folders(config, models)
-        rows = objective.rows("train")
-        _check_longest(config, rows)
-        held_out: Sequence[Row] = ()
-        prompts = datasets.Dataset(())
-        if config.evaluation.wanted and config.has_held_out:
-            of_eval = objective.rows("eval")
-            assert isinstance(of_eval, Sequence), "held-out rows are read at the start"
-            held_out = of_eval[: config.evaluation.num_prompts or None]
-            _check_longest(config, held_out)
-            if isinstance(config, PolicyConfig) and config.evaluation.functions:
-                tokenizer, seed = models.tokenizer, config.seed
-                prompts = datasets.load_dataset(config.data, tokenizer, "eval", seed)
-                rewards_lib.check(config.as_rl().rewards, prompts.prompts)
-                models_lib.check_stop_tokens(config.as_rl(), models.policy.shape)
-        run.claim(models, prompts, planned_bytes=planned.check(config, jax.devices()))
+        models, objective, rows, held_out, prompts, planned_bytes = _checked(config)
+        run.claim(models, prompts, planned_bytes=planned_bytes)
         params = weights_lib.initial(config, models)
         reference: Params = {}
         if isinstance(config, DPOConfig):
@@ -98,6 +85,49 @@ def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainabl
         start = Start(*weights_lib.divided(*given), reference)
         evaluate = _evaluation(config, models, objective, start, held_out, prompts, run)
         return learn(objective, rows, start, run, evaluate)
+
+
+def check(config: Job, workdir: str | os.PathLike[str]) -> Job:
+    """Checks all that `train` does before it begins; returns the config with its chosen sizes."""
+    config = planned.of_supervised(config, workdir)
+    with Run(config, workdir):
+        _checked(config)
+    return config
+
+
+class _Checked(NamedTuple):
+    """What the checks before a job found."""
+
+    models: Models
+    objective: Objective
+    rows: Rows[Row]
+    held_out: Sequence[Row]
+    prompts: datasets.Dataset  # held out, to be answered
+    planned_bytes: float
+
+
+def _checked(config: SupervisedConfig) -> _Checked:
+    """Checks all that a job needs, and reads its rows; allocates and writes nothing."""
+    models = models_lib.of_job(config)
+    objective = _OBJECTIVES[type(config)](config, models)
+    weights_lib.check_folders(config, models)
+    rows = objective.rows("train")
+    _check_longest(config, rows)
+    held_out: Sequence[Row] = ()
+    prompts = datasets.Dataset(())
+    if config.evaluation.wanted and config.has_held_out:
+        of_eval = objective.rows("eval")
+        assert isinstance(of_eval, Sequence), "held-out rows are read at the start"
+        held_out = of_eval[: config.evaluation.num_prompts or None]
+        _check_longest(config, held_out)
+        if isinstance(config, PolicyConfig) and config.evaluation.functions:
+            tokenizer, seed = models.tokenizer, config.seed
+            prompts = datasets.load_dataset(config.data, tokenizer, "eval", seed)
+            rewards_lib.check(config.as_rl().rewards, prompts.prompts)
+            models_lib.check_stop_tokens(config.as_rl(), models.policy.shape)
+    return _Checked(
+        models, objective, rows, held_out, prompts, planned.check(config, jax.devices())
+    )
 
 
 def learn(

@@ -1,5 +1,6 @@
 """Every command of the README and the docs is run as written, or listed here with the reason."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -12,6 +13,8 @@ import pytest
 import runs
 import serving_model
 
+from jaxrl_llm.commands.options import COMMANDS as COMMANDS_OF
+from jaxrl_llm.commands.options import OTHERS
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner import planned
 from jaxrl_llm.serving import server
@@ -22,7 +25,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 # The log tells what was run on its day.
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS.remove(ROOT / "docs" / "log.md")
-BEGINS = r"(?:(?:python|pip|pytest|pre-commit|sbatch|kubectl|mpirun|hf) |launch/tpu_pod|\.ci/run)"
+PROGRAMS = "jaxrl_llm|python|pip|pytest|pre-commit|sbatch|kubectl|mpirun|hf"
+BEGINS = rf"(?:(?:{PROGRAMS}) |launch/tpu_pod|\.ci/run)"
 # What only an extra brings, of what the commands here could want.
 PACKAGES = {"plot": ["matplotlib"], "serve": ["fastapi", "uvicorn", "prometheus_client"]}
 NOT_RUN = {
@@ -35,6 +39,7 @@ NOT_RUN = {
     r"python launch/plan\.py --compile": "compiles for minutes, with the compiler of TPUs",
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
+    r".* --dry_run$": "see tests/commands/test_line.py",
 }
 # A run in seconds: sizes and numbers of steps are settings as all others.
 FEWER = {**runs.TINY, "trainer.num_steps": 1, "warm_start.num_steps": 2}
@@ -68,8 +73,7 @@ OF_A_RUN = [c for c in RUN if "--workdir=" in c]
 
 def test_each_is_run_or_has_a_reason():
     assert len(COMMANDS) > 20
-    unknown = [c for c in RUN if not re.match(r"python launch/(\w+)\.py ", c)]
-    assert not unknown
+    assert not [c for c in RUN if not re.match(r"python launch/(\w+)\.py |jaxrl_llm (\w+) ", c)]
     assert not [known for known in NOT_RUN if not any(re.match(known, c) for c in COMMANDS)]
 
 
@@ -88,11 +92,13 @@ def test_flags_that_the_text_names_exist():
     named = [
         found
         for document in DOCUMENTS
-        for found in re.findall(r"`(launch/\w+\.py) --(\w+)`", document.read_text())
+        for found in re.findall(r"`launch/(\w+)\.py --(\w+)`", document.read_text())
     ]
     assert len(named) > 2
     assert not [
-        (file, flag) for file, flag in named if f'"{flag}"' not in (ROOT / file).read_text()
+        (name, flag)
+        for name, flag in named
+        if flag not in {f.name for f in dataclasses.fields({**COMMANDS_OF, **OTHERS}[name])}
     ]
 
 
@@ -111,14 +117,19 @@ def python_of(document):
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.DOTALL)
 
 
+def name_of(command):
+    """Returns the name of a command, written as `python launch/NAME.py` or as `jaxrl_llm NAME`."""
+    return pathlib.Path(command.split()[1]).stem
+
+
 def call(capsys, command, *more):
     """Runs a command with the packages of its own extras alone; returns what it printed."""
-    _, program, *arguments = shlex.split(command)
+    arguments = shlex.split(command)[2:]
     with pytest.MonkeyPatch.context() as patch:
         for extra, packages in PACKAGES.items():
             for package in packages if extra not in RUN[command] else ():
                 patch.setitem(sys.modules, package, None)
-        name = pathlib.Path(program).stem
+        name = name_of(command)
         code, out, log = commands.call(capsys, name, *arguments, *more)
     assert code == 0, log
     return out
@@ -133,14 +144,14 @@ def test_a_command_without_a_run(command, capsys, place, monkeypatch):
         "generate": ["--max_tokens=4"],
         "evaluate": ["--num_prompts=2", "--config.rollout.max_response_tokens=8"],
     }
-    name = pathlib.Path(command.split()[1]).stem
+    name = name_of(command)
     out = call(capsys, command, *more.get(name, ()))
     assert out or served
     if "--chart=" in command:
         assert (place / "plan.png").exists()
 
 
-@pytest.mark.parametrize("command", [c for c in OF_A_RUN if "launch/train.py" in c])
+@pytest.mark.parametrize("command", [c for c in OF_A_RUN if name_of(c) == "train"])
 def test_a_run_is_described_rightly(command, capsys, place, monkeypatch):
     """Read and validated as written; the slow test below takes a step."""
     given = []
@@ -162,14 +173,13 @@ def test_the_commands_of_runs(capsys, place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "my_algorithm.py").write_text(python_of("custom_algorithm.md")[0])
     exec(python_of("data.md")[1], {})
-    for command in sorted(OF_A_RUN, key=lambda c: "launch/train.py" not in c):
+    for command in sorted(OF_A_RUN, key=lambda c: name_of(c) != "train"):
         run = re.search(r"--workdir=runs/(\w+)", command)[1]
-        if "launch/train.py" in command:
+        if name_of(command) == "train":
             fewer = {**FEWER, **SETTINGS.get(run, {})}
             more = [f"--config.{name}={value}" for name, value in fewer.items()]
         else:
-            more = {"serve": ["--port=0"], "generate": ["--max_tokens=4"]}.get(
-                pathlib.Path(command.split()[1]).stem, []
-            )
+            few = {"serve": ["--port=0"], "generate": ["--max_tokens=4"]}
+            more = few.get(name_of(command), [])
         call(capsys, command, *more)
         assert (place / "runs" / run / "metrics.jsonl").exists()

@@ -5,32 +5,32 @@ import runpy
 import sys
 
 import pytest
-from absl import app, flags, logging
+from absl import logging
 
-from jaxrl_llm import program  # noqa: F401  # its flags are every command's, defined once
-from jaxrl_llm.trainer import rl  # noqa: F401  # so are those of the libraries of a run
+from jaxrl_llm.commands import line
 
 ROOT = pathlib.Path(__file__).parents[2]
-app.define_help_flags()
 
 
 def call(capsys, name, *arguments):
-    """Runs `launch/NAME.py`; returns its exit code, what it printed, and what it logged."""
+    """Runs `launch/NAME.py`, or the command that has no such file.
+
+    Returns its exit code, what it printed, and what it logged.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        before = set(flags.FLAGS)
         patch.setattr(sys, "argv", [f"launch/{name}.py", *map(str, arguments)])
         patch.setenv("JAX_COMPILATION_CACHE_DIR", "")
         patch.chdir(ROOT)
         log = []
         patch.setattr(logging, "error", lambda text, *values: log.append(text % values))
         try:
-            runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="__main__")
+            if (file := ROOT / "launch" / f"{name}.py").exists():
+                runpy.run_path(str(file), run_name="__main__")
+            else:
+                line.run(name)
             code = 0
         except SystemExit as end:
             code = end.code or 0
-        finally:
-            for flag in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, flag)
     said = capsys.readouterr()
     return code, said.out, "\n".join(log) + said.err
 

@@ -1,0 +1,202 @@
+"""What each command takes: a class of fields, its docstring and their texts are its help."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from jaxrl_llm.config import JobConfig
+from jaxrl_llm.config.placement import ProcessesConfig
+from jaxrl_llm.config.ranges import File, Folder, Group, Name, Problems, Range
+
+Natural = Annotated[int, Range("[0, 2147483647]")]
+Positive = Annotated[int, Range("[1, 2147483647]")]
+Temperature = Annotated[float, Range("[0, 1000000]", "0: greedy")]
+Probability = Annotated[float, Range("[0.000001, 1]")]
+Port = Annotated[int, Range("[0, 65535]", "0: any free port")]
+Dtype = Literal["", "float32", "bfloat16", "float16"]
+
+
+def option(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """Returns a field with its help; without a default it is required."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+class Options(Group):
+    """The options of a command; each field is a flag."""
+
+    module: ClassVar[str]  # in this folder, with `main(options)`
+    # Takes arguments that are no flags: all if required, else those after its flag; "": none.
+    positional: ClassVar[str] = ""
+
+
+class OfDevices(Options, ProcessesConfig):
+    """The options of a command that uses JAX."""
+
+
+def _either(options: Any) -> Problems:
+    if bool(options.model) == bool(options.workdir):
+        yield "model", "give either --model or --workdir"
+
+
+class Train(OfDevices):
+    """Runs the training job of a config.
+
+    To resume, start it again with the same --workdir.
+    """
+
+    module = "train"
+    config: JobConfig = option("The job: a .py or .yaml file, or a run's config.json.")
+    workdir: Folder = option("Folder of the job, made if missing.")
+    dry_run: bool = option("Only check; print the plan and all settings.", False)
+
+
+class Evaluate(OfDevices):
+    """Evaluates a policy on held-out prompts: mean@k, pass@k, maj@k.
+
+    That of a run (--workdir), or a model on the prompts of a config (--model and --config). Prints
+    one JSON object.
+    """
+
+    module = "evaluate"
+
+    workdir: Folder = option("Folder of a run.", "")
+    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    config: JobConfig | None = option("For --model: config with data and rewards.", None)
+    samples_per_prompt: int = option("k of mean@k, pass@k and maj@k.", 1)
+    temperature: float = option("0: greedy; must be above 0 for k > 1.", 0.0)
+    num_prompts: int = option("Number of prompts; 0: all.", 0)
+    seed: Natural = option("Seed of the samples.", 0)
+
+    def rules(self) -> Problems:
+        yield from _either(self)
+        if bool(self.model) != (self.config is not None):
+            yield "config", "--model needs a config file with data and rewards; a run has its own"
+
+
+class Generate(OfDevices):
+    """Answers prompts with a run's policy or a model.
+
+    Prompts come from --prompt (may be repeated) or from the lines of standard input. Prints one
+    JSON object per sample.
+    """
+
+    module = "generate"
+
+    workdir: Folder = option("Folder of a run.", "")
+    model: Folder = option("Hugging Face folder, instead of a run.", "")
+    prompt: tuple[str, ...] = option("A prompt; may be repeated.", ())
+    samples: Positive = option("Samples per prompt.", 1)
+    temperature: Temperature = option("0: greedy.", 0.0)
+    top_p: Probability = option("Nucleus sampling: probability to keep.", 1.0)
+    max_tokens: Natural = option("Per answer; 0: as many as fit, up to 4096 with the prompt.", 0)
+    seed: Natural = option("Seed of the samples.", 0)
+
+    def rules(self) -> Problems:
+        yield from _either(self)
+
+
+class Serve(OfDevices):
+    """Serves a model or a run with OpenAI's HTTP API.
+
+    SIGTERM stops it after the accepted requests are done; SIGHUP makes it read the newest weights.
+    """
+
+    module = "serve"
+
+    model: Folder = option("Hugging Face folder.", "")
+    workdir: Folder = option("Folder of a run.", "")
+    name: Name = option("Model name for clients; empty: the folder's name.", "")
+    host: Name = option("Address to listen on (no access control).", "127.0.0.1")
+    port: Port = option("Port to listen on; 0: any free port.", 8000)
+    num_slots: Natural = option("Samples decoded at the same time; 0: chosen.", 0)
+    max_tokens: Natural = option("Prompt and reply; 0: up to 4096.", 0)
+    max_waiting: Natural = option("Samples that may wait for a slot.", 256)
+    chunk_steps: Annotated[int, Range("[1, 128]")] = option("Decode steps per chunk.", 8)
+    draft_tokens: Annotated[int, Range("[0, 16]")] = option("Drafts per decode step; 0: none.", 0)
+    dtype: Literal["", "float32", "bfloat16"] = option("For --model; empty: chosen.", "")
+    tensor: Positive = option("Devices that share each layer of --model.", 1)
+    warm_up_prompts: Natural = option("Prompts in one prefill; 0: no warm-up.", 1)
+    grace_s: Annotated[float, Range("[0, inf]")] = option("Time for requests after SIGTERM.", 30.0)
+    request_s: Annotated[float, Range("[0.1, inf]")] = option("Maximum time of a request.", 600.0)
+    body_bytes: Positive = option("Maximum body of a request.", 2**20)
+
+    def rules(self) -> Problems:
+        yield from _either(self)
+
+
+class ServeJetstream(OfDevices):
+    """Serves a model with JetStream's gRPC server, for clients of its protocol."""
+
+    module = "serve_jetstream"
+
+    model: Folder = option("Hugging Face folder.", "")
+    workdir: Folder = option("Folder of a run.", "")
+    host: Name = option("Address to listen on (no access control).", "127.0.0.1")
+    port: Annotated[int, Range("[1, 65535]")] = option("Port to listen on.", 9000)
+    num_slots: Positive = option("Samples decoded at the same time.", 16)
+    max_tokens: Natural = option("Prompt and reply; 0: up to 4096.", 0)
+    temperature: Temperature = option("Temperature of every reply; 0: greedy.", 0.0)
+    top_p: Probability = option("Nucleus sampling: probability to keep.", 1.0)
+    seed: Natural = option("Seed of the samples.", 0)
+
+    def rules(self) -> Problems:
+        yield from _either(self)
+
+
+class Plan(OfDevices):
+    """Plans the memory and time of a run before it starts.
+
+    For a TPU --topology, or so many --devices of a kind, or else the devices of this machine.
+    """
+
+    module = "plan"
+
+    config: JobConfig = option("File that describes the run.")
+    topology: Name = option("TPU topology, e.g. v5p:2x2x4.", "")
+    device: Name = option("Kind of device, e.g. h100.", "")
+    devices: Positive = option("Number of devices of kind --device.", 1)
+    compile: bool = option("Compile every program and print its bytes.", False)
+    json: bool = option("Print one JSON object.", False)
+    placement: bool = option("Rank all 15 placements of PPO's four models.", False)
+    price: Annotated[float, Range("[0, inf]")] = option("Dollars per device and hour.", 0.0)
+    chart: File = option("PNG file to write a bar chart to (extra [plot]).", "")
+
+    def rules(self) -> Problems:
+        if self.topology and self.device:
+            yield "device", "give it or --topology, not both"
+
+
+class Export(OfDevices):
+    """Writes what a run learned as a Hugging Face folder."""
+
+    module = "export"
+
+    workdir: Folder = option("Folder of the run.")
+    out: Folder = option("Folder to write: new, empty or an earlier export.")
+    dtype: Dtype = option("Of the tensors; empty: as the run.", "")
+    adapters: bool = option("Write only the adapters, as a folder for `peft`.", False)
+    best: bool = option("The step with the best checkpoint.best_metric, not the newest.", False)
+
+
+class Import(OfDevices):
+    """Makes a Hugging Face folder of a GGUF file, with its tokenizer."""
+
+    module = "import_gguf"
+
+    file: File = option("GGUF file of a known family.")
+    out: Folder = option("Folder to write: new, empty or an earlier export.")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("Of the tensors.", "float32")
+    tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
+
+
+COMMANDS: Mapping[str, type[Options]] = {
+    "train": Train,
+    "evaluate": Evaluate,
+    "generate": Generate,
+    "serve": Serve,
+    "plan": Plan,
+    "export": Export,
+    "import": Import,
+}
+# Started by files of `launch/` alone.
+OTHERS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstream}
