@@ -54,7 +54,7 @@ def read(path: str) -> Mapping[str, Any]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, _Loader)
+            values = _Loader(file).get_single_data()
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
