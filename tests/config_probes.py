@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import sys
 import tempfile
 import types
 from typing import ClassVar
@@ -38,6 +39,7 @@ from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
+from jaxrl_llm.metrics import trackers
 from jaxrl_llm.metrics import writer as writer_lib
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.models.router import Routed
@@ -548,7 +550,9 @@ def schedule(config):
 
 def metrics(config):
     """Where numbers and rollouts go."""
-    writer_lib.check(config.metrics)
+    with mock.patch.dict(sys.modules, dict.fromkeys(("mlflow", "trackio", "wandb"))):
+        trackers.check(config.metrics)  # packages of extras, which may be there
+    name = trackers.run_name(config.metrics, pathlib.Path("here"))
     failures = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -563,7 +567,7 @@ def metrics(config):
                 writer.write(1, {})
             except OSError as error:
                 failures.append(str(error))
-        return names, [number for number in range(6) if writer.due(number)], dumped, failures
+        return name, names, [number for number in range(6) if writer.due(number)], dumped, failures
 
 
 def checkpoints(config):

@@ -25,7 +25,11 @@ class MetricsConfig(Group):
     every: Count = 1
     console: bool = True
     tensorboard: bool = True
-    wandb_project: Name = ""  # "": off
+    # Trackers of experiments; "": off. Each needs the extra of its name.
+    wandb_project: Name = ""
+    mlflow_experiment: Name = ""
+    trackio_project: Name = ""
+    run_name: Name = ""  # for trackers; "": that of the folder
     rollouts_every: Every = 1  # RL steps between rollout dumps
     # If the disk is full or read-only. "continue": metrics are written later, dumps are lost.
     on_failure: Literal["stop", "continue"] = "stop"

@@ -1,14 +1,12 @@
 """Outputs for the numbers and samples of a run. Only process 0 writes."""
 
 import contextlib
-import importlib
 import io
 import json
 import math
 import os
 import pathlib
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +17,8 @@ from absl import logging
 from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.config.folder import naming, replace_text
-from jaxrl_llm.errors import check_package
+from jaxrl_llm.metrics import trackers
 from jaxrl_llm.types import Rewards, Rollouts
-
-Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class Writer(contextlib.ExitStack):
@@ -31,7 +27,8 @@ class Writer(contextlib.ExitStack):
     A number that is not finite becomes null. Each line is on disk when `write` returns. Lines of
     steps from `first_step` on, which a resumed run takes again, are dropped first, and a line that
     a crash cut off. `total_steps` is for the progress bar; `position` is `get_state()` of when
-    `first_step` began. The file system must be able to append.
+    `first_step` began. The file system must be able to append. `settings` are the job's config as
+    nested dicts, for trackers of experiments.
     """
 
     def __init__(
@@ -41,10 +38,11 @@ class Writer(contextlib.ExitStack):
         first_step: int = 0,
         total_steps: int = 0,
         position: Mapping[str, int] = {},
+        settings: Mapping[str, Any] = {},
     ):
         super().__init__()
         self._workdir, self._config = pathlib.Path(workdir), config
-        self._sinks: list[Sink] = []
+        self._sinks: list[trackers.Sink] = []
         self.callback(self._sinks.clear)  # nothing is written after the end
         if jax.process_index() != 0:
             return
@@ -55,8 +53,9 @@ class Writer(contextlib.ExitStack):
             self.callback(lines.close)
         if config.tensorboard:
             self._open_tensorboard(first_step)
-        if config.wandb_project:
-            self._open_wandb(config.wandb_project)
+        for sink, end in trackers.opened(config, self._workdir, settings):
+            self._sinks.append(sink)
+            self.callback(end)
 
     def due(self, step: int) -> bool:
         return step % self._config.every == 0
@@ -149,22 +148,6 @@ class Writer(contextlib.ExitStack):
 
         self._sinks.append(sink)
         self.callback(writer.close)
-
-    def _open_wandb(self, project: str) -> None:
-        wandb = importlib.import_module("wandb")
-        name = self._workdir / "wandb_id"
-        if not name.exists():
-            replace_text(name, uuid.uuid4().hex)
-        folder = str(self._workdir)
-        run = wandb.init(project=project, dir=folder, id=name.read_text(), resume="allow")
-        self._sinks.append(lambda step, data: run.log(dict(data), step=step))
-        self.callback(run.finish)
-
-
-def check(config: MetricsConfig) -> None:
-    """Raises ConfigError if an output needs a package that is not there; before any work."""
-    if config.wandb_project:
-        check_package("wandb", "wandb", f"config.metrics.wandb_project: {config.wandb_project!r}")
 
 
 def keep_lines_before(path: pathlib.Path, first_step: int) -> None:

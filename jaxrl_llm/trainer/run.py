@@ -30,7 +30,7 @@ from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import alerts as alerts_lib
-from jaxrl_llm.metrics import writer as writer_lib
+from jaxrl_llm.metrics import trackers
 from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
@@ -71,7 +71,7 @@ class Run(contextlib.ExitStack):
             self.enter_context(self.interruption)
             for warning in self.config.warnings():
                 logging.warning("%s", warning)
-        writer_lib.check(self.config.metrics)
+        trackers.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)
         return self
@@ -128,7 +128,7 @@ class Run(contextlib.ExitStack):
         first = self.first + 1 if self.first else 0
         of_writer = saved.get("metrics", {})
         self.writer = self.enter_context(
-            Writer(workdir, config.metrics, first, self.total, of_writer)
+            Writer(workdir, config.metrics, first, self.total, of_writer, to_dict(config))
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
         return state

@@ -2,16 +2,14 @@
 
 import json
 import logging
-import sys
-import types
 
 import jax
 import numpy as np
 import pytest
 from tensorboardX import proto
 
-from jaxrl_llm.config import ConfigError, MetricsConfig
-from jaxrl_llm.metrics.writer import Writer, check
+from jaxrl_llm.config import MetricsConfig
+from jaxrl_llm.metrics.writer import Writer
 
 QUIET = MetricsConfig(console=False, tensorboard=False)
 
@@ -94,28 +92,3 @@ def test_tensorboard_gets_the_finite_numbers(tmp_path):
         scalars |= {v.tag: (event.step, v.simple_value) for v in event.summary.value}
         data = data[16 + length :]
     assert scalars == {"a/b": (7, 0.25)}
-
-
-def test_wandb_is_named_when_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = MetricsConfig(console=False, tensorboard=False, wandb_project="mine")
-    with pytest.raises(ConfigError, match=r"wandb_project: 'mine' needs .*jaxrl_llm\[wandb\]"):
-        check(config)
-
-
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
-    runs, logged = [], []
-
-    def init(**arguments):
-        runs.append(arguments)
-        return types.SimpleNamespace(
-            log=lambda data, step: logged.append((step, data)), finish=lambda: logged.append("end")
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    config = MetricsConfig(console=False, tensorboard=False, wandb_project="mine")
-    for step in (1, 2):
-        with Writer(tmp_path, config, first_step=step) as writer:
-            writer.write(step, {"a": 1})
-    assert logged == [(1, {"a": 1.0}), "end", (2, {"a": 1.0}), "end"]
-    assert runs[0] == runs[1] and runs[0]["project"] == "mine" and len(runs[0]["id"]) == 32
