@@ -248,7 +248,7 @@ def write(path, num_rows, group):
 @pytest.mark.parametrize(
     "name, num_rows, group, num_workers",
     [
-        ("rows.parquet", 20_000, 1000, 0),
+        pytest.param("rows.parquet", 20_000, 1000, 0, marks=pytest.mark.slow),
         pytest.param("rows.parquet", 5_000_000, 100_000, 0, marks=pytest.mark.nightly),
         pytest.param("rows.parquet", 5_000_000, 100_000, 4, marks=pytest.mark.nightly),
         pytest.param("rows.parquet", 5_000_000, 1_000_000, 0, marks=pytest.mark.nightly),

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import recipe_settings
 
-from jaxrl_llm.config.recipes import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from jaxrl_llm.config import AlgorithmConfig
+from jaxrl_llm.config.recipes import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    RECIPES,
+)
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.learner.source import SamplingError
 from jaxrl_llm.rollout.engine import Engine
@@ -206,9 +213,26 @@ def test_correction_and_rejection_act_in_the_loop(level, mode, train):
         assert np.isfinite(data["actor/grad_norm"]) and data["actor/grad_norm"] > 0.0
 
 
-@pytest.mark.slow
+KNOWN = [AlgorithmConfig(**recipe) for recipe in RECIPES.values()]
+
+
+def in_recipes(advantage, policy_loss):
+    """Whether some recipe has the one, and some recipe the other."""
+    return any(k.advantage == advantage for k in KNOWN) and any(
+        k.policy_loss == policy_loss for k in KNOWN
+    )
+
+
 @pytest.mark.parametrize(
-    "i", range(12), ids=[f"{a}-{p}" for a, p in zip(ADVANTAGES, POLICY_LOSSES, strict=True)]
+    "i",
+    [
+        pytest.param(
+            i,
+            id=f"{pair[0]}-{pair[1]}",
+            marks=pytest.mark.nightly if in_recipes(*pair) else pytest.mark.slow,
+        )
+        for i, pair in enumerate(zip(ADVANTAGES, POLICY_LOSSES, strict=True))
+    ],
 )
 def test_every_choice_takes_a_step(i, train):
     """Estimators and losses meet in `advantages` alone, so a pair of each is enough."""

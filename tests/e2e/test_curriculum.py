@@ -26,8 +26,15 @@ def write_sums(path, numbers):
     return str(path)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_draws_the_same_prompts(train, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("curriculum", marks=pytest.mark.nightly),
+        pytest.param("mixture", marks=pytest.mark.slow),
+        pytest.param("streamed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_draws_the_same_prompts(name, train, tmp_path):
     files = write_sums(tmp_path / "a.jsonl", range(40)), write_sums(tmp_path / "b.jsonl", [77, 88])
     of_files = {
         "task": "files",
@@ -36,26 +43,26 @@ def test_a_resumed_run_draws_the_same_prompts(train, tmp_path):
         "last_train_weights": (9.0, 1.0),
         "last_train_weights_after": 30,
     }
-    for name, changes in {
+    changes = {
         "curriculum": {"curriculum": {"choice": "success"}},
         "mixture": {"data": of_files, "curriculum": {"choice": "success"}},
         "streamed": {"data": {**of_files, "stream": True}},
-    }.items():
-        short = {"trainer": {"num_steps": 6}, "checkpoint": {"every": 3}}
-        changes = recipe_settings.merged(changes, short)
-        _, whole = train("grpo", changes, name)
-        found = recipe_settings.metrics(whole)
-        assert len(found) == 6
-        if "curriculum" in changes:
-            known = [found[step]["curriculum/answered"] for step in (1, 6)]
-            assert 0 < known[0] < known[1] <= 1
-        resumed = tmp_path / f"{name}_resumed"
-        shutil.copytree(whole, resumed)
-        shutil.rmtree(resumed / "checkpoints" / "6")
-        rl.train(recipe_settings.config("grpo", changes), resumed)
-        assert recipe_settings.metrics(resumed) == found
-        for step in (4, 5, 6):
-            assert recipe_settings.dump(resumed, step) == recipe_settings.dump(whole, step)
+    }[name]
+    short = {"trainer": {"num_steps": 6}, "checkpoint": {"every": 3}}
+    changes = recipe_settings.merged(changes, short)
+    _, whole = train("grpo", changes)
+    found = recipe_settings.metrics(whole)
+    assert len(found) == 6
+    if "curriculum" in changes:
+        known = [found[step]["curriculum/answered"] for step in (1, 6)]
+        assert 0 < known[0] < known[1] <= 1
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "6")
+    rl.train(recipe_settings.config("grpo", changes), resumed)
+    assert recipe_settings.metrics(resumed) == found
+    for step in (4, 5, 6):
+        assert recipe_settings.dump(resumed, step) == recipe_settings.dump(whole, step)
 
 
 @pytest.mark.slow
@@ -72,7 +79,7 @@ def test_rows_from_python_are_those_of_a_file(train, taught, tmp_path):
     assert recipe_settings.metrics(tmp_path / "of_python") == recipe_settings.metrics(workdir)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fewer_groups_teach_nothing_where_most_prompts_cannot_be_solved(train, tmp_path):
     """Four of five prompts have a wrong ground truth. What that is worth: docs/results.md."""
     rows = task_rows(recipe_settings.config("grpo").data, "train", 0)

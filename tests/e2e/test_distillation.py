@@ -39,8 +39,13 @@ def a_teacher(folder, config):
     huggingface.save(folder, network, tiny.params(network), tokenizer=character_tokenizer())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", CASES)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=pytest.mark.nightly if loss == "reverse_kl" else pytest.mark.slow)
+        for loss in CASES
+    ],
+)
 def test_a_resumed_run_repeats_it(loss, one_device, tmp_path):
     changes = {
         "warm_start": {"num_steps": 2},

@@ -41,8 +41,13 @@ def extremes(number: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in (0, math.inf) else pytest.mark.nightly)
+        for n in NUMBERS
+    ],
+)
 def test_all_fields_at_an_extreme_take_a_step(number, tmp_path, one_device):
     changed = extremes(number)
     assert changed

@@ -19,8 +19,11 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", curves.CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("grpo_tiny", marks=pytest.mark.slow)]
+    + [pytest.param(name, marks=pytest.mark.nightly) for name in curves.CONFIGS[1:]],
+)
 def test_numbers_are_those_that_were_kept(name, tmp_path, cache):
     kept = json.loads(curves.FILE.read_text())
     if kept["made_by"] == curves.machine():

@@ -91,7 +91,9 @@ def check_same_run(workdir, wanted) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, counts", [("grpo_tiny", (2, 4)), ("ppo_tiny", (4, 2))], ids=["grpo", "ppo"]
+    "name, counts",
+    [("grpo_tiny", (2, 4)), pytest.param("ppo_tiny", (4, 2), marks=pytest.mark.nightly)],
+    ids=["grpo", "ppo"],
 )
 def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path, cache):
     first, second = counts
@@ -102,7 +104,10 @@ def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path
     assert not [path for path in (tmp_path / "run").rglob("*") if "tmp" in path.name]
 
 
-@pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize(
+    "job",
+    ["dpo", *(pytest.param(job, marks=pytest.mark.nightly) for job in ("sft", "reward_model"))],
+)
 def test_a_job_of_two_processes_is_that_of_one_and_resumes(job, tmp_path, cache):
     def command(folder, num_steps):
         settings = {

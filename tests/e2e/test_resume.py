@@ -76,8 +76,8 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "moment",
     [
-        # While a checkpoint is saved, tests/faults kill it at each file.
-        pytest.param(m, marks=pytest.mark.nightly if m == "saving" else pytest.mark.slow)
+        # At the others tests/faults and tests/trainer/test_stages.py end it.
+        pytest.param(m, marks=pytest.mark.slow if m == "between_stages" else pytest.mark.nightly)
         for m in MOMENTS
     ],
 )

@@ -5,6 +5,7 @@ first resumes what the one before left. At the end all numbers of all steps, all
 arrays of the last checkpoint are those of a run that was never interrupted, bit for bit.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -19,17 +20,19 @@ import quick_compiler
 import runs
 import starter
 
-REQUESTED_AT = (
-    "setup",
-    "restored",
-    "rollout_during",
-    "reward_during",
-    "predicted",
-    "update_between",
-    "evaluation",
-    "numbers_half",
-    "save_writing",
-    "saved",
+# What every change is tried with: in an update, and where a file is half written.
+FEW = (
+    ("save_begun", "SIGTERM"),  # a checkpoint must be there before there is one to restore
+    ("rollout_during", "SIGTERM"),
+    ("update_between", "SIGKILL"),
+    ("numbers_half", "SIGKILL"),
+    ("seal_half", "SIGKILL"),
+)
+FEW_OF_A_JOB = (
+    ("save_begun", "SIGTERM"),
+    ("job_update_before", "SIGKILL"),
+    ("numbers_half", "SIGKILL"),
+    ("seal_half", "SIGKILL"),
 )
 SETTINGS = {
     # An untaught model gets no sum right; all scores would be 0 and nothing would be learned.
@@ -156,41 +159,40 @@ def test_every_point_names_a_function():
         assert when in ("before", "after", "half") and at >= 1, point
 
 
-@pytest.mark.parametrize(
-    "name, requested_at",
-    [
-        # A request acts where the run may next end, whatever is half done: one a phase.
-        pytest.param("grpo_tiny", REQUESTED_AT, marks=pytest.mark.slow),
-        pytest.param("grpo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
-        pytest.param("ppo_tiny", tuple(starter.POINTS), marks=pytest.mark.nightly),
-    ],
-    ids=["grpo", "all-grpo", "all-ppo"],
-)
-def test_every_point(name, requested_at, tmp_path, cache):
-    # A checkpoint must be there before there can be anything to restore.
-    moments = [("save_begun", "SIGTERM")]
-    for point in starter.POINTS:
-        moments += [(point, "SIGKILL")]
-        moments += [(point, "SIGTERM")] if point in requested_at else []
-    assert len(starter.POINTS) >= 20 and set(requested_at) <= starter.POINTS.keys()
-    # A start takes one step on average, and every second is saved.
-    last = len(moments) // 2 * 2 + 4
-    chain(name, tmp_path, cache, moments, last, "critic/score/mean")
+def steps_of(moments) -> int:
+    """A start takes one step on average, and every second is saved."""
+    return len(moments) // 2 * 2 + 4
 
 
-@pytest.mark.parametrize(
-    "name, rank",
-    [
-        pytest.param("sft_tiny", 0, marks=pytest.mark.slow),
-        pytest.param("dpo_tiny", 0, marks=pytest.mark.nightly),
-        pytest.param("reward_model_tiny", 0, marks=pytest.mark.nightly),
-        *(pytest.param(name, 2, marks=pytest.mark.nightly) for name in JOBS),
-    ],
-)
-def test_every_point_of_a_job(name, rank, tmp_path, cache):
-    moments = [("save_begun", "SIGTERM"), *((point, "SIGKILL") for point in starter.OF_JOBS)]
-    assert len(starter.OF_JOBS) >= 10
+@pytest.mark.slow
+def test_a_few_points(tmp_path, cache):
+    chain("grpo_tiny", tmp_path, cache, FEW, steps_of(FEW), "critic/score/mean")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["grpo_tiny", "ppo_tiny"])
+def test_every_point(name, tmp_path, cache):
+    assert len(starter.POINTS) >= 20
+    every = itertools.product(starter.POINTS, ("SIGKILL", "SIGTERM"))
+    moments = [FEW[0], *every]
+    chain(name, tmp_path, cache, moments, steps_of(moments), "critic/score/mean")
+
+
+def chain_of_a_job(name: str, rank: int, tmp_path, cache, moments) -> None:
     job, settings = JOBS[name], {**OF_JOBS, "lora.rank": rank}
     settings["checkpoint.best_metric"] = f"val/{job}/loss"
-    last = len(moments) // 2 * 2 + 4
-    chain(name, tmp_path, cache, moments, last, f"{job}/loss", settings)
+    chain(name, tmp_path, cache, moments, steps_of(moments), f"{job}/loss", settings)
+
+
+@pytest.mark.slow
+def test_a_few_points_of_a_job(tmp_path, cache):
+    chain_of_a_job("sft_tiny", 0, tmp_path, cache, FEW_OF_A_JOB)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", JOBS)
+def test_every_point_of_a_job(name, rank, tmp_path, cache):
+    assert len(starter.OF_JOBS) >= 10
+    moments = [FEW_OF_A_JOB[0], *((point, "SIGKILL") for point in starter.OF_JOBS)]
+    chain_of_a_job(name, rank, tmp_path, cache, moments)

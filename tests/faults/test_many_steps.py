@@ -33,7 +33,7 @@ def host_bytes() -> int:
 
 @pytest.mark.parametrize(
     "num_steps",
-    [pytest.param(900, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
+    [pytest.param(500, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)],
 )
 def test_nothing_grows(num_steps, tmp_path, monkeypatch):
     seen: dict[int, dict[str, int]] = {}

@@ -492,8 +492,10 @@ def test_no_program_that_decodes_is_compiled_after_those_ahead():
     assert many.jitted.generate._cache_size() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft_tokens", [0, 2])
+@pytest.mark.parametrize(
+    "draft_tokens",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)],
+)
 def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
     mover = tiny.resharder(ONE)
     rollout = mover.empty()

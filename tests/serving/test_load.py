@@ -100,19 +100,20 @@ async def round_of(url, seeds):
     return texts, outcomes
 
 
-def test_sixty_four_clients(folder):
+@pytest.mark.parametrize("requests", [200, pytest.param(400, marks=pytest.mark.nightly)])
+def test_sixty_four_clients(requests, folder):
     # Who arrives with whom decides which programs are used, and each needs memory: all of them.
     ahead = f"--warm_up_prompts={inputs.MOST_PROMPT_TOKENS // inputs.SMALLEST_WIDTH}"
     flags = ("--num_slots=16", "--max_waiting=200", ahead)
     with serving_model.serving(folder, *flags) as (server, url):
         serving_model.wait_idle(url, ["warm_up_programs"])
         compiled = serving_model.metric(url, "compilations")
-        first, outcomes = asyncio.run(round_of(url, range(400)))
+        first, outcomes = asyncio.run(round_of(url, range(requests)))
         sizes = []
         # The allocator keeps more for a while on a busy machine; a leak would grow in every round.
         while len(sizes) < 3 or sizes[-1] - sizes[-3] >= GROWTH_BYTES:
             assert len(sizes) < ROUNDS, sizes
-            texts, again = asyncio.run(round_of(url, range(400)))
+            texts, again = asyncio.run(round_of(url, range(requests)))
             serving_model.wait_idle(url)
             sizes.append(server.rss_bytes())
             # Seeds answer for the replies: none is lost, another's, or half of it twice.
@@ -120,8 +121,8 @@ def test_sixty_four_clients(folder):
             assert again == outcomes
         print(dict(outcomes), "MiB after each round:", [size >> 20 for size in sizes])
         assert serving_model.metric(url, "compilations") == compiled
-        assert sum(outcomes.values()) == 400 and "full" not in outcomes
-        assert all(outcomes[kind] > 40 for kind in ("answered", "left", "refused"))
+        assert sum(outcomes.values()) == requests and "full" not in outcomes
+        assert all(outcomes[kind] > requests // 10 for kind in ("answered", "left", "refused"))
         # How many of those who leave are seen before their reply is done: a matter of speed.
         assert serving_model.metric(url, "cancelled_total") > 0
         server.terminate()

@@ -23,7 +23,7 @@ def long(*args, **kwargs):
         while not pathlib.Path(workdir, "checkpoints", "3").exists():
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(8.0 if call >= 2 else 0.0)
+    time.sleep(4.0 if call >= 2 else 0.0)
     return take(*args, **kwargs)
 
 

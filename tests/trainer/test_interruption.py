@@ -11,6 +11,7 @@ import time
 
 import jax
 import pytest
+import quick_compiler
 import recipe_settings
 import runs
 from jax.experimental import multihost_utils
@@ -138,29 +139,31 @@ def one_device(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_in_an_update_that_outlasts_the_grace_time_loses_no_completed_step(tmp_path):
+def test_a_signal_in_an_update_that_outlasts_the_grace_time_loses_no_completed_step(
+    tmp_path, cache
+):
     settings = {
         "warm_start.num_steps": 0,
         "trainer.num_steps": 5,
         "trainer.minibatch_size": 16,
         "evaluation.every": 0,
         "checkpoint.every": 0,
-        "checkpoint.grace_s": 3.0,
+        "checkpoint.grace_s": 1.0,
     }
     arguments = [*runs.flags("grpo_tiny", settings), f"--workdir={tmp_path / 'run'}"]
     program = pathlib.Path(__file__).with_name("long_update.py")
     ended = subprocess.run(
         [sys.executable, program, *arguments],
         cwd=runs.ROOT,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "XLA_FLAGS": quick_compiler.flags(1)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 75, ended.stderr[-4000:]
-    assert "the grace time of 3 s is over" in ended.stderr
+    assert "the grace time of 1 s is over" in ended.stderr
     assert max(runs.metrics_written(tmp_path / "run")) == 3
-    resumed = runs.finish(runs.start("train", arguments, tmp_path / "cache"))
+    resumed = runs.finish(runs.start("train", arguments, cache))
     assert resumed.returncode == 0 and "resumed after step 3" in resumed.stderr
     assert list(runs.metrics(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
 
