@@ -152,9 +152,18 @@ def divergence(config, log_p, teacher, step, advantage):
     return jnp.sum(jnp.where(mask, total, 0.0)) / mask.sum()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    "epochs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["on policy", "asked before"]
+    "loss, epochs",
+    [
+        pytest.param(
+            loss,
+            epochs,
+            id=f"{name}-{loss}",
+            marks=pytest.mark.slow if epochs == 2 or loss == "k3" else (),
+        )
+        for epochs, name in ((1, "on policy"), (2, "asked before"))
+        for loss in LOSSES
+    ],
 )
 def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
     """Of reward and teacher together; the first of two equal updates where there are two."""
@@ -187,7 +196,9 @@ def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
         assert metrics["distillation/reverse_kl"] == pytest.approx(gap, rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", ["k3", *(pytest.param(loss, marks=pytest.mark.slow) for loss in LOSSES if loss != "k3")]
+)
 def test_a_teacher_that_is_the_policy_teaches_nothing(loss, monkeypatch):
     config = config_of(loss)
     models, _, _ = run_on(monkeypatch, config)

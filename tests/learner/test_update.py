@@ -208,7 +208,10 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
     assert metrics["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("algorithm", [PLAIN, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(FULL, id="full")],
+)
 def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, monkeypatch):
     """Its gradient is that of the loss which is given them, and nobody else need know them."""
     found = []
@@ -342,15 +345,18 @@ def test_padding_does_not_matter(reference, monkeypatch):
     assert_same(learned(run, width=2 * T), reference(FULL, monkeypatch))
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"fsdp": 4, "tensor": 2}, pytest.param({"data": 2, "sequence": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_mesh_does_not_matter(sizes, reference, monkeypatch):
     run = tiny_run(tiny.make_mesh(**sizes), FULL, monkeypatch)
     assert_same(learned(run, budget=2 * T), reference(FULL, monkeypatch))
 
 
-@pytest.mark.parametrize(
-    "policy_loss", ["clip_cov", pytest.param("kl_cov", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy_loss", ["clip_cov", "kl_cov"])
 def test_selection_looks_at_the_whole_minibatch(policy_loss, reference, monkeypatch):
     algorithm = AlgorithmConfig(
         policy_loss=policy_loss,

@@ -215,6 +215,7 @@ def decoded(tmp_path, *folders: pathlib.Path):
     return json.loads(found.stdout)
 
 
+@pytest.mark.slow
 def test_without_the_folder_the_same_is_sampled(tmp_path):
     package = pathlib.Path(jaxrl_llm.__file__).parent
     shutil.copytree(package, tmp_path / "jaxrl_llm", ignore=shutil.ignore_patterns("on_cpu"))

@@ -103,6 +103,7 @@ def run_within(seconds: float, *command: str) -> subprocess.CompletedProcess:
     return done
 
 
+@pytest.mark.slow  # tests/docs runs the command
 def test_an_absurd_request_is_answered_at_once():
     """70B on one chip."""
     program = ["launch/plan.py", "--json", "--config=configs/ppo_70b.py"]

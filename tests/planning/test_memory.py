@@ -63,7 +63,11 @@ SHARED = {
 
 @pytest.mark.parametrize(
     "tokens, remat, rank, shared",
-    [(4096, "none", 0, True), (1024, "none", 16, True), (512, "none", 0, False)],
+    [
+        pytest.param(4096, "none", 0, True, marks=pytest.mark.slow),
+        (1024, "none", 16, True),
+        pytest.param(512, "none", 0, False, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
     """On one CPU device, whose layers keep attention weights of rows as short as these."""

@@ -76,7 +76,9 @@ def test_log_probs_are_those_of_one_pass_over_the_sequence():
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}], ids=str
+)
 def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
     mesh = tiny.make_mesh(**sizes)
     wide = tiny.params(tiny.WIDE, scale=2.0)  # scores as large as of the small network
@@ -92,7 +94,12 @@ def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
 
 @pytest.mark.skipif(not kernels.available(), reason="no C++ compiler")
 @pytest.mark.parametrize(
-    "sizes", [{}, {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True}], ids=str
+    "sizes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True},
+    ],
+    ids=str,
 )
 def test_own_kernels_on_a_cpu_change_no_sample(sizes, one_window):
     mesh, network = tiny.make_mesh(), tiny.with_sizes(**sizes)
@@ -126,7 +133,11 @@ def test_samples_of_one_prompt_differ():
     assert len({tuple(c.tokens) for c in expected()[0]}) == 5
 
 
-@pytest.mark.parametrize(("num_slots", "chunk_steps"), [(3, 5), (4, 16), (32, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("num_slots", "chunk_steps"),
+    [(3, 5), pytest.param(4, 16, marks=pytest.mark.slow), (32, 1)],
+    ids=str,
+)
 def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monkeypatch):
     engine = engine_of(num_slots=num_slots, chunk_steps=chunk_steps)
     read = count_prompts_read(engine, monkeypatch)
