@@ -21,8 +21,10 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("grpo_tiny", marks=pytest.mark.slow)]
-    + [pytest.param(name, marks=pytest.mark.nightly) for name in curves.CONFIGS[1:]],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "grpo_tiny" else pytest.mark.nightly)
+        for name in curves.CONFIGS
+    ],
 )
 def test_numbers_are_those_that_were_kept(name, tmp_path, cache):
     kept = json.loads(curves.FILE.read_text())
