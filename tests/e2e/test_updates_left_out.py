@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 import recipe_settings
 import runs
 
@@ -19,6 +20,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_optimizer_makes_of_gradients_decides(tmp_path, one_device, caplog):
     # Each is finite, and so are the gradients; decay of 1e60 in a step is not. No config file may
     # say so.
