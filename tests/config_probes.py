@@ -560,8 +560,12 @@ def metrics(config):
     ):
         names = [getattr(sink, "__qualname__", type(sink).__name__) for sink in writer._sinks]
         for number in (1, 2, 3):
-            writer.write_rollouts(number, rollouts(), rewards([0.0, 1.0, 0.0, 1.0]))
-        dumped = sorted(path.name for path in pathlib.Path(folder).glob("rollouts/*"))
+            more = lambda: [{"tokens": [1]}]  # noqa: E731
+            writer.write_rollouts(number, rollouts(), rewards([0.0, 1.0, 0.0, 1.0]), more)
+        dumped = sorted(
+            (path.name, "tokens" in path.read_text().partition("\n")[0])
+            for path in pathlib.Path(folder).glob("rollouts/*")
+        )
         with mock.patch.object(writer, "_sinks", [mock.Mock(side_effect=OSError("full"))]):
             try:
                 writer.write(1, {})

@@ -17,7 +17,7 @@ FLOORS = (
     (("models",), ("data",), ("checkpoint",), ("metrics",)),
     (("rollout",), ("rewards",), ("agents",), ("planning",)),
     (("learner",),),
-    (("trainer",), ("serving",)),
+    (("trainer",), ("serving",), ("viewer",)),
     (("program",),),
     (("commands",),),
 )

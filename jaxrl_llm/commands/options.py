@@ -189,6 +189,29 @@ class Import(OfDevices):
     tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
 
 
+class View(Options):
+    """Shows runs: curves, samples, alerts, memory; live, in a browser.
+
+    jaxrl_llm view WORKDIR... lays the curves of several runs over each other. On a machine that is
+    reached by ssh, forward the port (ssh -L 7007:localhost:7007 HOST), or use --text.
+    """
+
+    module = "view"
+    positional = "workdir"
+
+    workdir: tuple[str, ...] = option("Folder of a run; may be repeated.")
+    host: Name = option("Address to listen on (no access control).", "127.0.0.1")
+    port: Port = option("Port to listen on; 0: any free port.", 7007)
+    png: File = option("PNG file to write the curves to, instead (extra [plot]).", "")
+    text: bool = option("Print curves and samples here, instead.", False)
+
+    def rules(self) -> Problems:
+        if self.png and not self.png.endswith(".png"):
+            yield "png", f"{self.png!r} must end in .png"
+        if self.png and self.text:
+            yield "text", "give it or --png, not both"
+
+
 COMMANDS: Mapping[str, type[Options]] = {
     "train": Train,
     "evaluate": Evaluate,
@@ -197,6 +220,7 @@ COMMANDS: Mapping[str, type[Options]] = {
     "plan": Plan,
     "export": Export,
     "import": Import,
+    "view": View,
 }
 # Started by files of `launch/` alone.
 OTHERS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstream}

@@ -76,6 +76,7 @@ class SupervisedConfig(JobConfig):
     # Settings and groups of every job that have no effect in this one.
     unread = frozenset({
         "mesh.on_host", "trainer.shared_prompts", "metrics.rollouts_every",
+        "metrics.rollout_tokens",
         "alerts.kl", "alerts.reference_kl", "alerts.entropy", "alerts.log_prob_difference",
         "alerts.constant_reward", "alerts.reward_failures",
     })  # fmt: skip

@@ -31,6 +31,9 @@ class MetricsConfig(Group):
     trackio_project: Name = ""
     run_name: Name = ""  # for trackers; "": that of the folder
     rollouts_every: Every = 1  # RL steps between rollout dumps
+    # Also dump tokens, log-probs and advantages: for colours in the viewer, and for a replay. About
+    # 100 bytes a token.
+    rollout_tokens: bool = False
     # If the disk is full or read-only. "continue": metrics are written later, dumps are lost.
     on_failure: Literal["stop", "continue"] = "stop"
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from absl import logging
 from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.config.folder import naming, replace_text
-from jaxrl_llm.metrics import trackers
+from jaxrl_llm.metrics import dumps, trackers
 from jaxrl_llm.types import Rewards, Rollouts
 
 
@@ -69,32 +70,27 @@ class Writer(contextlib.ExitStack):
             with self._tolerated(f"numbers of step {step}"):
                 sink(step, data)
 
-    def write_rollouts(self, step: int, rollouts: Rollouts, rewards: Rewards) -> None:
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        of_tokens: Callable[[], Iterable[Mapping[str, Any]]] = lambda: (),
+    ) -> None:
         """Writes `WORKDIR/rollouts/STEP.jsonl` in every `rollouts_every`-th step, whole or not.
 
-        A line for each sequence has verl's keys `input`, `output`, `gts`, `score`, `step`, and
-        `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term,
-        unweighted) and `details` (what reward functions returned beside the score).
+        A line for each sequence, as `dumps.records` says; with `rollout_tokens` joined with the
+        lines of `of_tokens()`.
         """
         every = self._config.rollouts_every
         if not self._sinks or not every or step % every:
             return
-        lines = []
-        for row, output in enumerate(rollouts.responses):
-            prompt = rollouts.prompts[rollouts.group_ids[row]]
-            record = {
-                "input": prompt.text,
-                "output": output,
-                "gts": prompt.ground_truth,
-                "score": rewards.scores[row],
-                "step": step,
-                "data_source": prompt.data_source,
-                "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
-                "stopped": rollouts.stopped[row],
-                "terms": {name: term[row] for name, term in rewards.terms.items()},
-                "details": rewards.details[row],
-            }
-            lines.append(json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
+        more = of_tokens() if self._config.rollout_tokens else itertools.repeat({})
+        found = dumps.records(step, rollouts, rewards)
+        lines = [
+            json.dumps(jsonable({**a, **b}), ensure_ascii=False, allow_nan=False) + "\n"
+            for a, b in zip(found, more, strict=False)
+        ]
         with self._tolerated(f"rollouts of step {step}"):
             replace_text(self._workdir / "rollouts" / f"{step}.jsonl", "".join(lines))
 

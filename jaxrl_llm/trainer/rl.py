@@ -14,6 +14,7 @@
 the loop of every job is in `run.py`.
 """
 
+import functools
 import os
 
 import jax
@@ -21,7 +22,7 @@ import jax
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner import batches, distillation, estimate, planned, predict, update
 from jaxrl_llm.learner.weights import LearnerState
-from jaxrl_llm.metrics import statistics
+from jaxrl_llm.metrics import dumps, statistics
 from jaxrl_llm.planning import devices as hardware
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.trainer import prepare
@@ -90,7 +91,10 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
             weights = sampler.reshard(state.policy.params, weights, step, clock)
 
             of_evaluation = evaluate(weights, clock) if run.evaluates(step) else {}
-            run.writer.write_rollouts(step, rollouts, rewards)
+            of_tokens = functools.partial(
+                dumps.of_tokens, rollouts, rewards, predictions, estimates, models.tokenizer
+            )
+            run.writer.write_rollouts(step, rollouts, rewards, of_tokens)
             seconds = clock.seconds()
             numbers = {
                 **of_rewards,

@@ -161,6 +161,7 @@ SHARED = {
     "config.metrics.trackio_project": (probe.metrics, "mine"),
     "config.metrics.run_name": (probe.metrics, "mine"),
     "config.metrics.rollouts_every": (probe.metrics, 2),
+    "config.metrics.rollout_tokens": (probe.metrics, True),
     "config.metrics.on_failure": (probe.metrics, "continue"),
     "config.alerts.nonfinite.limit": (probe.alerts, 1.0),
     "config.alerts.kl.limit": (probe.alerts, 1.0),

@@ -39,6 +39,7 @@ NOT_RUN = {
     r"python launch/plan\.py --compile": "compiles for minutes, with the compiler of TPUs",
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
+    r"jaxrl_llm view": "see tests/viewer/",
     r".* --dry_run$": "see tests/commands/test_line.py",
 }
 # A run in seconds: sizes and numbers of steps are settings as all others.

@@ -1,0 +1,68 @@
+"""A sampled sequence as a line of a dump of rollouts, with its tokens if they are asked for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
+
+
+def records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterator[dict[str, Any]]:
+    """Yields verl's keys `input`, `output`, `gts`, `score`, `step` of each sequence, and more.
+
+    That is `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term,
+    unweighted) and `details` (what reward functions returned beside the score).
+    """
+    for row, output in enumerate(rollouts.responses):
+        prompt = rollouts.prompts[rollouts.group_ids[row]]
+        yield {
+            "input": prompt.text,
+            "output": output,
+            "gts": prompt.ground_truth,
+            "score": rewards.scores[row],
+            "step": step,
+            "data_source": prompt.data_source,
+            "num_tokens": rollouts.lengths[row] - len(prompt.tokens),
+            "stopped": rollouts.stopped[row],
+            "terms": {name: term[row] for name, term in rewards.terms.items()},
+            "details": rewards.details[row],
+        }
+
+
+def of_tokens(
+    rollouts: Rollouts,
+    rewards: Rewards,
+    predictions: Predictions,
+    estimates: Estimates,
+    tokenizer: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yields what a replay of each sequence needs, and the text of its tokens.
+
+    Lists begin after the `prompt_tokens`: `tokens`, `pieces` (their texts), `mask` (1: the policy
+    chose it), `rollout_log_probs`, `log_probs` (of the policy when the step began), `advantages`
+    and `versions`. `group` is the number of the prompt in the step.
+    """
+    log_probs, advantages = (
+        np.asarray(a) for a in (predictions.old_log_probs, estimates.advantages)
+    )
+    for row, group in enumerate(rollouts.group_ids):
+        prompt = rollouts.prompts[group]
+        after = slice(len(prompt.tokens), rollouts.lengths[row])
+        tokens = rollouts.tokens[row, after].tolist()
+        yield {
+            "group": group,
+            "index": prompt.index,
+            "extra_info": prompt.extra_info,
+            "weights": {name: weight[row] for name, weight in rewards.weights.items()},
+            "cost": rewards.costs[row],
+            "baseline": rewards.baselines[row],
+            "prompt_tokens": prompt.tokens,
+            "tokens": tokens,
+            "pieces": [tokenizer.decode([token]) for token in tokens],
+            "mask": rollouts.response_mask[row, after].astype(int),
+            "rollout_log_probs": rollouts.rollout_log_probs[row, after],
+            "log_probs": log_probs[row, after],
+            "advantages": advantages[row, after],
+            "versions": rollouts.versions[row, after],
+        }

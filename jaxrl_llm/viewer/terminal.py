@@ -1,0 +1,63 @@
+"""The runs in a terminal, for a machine reached by ssh: curves as one line each, and samples."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl_llm.viewer.runs import Filter, Run, chosen_curves
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40  # characters of a curve
+_SAMPLES = 3
+
+
+def line(values: Sequence[float | None], width: int = _WIDTH) -> str:
+    """Returns a curve as characters, each the mean of a stretch; a space where nothing is known.
+
+    >>> line([0.0, 1.0, None, 2.0, 4.0], width=5)
+    '▁▂ ▄█'
+    """
+    stretch = -(-len(values) // width) if values else 1
+    means = []
+    for first in range(0, len(values), stretch):
+        known = [value for value in values[first : first + stretch] if value is not None]
+        means.append(sum(known) / len(known) if known else None)
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    top = len(_BARS) - 1
+    return "".join(" " if m is None else _BARS[int(top * (m - low) / span)] for m in means)
+
+
+def show(runs: Sequence[Run], console: Console) -> None:
+    """Prints curves, alerts, memory and the newest samples of the runs."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, justify in (("", "left"), ("run", "left"), ("first", "right"), ("", "left")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    table.add_column("last", justify="right")
+    for title, name in chosen_curves(runs):
+        for run in runs:
+            steps, values = run.curve(name)
+            known = [value for value in values if value is not None]
+            if steps and known:
+                ends = f"{known[0]:.4g}", line(values), f"{known[-1]:.4g}"
+                table.add_row(Text(title), Text(run.name), *ends)
+    console.print(table)
+    for run in runs:
+        said = ", ".join(
+            f"{name.partition('/')[2]} {value:.3g}" for name, value in run.memory().items()
+        )
+        console.print(Text(f"{run.name}: step {run.last_step}" + (f"; {said}" if said else "")))
+        for alert in run.alerts():
+            text = "{alert} in {steps} steps, from {first} to {last}".format(**alert)
+            console.print(Text(f"{run.name}: alert {text}", style="red"))
+        for step in run.steps()[-1:]:
+            for sample in run.found(step, Filter(), count=_SAMPLES)["samples"]:
+                score = sample["score"]
+                console.print(Text(f"step {step}, score {score}", style="bold"))
+                console.print(Text(sample["input"].strip()[-200:]))
+                console.print(Text(sample["output"].strip(), style="green"))
