@@ -563,7 +563,7 @@ def metrics(config):
             more = lambda: [{"tokens": [1]}]  # noqa: E731
             writer.write_rollouts(number, rollouts(), rewards([0.0, 1.0, 0.0, 1.0]), more)
         dumped = sorted(
-            (path.name, "tokens" in path.read_text().partition("\n")[0])
+            (path.name, '"tokens"' in path.read_text().partition("\n")[0])
             for path in pathlib.Path(folder).glob("rollouts/*")
         )
         with mock.patch.object(writer, "_sinks", [mock.Mock(side_effect=OSError("full"))]):
