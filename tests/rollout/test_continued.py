@@ -34,6 +34,12 @@ NETWORKS = {
 }
 
 
+@pytest.fixture
+def one_window(monkeypatch):
+    """Every prompt and every chunk in the widest bucket: fewer programs, the same tokens."""
+    monkeypatch.setattr(inputs, "SMALLEST_WIDTH", LIMIT)
+
+
 def engine_with(num_slots, mesh=ONE, shape=tiny.SHAPE, draft_tokens=0, **settings):
     return Engine(
         Network(shape),
@@ -99,7 +105,9 @@ def made(name):
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "plain")]
 )
-def test_what_is_kept_changes_no_sample(name):
+def test_what_is_kept_changes_no_sample(name, request):
+    if name == "plain":
+        request.getfixturevalue("one_window")
     engine, params = engine_with(8, shape=NETWORKS[name]), made(name)
     wanted = played(engine, params, keeps=False)
     whole = engine.statistics
@@ -152,7 +160,7 @@ def test_routes_of_all_tokens_are_known():
             np.testing.assert_array_equal(known, np.concatenate(b.routes))
 
 
-def test_slots_change_places_with_what_others_keep():
+def test_slots_change_places_with_what_others_keep(one_window):
     """Samples move to the front, where a smaller program decodes; what a slot keeps moves too."""
     engine, params = engine_with(32), rollout_params()
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 32)))

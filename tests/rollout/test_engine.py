@@ -77,7 +77,7 @@ def test_log_probs_are_those_of_one_pass_over_the_sequence():
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param({}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}], ids=str
+    "sizes", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
 )
 def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
     mesh = tiny.make_mesh(**sizes)
@@ -96,8 +96,11 @@ def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True},
+        {},
+        pytest.param(
+            {"head_size": 10, "num_kv_heads": 1, "mlp_size": 50, "qk_norm": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -135,7 +138,7 @@ def test_samples_of_one_prompt_differ():
 
 @pytest.mark.parametrize(
     ("num_slots", "chunk_steps"),
-    [(3, 5), pytest.param(4, 16, marks=pytest.mark.slow), (32, 1)],
+    [(3, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 16), (32, 1)))],
     ids=str,
 )
 def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monkeypatch):
