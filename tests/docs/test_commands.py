@@ -136,7 +136,15 @@ def call(capsys, command, *more):
     return out
 
 
-@pytest.mark.parametrize("command", [c for c in RUN if c not in OF_A_RUN])
+@pytest.mark.parametrize(
+    "command",
+    [
+        # It looks for the nearest run that fits, which takes seconds.
+        pytest.param(c, marks=pytest.mark.slow if "_70b" in c else ())
+        for c in RUN
+        if c not in OF_A_RUN
+    ],
+)
 def test_a_command_without_a_run(command, capsys, place, monkeypatch):
     served = []
     monkeypatch.setattr(server, "run", lambda *given, **_: served.append(given))

@@ -326,7 +326,7 @@ def test_rows_of_a_sequence_mesh_divide_and_budgets_are_of_a_device(shards):
     assert [sorted(share) for share in packer.shares(packed)] == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("shards", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_little_of_gsm8k_is_padding(shards):
     """Prompts of about 95 tokens and answers of about 150, 5 to a prompt, in rows of 1024."""
     packer, wasted, shapes = Packer(16_384, shards), [], set()

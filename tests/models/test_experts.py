@@ -19,6 +19,7 @@ EXPERTS = Experts(num=8, per_token=2, size=12, shared_size=16)
 KINDS = (Layer(), *(Layer(window=7, rope="local", experts=True), Layer(experts=True)) * 2)
 SHAPE = dataclasses.replace(tiny.SHAPE, num_layers=5, layers=KINDS, experts=EXPERTS)
 NETWORK = Network(SHAPE)
+FEW = dataclasses.replace(SHAPE, num_layers=1, layers=KINDS[1:2])
 LATENT = dataclasses.replace(
     tiny.SHAPE,
     qkv_bias=False,
@@ -171,12 +172,7 @@ def test_any_mesh_is_one_device(load, sizes, request):
 def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
     """With biases and adapters, of which some have no inner dim."""
     monkeypatch.setattr(experts, "_GATHERED_BYTES", 1)
-    shape = dataclasses.replace(
-        SHAPE,
-        num_layers=2,
-        layers=KINDS[:2],
-        experts=dataclasses.replace(EXPERTS, bias=True, act="clamped"),
-    )
+    shape = dataclasses.replace(FEW, experts=dataclasses.replace(EXPERTS, bias=True, act="clamped"))
     network = dataclasses.replace(Network(shape), lora=LoraConfig(rank=3, alpha=6.0))
     params = tiny.params(network)
     adapters = jax.tree.map(lambda a: a + 0.01, jax.jit(network.init_adapters)(jax.random.key(1)))
@@ -240,13 +236,14 @@ def test_given_routes_are_taken_and_the_rest_is_chosen(even):
 
 
 def test_adapters_of_experts_are_the_merged_weights():
-    network = dataclasses.replace(NETWORK, lora=LoraConfig(rank=3, alpha=6.0))
-    params = tiny.params(NETWORK)
+    plain = Network(FEW)
+    network = dataclasses.replace(plain, lora=LoraConfig(rank=3, alpha=6.0))
+    params = tiny.params(plain)
     adapters = jax.tree.map(lambda a: a + 0.1, jax.jit(network.init_adapters)(jax.random.key(1)))
     both = lora.joined(params, adapters)
     found = jax.jit(network.hidden)(both, *rows())
     merged = jax.jit(functools.partial(lora.merged, scale=network.lora.scale))(both)
-    np.testing.assert_allclose(found, jax.jit(NETWORK.hidden)(merged, *rows()), atol=2e-4)
+    np.testing.assert_allclose(found, jax.jit(plain.hidden)(merged, *rows()), atol=2e-4)
     mesh = tiny.make_mesh(expert=4, tensor=2)
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(network.hidden)(both, *rows()), found, atol=2e-4)
