@@ -11,7 +11,7 @@ From Python, a run is a config and a call; nothing is imported before it is need
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def train(
     config: "JobConfig | ConfigDict | Mapping[str, Any]",
     workdir: str | os.PathLike[str],
     rows: "Rows | Mapping[str, Rows] | None" = None,
+    replay: "Sequence[str | os.PathLike[str]]" = (),
 ) -> "LearnerState | Trainable":
     """Runs the job that the config describes, as `launch/train.py` does; returns what it learned.
 
@@ -46,6 +47,7 @@ def train(
     `workdir` is made if missing; the same one with the same config resumes the run. `rows` are what
     to train on: dicts as a file would hold them (any iterable, also a Hugging Face `Dataset`), or
     a mapping of them by split, "train" and "eval". They take the place of `data.train_files`.
+    `replay` are dumps of rollouts, with tokens: RL learns from one a step, and samples nothing.
 
     Raises:
       ConfigError: Listing every problem of the config, or where `workdir` belongs to another run.
@@ -62,19 +64,22 @@ def train(
             values = config if isinstance(config, Mapping) else to_dict(config)
             data = {**values.get("data", {}), "task": "files"}
             data |= {f"{split}_files": (name,) for split, name in names.items()}
-            return train({**values, "data": data}, workdir)
+            return train({**values, "data": data}, workdir, replay=replay)
     program.set_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     program.keep_compilations(workdir)
     if isinstance(config, RLConfig):
-        return rl.train(config, workdir)
+        return rl.train(config, workdir, replay) if replay else rl.train(config, workdir)
+    _refuse_replay(replay)
     assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
     return supervised.train(config, workdir)
 
 
 def check(
-    config: "JobConfig | ConfigDict | Mapping[str, Any]", workdir: str | os.PathLike[str]
+    config: "JobConfig | ConfigDict | Mapping[str, Any]",
+    workdir: str | os.PathLike[str],
+    replay: "Sequence[str | os.PathLike[str]]" = (),
 ) -> "JobConfig":
     """Checks a job as `train` does before it begins; allocates no weights and writes nothing.
 
@@ -89,6 +94,13 @@ def check(
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     if isinstance(config, RLConfig):
-        return rl.check(config, workdir)
+        return rl.check(config, workdir, replay)
+    _refuse_replay(replay)
     assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
     return supervised.check(config, workdir)
+
+
+def _refuse_replay(replay: "Sequence[str | os.PathLike[str]]") -> None:
+    from jaxrl_llm.errors import refuse
+
+    refuse([("replay", "is of job='rl' alone; leave it out")] if replay else [])

@@ -45,9 +45,11 @@ class Train(OfDevices):
     """
 
     module = "train"
+    positional = "replay"
     config: JobConfig = option("The job: a .py or .yaml file, or a run's config.json.")
     workdir: Folder = option("Folder of the job, made if missing.")
     dry_run: bool = option("Only check; print the plan and all settings.", False)
+    replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
 
 
 class Evaluate(OfDevices):

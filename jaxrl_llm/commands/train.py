@@ -29,9 +29,9 @@ def main(options: Train) -> None:
     with console.work("loading the libraries"):
         from jaxrl_llm.trainer import rl, supervised  # noqa: F401
     if options.dry_run:
-        _show(jaxrl_llm.check(options.config, options.workdir), options.workdir)
+        _show(jaxrl_llm.check(options.config, options.workdir, options.replay), options.workdir)
     else:
-        jaxrl_llm.train(options.config, options.workdir)
+        jaxrl_llm.train(options.config, options.workdir, replay=options.replay)
 
 
 def _show(config: JobConfig, workdir: str) -> None:

@@ -1,5 +1,7 @@
 """What an RL run begins with: all checks first, then models are read or trained."""
 
+import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets
 from jaxrl_llm.learner import distillation, planned, predict, sampler
 from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
@@ -40,7 +43,7 @@ class Prepared(NamedTuple):
     evaluate: Evaluator
 
 
-def checked(config: RLConfig) -> Checked:
+def checked(config: RLConfig, replay: Sequence[pathlib.Path] = ()) -> Checked:
     """Checks all that a run needs, and reads its rows; allocates and writes nothing."""
     models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
@@ -61,15 +64,19 @@ def checked(config: RLConfig) -> Checked:
     rewards_lib.check_sources(config.evaluation_rewards, sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
+    replay_lib.check(replay, config, models.policy.shape.vocab_size)
     return Checked(models, training_set, held_out, planned_bytes)
 
 
-def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
+def rl(
+    config: RLConfig, run: Run, replay: Sequence[pathlib.Path] = ()
+) -> tuple[Prepared, LearnerState]:
     """Returns the fixed side of a run and the state that RL begins with; raises as `rl.train`.
 
-    All checks come before anything is allocated or written.
+    All checks come before anything is allocated or written. The samples are those of the dumps
+    `replay`, if there are any.
     """
-    models, training_set, held_out, planned_bytes = checked(config)
+    models, training_set, held_out, planned_bytes = checked(config, replay)
     run.claim(models, training_set, held_out, planned_bytes=planned_bytes)
 
     # Policy, reference, critic, reward models: what each begins as.
@@ -86,7 +93,9 @@ def rl(config: RLConfig, run: Run) -> tuple[Prepared, LearnerState]:
         judge = run.enter_context(rewards_lib.Scorer(config.evaluation_rewards, {}))
     samples = sampler.build(config, models, frozen.base)
     prompts = datasets.PromptIterator(training_set, config.data, config.seed, config.curriculum)
-    source = SampledNow(config, samples, prompts, scorer.score)
+    source: Source = SampledNow(config, samples, prompts, scorer.score)
+    if replay:
+        source = replay_lib.Replayed(replay, config, models.policy.shape.vocab_size)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
     evaluate = Evaluator(config, samples, held_out, judge.score, key)
     return Prepared(models, frozen, samples, source, evaluate), state

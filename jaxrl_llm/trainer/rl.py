@@ -16,11 +16,13 @@ the loop of every job is in `run.py`.
 
 import functools
 import os
+from collections.abc import Sequence
 
 import jax
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner import batches, distillation, estimate, planned, predict, update
+from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import dumps, statistics
 from jaxrl_llm.planning import devices as hardware
@@ -30,8 +32,13 @@ from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Weights
 
 
-def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
+def train(
+    config: RLConfig, workdir: str | os.PathLike[str], replay: Sequence[str | os.PathLike[str]] = ()
+) -> LearnerState:
     """Returns the learner state after `config.trainer.num_steps` steps.
+
+    With `replay`, dumps of rollouts or folders of them, it samples nothing: a step learns from a
+    dump, and the run ends with the last of them. The schedules stay those of the config.
 
     Resumes from the last checkpoint in `workdir`, which also holds metrics, rollouts and the config
     itself; a resumed run takes the same steps as an uninterrupted one. SIGTERM, SIGINT and alerts
@@ -45,8 +52,11 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
       Interrupted: If it was asked to end before the last step.
     """
     config = planned.settled(config, workdir)
+    dumps_to_replay = replay_lib.find(replay)
     with Run(config, workdir) as run:
-        prepared, state = prepare.rl(config, run)
+        if dumps_to_replay:
+            run.total = min(run.total, len(dumps_to_replay))
+        prepared, state = prepare.rl(config, run, dumps_to_replay)
         models, frozen, sampler, source, evaluate = prepared
         state = run.resume(state, source, models.packer)
         lessons_of = distillation.teaching(config, models, frozen)
@@ -122,9 +132,11 @@ def train(config: RLConfig, workdir: str | os.PathLike[str]) -> LearnerState:
     return state
 
 
-def check(config: RLConfig, workdir: str | os.PathLike[str]) -> RLConfig:
+def check(
+    config: RLConfig, workdir: str | os.PathLike[str], replay: Sequence[str | os.PathLike[str]] = ()
+) -> RLConfig:
     """Checks all that `train` does before it begins; returns the config with its chosen sizes."""
     config = planned.settled(config, workdir)
     with Run(config, workdir):
-        prepare.checked(config)
+        prepare.checked(config, replay_lib.find(replay))
     return config
