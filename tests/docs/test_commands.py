@@ -40,6 +40,7 @@ NOT_RUN = {
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
     r"jaxrl_llm view": "see tests/viewer/",
+    r".* --replay ": "see tests/learner/test_replay.py",
     r".* --dry_run$": "see tests/commands/test_line.py",
 }
 # A run in seconds: sizes and numbers of steps are settings as all others.

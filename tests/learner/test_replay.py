@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import recipe_settings
@@ -62,9 +63,10 @@ def sampled():
         details=({}, {"x": 1}, {}, {}),
         num_failures=0,
     )
-    zeros = np.zeros((4, 6), np.float32)
+    zeros = jnp.zeros((4, 6))
     predictions = Predictions(*[zeros] * len(dataclasses.fields(Predictions)))
-    estimates = Estimates(*[zeros] * len(dataclasses.fields(Estimates)))
+    fields = {field.name: zeros for field in dataclasses.fields(Estimates)}
+    estimates = Estimates(**{**fields, "loss_mask": jnp.asarray(mask)})
     return rollouts, rewards, predictions, estimates
 
 
@@ -119,18 +121,24 @@ def test_a_dump_that_does_not_fit_is_refused(dump, change, message):
         replay.check([dump], recipe_settings.config("grpo", SMALL), 10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_replayed_run_ends_with_the_same_weights(tmp_path):
-    changes = {**SMALL, "metrics": {"rollout_tokens": True}}
-    changes["trainer"] = {**SMALL["trainer"], "num_steps": 2}
-    config = recipe_settings.config("grpo", changes)
-    sampled = rl.train(config, tmp_path / "sampled")
-    # `num_steps` beyond the dumps is cut, so that the schedule stays.
-    replayed = rl.train(config, tmp_path / "replayed", [tmp_path / "sampled" / "rollouts"])
+    """It ends with the last dump, though the config asks for more steps."""
+    changes = {
+        **SMALL,
+        "metrics": {"console": False, "tensorboard": False, "rollout_tokens": True},
+        "warm_start": {"num_steps": 0},
+        "evaluation": {"before": False, "after": False, "every": 0},
+    }
+
+    def config(num_steps):
+        steps = {"trainer": {**SMALL["trainer"], "num_steps": num_steps}}
+        return recipe_settings.config("grpo", {**changes, **steps})
+
+    sampled = rl.train(config(2), tmp_path / "sampled")
+    replayed = rl.train(config(5), tmp_path / "replayed", [tmp_path / "sampled" / "rollouts"])
     jax.tree.map(np.testing.assert_array_equal, sampled.policy, replayed.policy)
     first, again = (recipe_settings.metrics(tmp_path / name) for name in ("sampled", "replayed"))
+    assert max(again) == 2
     for name in ("critic/score/mean", "actor/pg_loss", "training/rollout_probs_diff_mean"):
         assert [first[step][name] for step in (1, 2)] == [again[step][name] for step in (1, 2)]
-    one = [tmp_path / "sampled" / "rollouts" / "1.jsonl"]
-    rl.train(config, tmp_path / "one", one)
-    assert max(recipe_settings.metrics(tmp_path / "one")) == 1
