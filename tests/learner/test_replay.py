@@ -121,7 +121,7 @@ def test_a_dump_that_does_not_fit_is_refused(dump, change, message):
         replay.check([dump], recipe_settings.config("grpo", SMALL), 10)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_replayed_run_ends_with_the_same_weights(tmp_path):
     """It ends with the last dump, though the config asks for more steps."""
     changes = {
