@@ -172,6 +172,9 @@ def test_a_cache_that_cannot_be_written_is_reported(anew, monkeypatch, tmp_path,
 
 @needs_compiler
 def test_compiled_once(monkeypatch, tmp_path):
+    source = tmp_path / "one.cc"  # the others compile the real one
+    source.write_text('extern "C" int one() { return 1; }')
+    monkeypatch.setattr(kernels, "_SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     calls = []
