@@ -71,7 +71,9 @@ def test_mlp(rows, size, inner):
 
 
 @needs_compiler
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "group", [1, 3, 8, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 5))]
+)
 @pytest.mark.parametrize(
     ("slots", "width", "size", "blocks"),
     [(1, 1, 8, (1,)), (3, 2, 16, (64, 7)), (5, 1, 64, (64, 128, 16)), (2, 3, 36, (20, 3))],

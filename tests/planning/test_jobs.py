@@ -1,6 +1,7 @@
 """Jobs on given answers: their plans against the compiler, sizes chosen, advice, refusals."""
 
 import dataclasses
+import itertools
 import json
 
 import commands
@@ -73,9 +74,16 @@ def lowered(config, present):
     return make
 
 
-@pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.parametrize("rank", [0, 16])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
+DEFAULT = (("sft", 0, 8), ("dpo", 16, 8), ("reward_model", 0, 1))
+
+
+@pytest.mark.parametrize(
+    "kind, rank, count",
+    [
+        pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.slow)
+        for each in itertools.product(("sft", "dpo", "reward_model"), (0, 16), (1, 8))
+    ],
+)
 def test_within_a_tenth_of_the_compiler(kind, rank, count):
     mesh = {"fsdp": 4, "tensor": 2} if count == 8 else {}
     config = job(kind, lora={"rank": rank}, mesh=mesh)

@@ -44,7 +44,11 @@ def combinations():
     return module
 
 
-@pytest.mark.parametrize("name", ["train", "score", "score_critic", "decode"])
+@pytest.mark.parametrize(
+    "name",
+    ["train", "decode"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("score", "score_critic")],
+)
 def test_within_a_tenth_of_the_compiler(name):
     """Compiled here and now, on fake CPU devices."""
     ours = setting()

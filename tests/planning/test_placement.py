@@ -39,7 +39,10 @@ def test_fifteen_groupings_each_role_in_one_group():
     assert all(sorted(sum(grouping, ())) == sorted(placement.ROLES) for grouping in found)
 
 
-@pytest.mark.parametrize("name, count", [("Llama-3.1-8B", 16), ("Llama-3.1-70B", 128)])
+@pytest.mark.parametrize(
+    "name, count",
+    [("Llama-3.1-8B", 16), pytest.param("Llama-3.1-70B", 128, marks=pytest.mark.slow)],
+)
 def test_all_placements_are_ranked_and_what_fits_fits(name, count):
     made = plan(name, count=count)
     start = time.process_time()

@@ -49,7 +49,13 @@ def made(name):
     return network, weights, tiny.rollout_params(weights, ONE, network)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("chunks", "sinks") else ())
+        for name in NETWORKS
+    ],
+)
 def test_log_probs_are_those_of_a_whole_pass(name):
     network, weights, rollout = made(name)
     random = np.random.default_rng(0)

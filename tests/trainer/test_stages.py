@@ -111,7 +111,7 @@ def test_warm_start_lowers_the_loss_and_is_read_back(models, taught, caplog):
     assert not same_bits(first, weights.initial_policy(CONFIG, models))
 
 
-@pytest.mark.parametrize("how", ["asked", "failed"])
+@pytest.mark.parametrize("how", ["asked", pytest.param("failed", marks=pytest.mark.slow)])
 def test_a_warm_start_goes_on_where_it_ended(how, models, taught, tmp_path, caplog, monkeypatch):
     """As if nothing had been: its numbers, and its product to the bit."""
     write = Writer.write
@@ -152,7 +152,7 @@ GRADIENT = optax.GradientTransformation(
 )
 
 
-@pytest.mark.parametrize("learns", ["sft", "reward_model"])
+@pytest.mark.parametrize("learns", [pytest.param("sft", marks=pytest.mark.slow), "reward_model"])
 def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     """Pairs meet in one microbatch, however small it is."""
     monkeypatch.setattr(optimizer, "make", lambda config, num_updates: GRADIENT)
@@ -336,7 +336,7 @@ def test_a_job_whose_steps_are_all_done_says_so(tmp_path, caplog):
     assert same_bits(once.params, again.params)
 
 
-@pytest.mark.parametrize("job", ["sft", "reward_model"])
+@pytest.mark.parametrize("job", ["sft", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_a_job_on_streamed_rows_resumes_exactly(job, tmp_path):
     files = []
     for name in "ab":
