@@ -7,6 +7,7 @@ are zero.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ class Prompt:
     ground_truth: Any  # handed to reward functions as it came
     extra_info: Mapping[str, Any]
     index: int  # row of the dataset
+    # What `text` was made of, where episodes go on after an answer: the dialogue, and `tools` and
+    # other variables of the template.
+    messages: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,21 @@ class Lessons(NamedTuple):
     log_probs: Float[np.ndarray, "B T k"]
 
 
+@dataclasses.dataclass
+class EpisodeLog:
+    """What happened in an episode of several turns."""
+
+    messages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)  # after the prompt
+    environment: str = ""  # its name; "": none
+    num_turns: int = 0  # of the policy
+    turn_rewards: list[float] = dataclasses.field(default_factory=list)  # of the environment
+    reward: float = 0.0  # of the environment, for the whole episode, beside those of the turns
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)  # of each tool
+    errors: Counter[str] = dataclasses.field(default_factory=Counter)  # of each kind
+    seconds: float = 0.0  # that calls and steps took
+    num_rewritten: int = 0  # times that the template rewrote the dialogue and a sequence began
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Sampled sequences, those of a prompt side by side. Host arrays, equal on all processes."""
@@ -85,6 +105,15 @@ class Rollouts:
     # which was never read; None: not kept.
     routes: Int[np.ndarray, "B T routes"] | None = None
     lessons: Lessons | None = None  # None: the run has no teacher
+    # The episode of each row; empty where all have one turn. Rows of an episode share its log.
+    logs: tuple[EpisodeLog, ...] = ()
+
+    @property
+    def last_rows(self) -> Int[np.ndarray, " B"]:
+        """The row with the end of each row's episode: itself, unless the template rewrote it."""
+        last = {id(log): row for row, log in enumerate(self.logs)}
+        rows = [last[id(log)] for log in self.logs] or range(len(self.lengths))
+        return np.array(rows, np.int32)
 
     @property
     def missing_routes(self) -> int:
@@ -107,6 +136,8 @@ class Rewards:
     num_failures: int  # reward calls that raised, hung or returned no finite number
     num_calls: int = 0  # reward calls in all
     num_dropped: int = 0  # sequences of groups that dynamic sampling replaced by others
+    # What of `scores` environments gave for single turns, on the last token of each; None: nothing.
+    turn_rewards: Float[np.ndarray, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass

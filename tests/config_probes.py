@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import sys
 import tempfile
@@ -19,11 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl_llm.agents import pool as agents_pool
+from jaxrl_llm.agents.episode import Episode
+from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
-from jaxrl_llm.data import datasets, streams
+from jaxrl_llm.data import datasets, prompt_stream, streams
+from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import (
     batches,
     distillation,
@@ -51,7 +56,16 @@ from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.trainer import evaluate, run
 from jaxrl_llm.trainer import supervised as stages_lib
-from jaxrl_llm.types import Minibatch, Predictions, Prompt, PromptBatch, Rewards, Rollouts, Weights
+from jaxrl_llm.types import (
+    EpisodeLog,
+    Minibatch,
+    Predictions,
+    Prompt,
+    PromptBatch,
+    Rewards,
+    Rollouts,
+    Weights,
+)
 
 RNG = np.random.default_rng
 MASK = np.arange(6) < np.array([6, 5, 3, 4])[:, None]
@@ -307,9 +321,10 @@ def engine(config: RLConfig):
         mock.patch.object(sampler_lib, "Resharder", lambda *a: seen.update(resharder=a[3:6])),
     ):
         models = models_lib.of_job(config, models_lib.role_meshes(config))
-        sampler_lib.build(config, models, {})
+        built = sampler_lib.build(config, models, {})
     positional, named = seen["engine"]
     named = {name: value for name, value in named.items() if name != "decode"}
+    named["max_turn_tokens"] = built.max_turn_tokens
     network = dataclasses.replace(positional[0], lora=None)
     return network, named, seen["resharder"], episodes.sampling_params(config.rollout, (1,))
 
@@ -325,7 +340,7 @@ def prompts(config):
     with mock.patch.object(
         streams.grain, "ReadOptions", lambda **k: opened.append(k) or grain(**k)
     ):
-        order = datasets.PromptIterator(splits[0], config.data, config.seed).batch(8)
+        order = prompt_stream.PromptIterator(splits[0], config.data, config.seed).batch(8)
     return [split.prompts for split in splits], order, opened
 
 
@@ -333,7 +348,7 @@ def curriculum(config):
     """What is drawn, and known, when answers are scored."""
     tokenizer = models_lib.load_tokenizer(config.model)
     dataset = datasets.load_dataset(config.data, tokenizer, "train", config.seed)
-    drawn = datasets.PromptIterator(dataset, config.data, config.seed, config.curriculum)
+    drawn = prompt_stream.PromptIterator(dataset, config.data, config.seed, config.curriculum)
     for _ in range(8):
         batch = drawn.batch(4).prompts
         drawn.learn(batch, [np.array([1.0, 1.0, prompt.index % 3]) for prompt in batch])
@@ -429,7 +444,7 @@ def step(config: RLConfig):
     """Samples of a step, and how many waves they took; groups of equal scores come first."""
     waves = []
 
-    def rollout(engine, weights, tokenizer, batch, samples, key):
+    def rollout(weights, batch, samples, key):
         waves.append(len(batch.prompts))
         return rollouts(batch.prompts, len(samples)), Statistics()
 
@@ -439,13 +454,12 @@ def step(config: RLConfig):
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
     engine = types.SimpleNamespace(compile_ahead=lambda *of: None)
-    sampler = types.SimpleNamespace(engine=engine, models=models)
+    sampler = types.SimpleNamespace(engine=engine, models=models, rollout=rollout)
     stream = types.SimpleNamespace(
         batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
     )
-    with mock.patch.object(source.episodes, "rollout", rollout):
-        asked = source.SampledNow(config, sampler, stream, score)
-        taken = asked.take(Weights({}, 0), jax.random.key(0), Clock())
+    asked = source.SampledNow(config, sampler, stream, score)
+    taken = asked.take(Weights({}, 0), jax.random.key(0), Clock())
     return waves, taken.rewards.scores, taken.rollouts.group_ids
 
 
@@ -496,6 +510,8 @@ class _Worker:
 def scores(config: RLConfig):
     """Scores and costs of some responses, and the processes that they are asked of."""
     found = []
+    log = EpisodeLog(environment="NAME", reward=1.0)
+    of_wave = dataclasses.replace(rollouts(), logs=(log,) * 4 * bool(config.agent.environments))
     answers = {"score": 2.0, "details": {}}, {"error": "no"}
     for wanted, answer in itertools.product((config.rewards, config.evaluation_rewards), answers):
         models = {name: lambda r: np.ones(len(r.lengths)) for name in _models(wanted)}
@@ -503,13 +519,66 @@ def scores(config: RLConfig):
         with (
             mock.patch.object(reward_pool, "_Worker", worker),
             mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            rewards_lib.Scorer(wanted, models) as scorer,
+            rewards_lib.Scorer(wanted, models, (), bool(config.agent.environments)) as scorer,
         ):
             try:
-                found.append((worker.made, vars(scorer.score(rollouts()))))
+                found.append((worker.made, vars(scorer.score(of_wave))))
             except RewardError as error:
                 found.append((worker.made, str(error)))
     return found
+
+
+def agents(config: RLConfig):
+    """What processes of tools are told, and what becomes of some turns of an episode."""
+    told = []
+    add = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    class Child:
+        def __init__(self, module, visible):
+            told.append(visible)
+            self.connection = types.SimpleNamespace(
+                send_bytes=told.append, poll=lambda patience: True, recv_bytes=lambda most: b"{}"
+            )
+
+        def end(self, patience_s):
+            pass
+
+    def fork(pool):
+        connection = types.SimpleNamespace(send_bytes=told.append, close=lambda: None)
+        return agents_pool._Process(connection, os.open(os.devnull, os.O_RDONLY))
+
+    settings = config.agent
+    described = {
+        "tools": {name: [add] for name in settings.tools[:1]},
+        "environments": {name: [] for name in settings.environments},
+    }
+    described["tools"] |= {name: [] for name in settings.tools[1:]}
+    with (
+        mock.patch.object(agents_pool, "Child", Child),
+        mock.patch.object(agents_pool.Pool, "describe", lambda self: described),
+        mock.patch.object(agents_pool.Pool, "_fork", fork),
+        mock.patch.object(agents_pool.time, "monotonic", lambda: 0.0),
+        World(settings, tokenizer_lib.character_tokenizer()) as world,
+    ):
+        for number in range(3):
+            world._pool.ask(number, {"do": "start"}, {"do": "call"})
+        deadlines = [process.deadline for process in world._pool._processes.values()]
+        own = Episode(world._rules, PROMPTS[0], 0)
+        call = '{"name": "add", "parameters": {}}'
+        turns = []
+        for _ in range(3):
+            text = "; ".join([call] * 3)
+            goes_on = own.take(tokenizer_lib.character_tokenizer()(text)["input_ids"], True)
+            talk, asked = own.answered(), 0
+            try:
+                talk.send(None)
+                while True:
+                    asked += 1
+                    talk.send({"text": "0123456789" * 400, "seconds": 2.0, "messages": []})
+            except StopIteration as end:
+                outcome = {"messages": [], "done": False, "reward": 0.0, **end.value}
+            turns.append((goes_on, asked, outcome["messages"], own.hear(outcome)))
+        return told, deadlines, turns, own.environment
 
 
 def _models(wanted):
@@ -519,19 +588,18 @@ def _models(wanted):
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
 
-    def rollout(engine, weights, tokenizer, batch, samples, key):
+    def rollout(weights, batch, samples, key):
         raise _SeenError(len(batch.prompts), samples)
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    sampler = types.SimpleNamespace(engine=None, models=models)
+    sampler = types.SimpleNamespace(engine=None, models=models, rollout=rollout)
     evaluator = evaluate.Evaluator(
         config, sampler, datasets.Dataset(PROMPTS), None, jax.random.key(0)
     )
-    with mock.patch.object(evaluate.episodes, "rollout", rollout):
-        try:
-            evaluator(Weights({}, 0))
-        except _SeenError as seen:
-            return seen.args
+    try:
+        evaluator(Weights({}, 0))
+    except _SeenError as seen:
+        return seen.args
 
 
 def frame(config):

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxrl_llm"
 # block is a folder or, on the ground floor, modules in the order in which they may import.
 FLOORS = (
     (("types",), ("console",), ("errors", "config")),
-    (("algorithms",), ("sharding",)),
+    (("algorithms",), ("sharding",), ("processes",)),
     (("models",), ("data",), ("checkpoint",), ("metrics",)),
     (("rollout",), ("rewards",), ("agents",), ("planning",)),
     (("learner",),),

@@ -141,6 +141,40 @@ def grpo(scores: PerRow, group_ids: GroupIds, members: RowMask, group_std: bool 
     return centered / (masked.group_deviation(scores, group_ids, members) + EPSILON)
 
 
+def grpo_turns(
+    rewards: PerToken, response_mask: Mask, group_ids: GroupIds, group_std: bool = True
+) -> PerToken:
+    """Returns GRPO's advantage of each turn: its rewards to go among those of its group's turns.
+
+    A turn is a run of response tokens. `G_k` are the rewards from the turn's first token on; they
+    are compared with those of the `k`-th turns of the group's other rows:
+
+        (G_k - mean) / (std + 1e-6)        std with Bessel's correction
+
+    With one turn this is `grpo`. A turn that no other row has: as a group of one. Rewards of single
+    turns as in Zeng et al., arXiv:2505.11821, Sec. 3; there two turns, here any number.
+
+    >>> mask = jnp.array([[True, False, True], [True, False, True]])
+    >>> rewards, groups = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]), jnp.array([0, 0])
+    >>> print(grpo_turns(rewards, mask, groups).round(4))
+    [[ 0.      0.     -0.7071]
+     [ 0.      0.      0.7071]]
+    """
+    before = jnp.pad(response_mask[:, :-1], ((0, 0), (1, 0)))
+    begins = response_mask & ~before
+    turns = jnp.cumsum(begins, axis=1) - 1  # number of each token's turn
+    to_go = masked.returns_to_go(rewards, response_mask)
+    width = response_mask.shape[1]
+    # Every turn is a row of its own, in a group of the same turns.
+    own_group = (group_ids[:, None] * width + turns).ravel()
+    _, compact = jnp.unique(own_group, return_inverse=True, size=own_group.size)
+    each = grpo(to_go.ravel(), compact, begins.ravel(), group_std)
+    at_begin = jnp.where(begins, each.reshape(begins.shape), 0.0)
+    # The last beginning up to a token is that of its turn.
+    latest = jax.lax.cummax(jnp.where(begins, jnp.arange(width), 0), axis=1)
+    return jnp.where(response_mask, jnp.take_along_axis(at_begin, latest, axis=1), 0.0)
+
+
 def grpo_passk(
     scores: PerRow, group_ids: GroupIds, members: RowMask, group_std: bool = True
 ) -> PerRow:
@@ -261,6 +295,7 @@ ESTIMATORS: dict[str, Callable[..., AdvantagesAndReturns | Array]] = {
     "gae": gae,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
+    "grpo_turns": grpo_turns,
     "gdpo": gdpo,
     "rloo": rloo,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

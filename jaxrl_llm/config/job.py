@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
 from jaxrl_llm.config import learner
+from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.ranges import INT32_MAX, Group, Problems, Range
@@ -88,7 +89,7 @@ class SupervisedConfig(JobConfig):
     @property
     def has_held_out(self) -> bool:
         """Whether there are rows that the job does not learn from."""
-        return self.data.task in ("arithmetic", "stories") or bool(self.data.eval_files)
+        return self.data.task in ("arithmetic", "stories", "products") or bool(self.data.eval_files)
 
     def rules(self) -> Problems:
         yield from _frozen_biases(self.router, self.lora)
@@ -176,6 +177,7 @@ class RLConfig(JobConfig):
     router: learner.RouterConfig = learner.RouterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     rewards: RewardsConfig = RewardsConfig()
     distillation: DistillationConfig = DistillationConfig()
     trainer: learner.RLTrainerConfig = learner.RLTrainerConfig()
@@ -209,6 +211,16 @@ class RLConfig(JobConfig):
         """Whether the run has reward or cost models, or teachers."""
         rewards = self.rewards
         return bool(rewards.models or rewards.cost_models or self.distillation.teachers)
+
+    @property
+    def judged_sources(self) -> frozenset[str]:
+        """Data sources whose rows environments judge; "*": all."""
+        return frozenset("*" if self.agent.environments else "")
+
+    @property
+    def taught_sources(self) -> frozenset[str]:
+        """Data sources whose rows need no reward function: teachers or environments judge them."""
+        return self.distillation.data_sources | self.judged_sources
 
     @property
     def scorer_paths(self) -> list[str]:
@@ -269,6 +281,12 @@ class RLConfig(JobConfig):
             message = "algorithm.safe needs a cost: add cost_models or cost_functions"
             yield "rewards.cost_models", message
         yield from self._rules_of_teachers()
+        if self.agent.is_used and not self.data.chat_template:
+            message = "episodes of several turns need one; set it to True"
+            yield "data.chat_template", message
+        if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
+            message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
+            yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
         reasons = {}  # why an alert with action "skip" can never skip an update in this run
         if self.algorithm.old_log_probs != "recompute":
             reasons["log_prob_difference"] = (
@@ -295,11 +313,11 @@ class RLConfig(JobConfig):
                     yield f"rewards.{group}.{name}.pairs", f"{message}, name files of them"
 
     def _rules_of_teachers(self) -> Problems:
-        if self.rewards.functions or self.rewards.models:
+        if self.rewards.functions or self.rewards.models or self.agent.environments:
             return
         if not self.distillation.teachers:
             message = "no reward at all; add rewards.functions or rewards.models, or"
-            yield "rewards.functions", f"{message} distillation.teachers"
+            yield "rewards.functions", f"{message} distillation.teachers or agent.environments"
         elif self.algorithm.dynamic_sampling:
             message = "drops groups of equal rewards, but the run has no reward; set it to False"
             yield "algorithm.dynamic_sampling", message

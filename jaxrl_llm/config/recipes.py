@@ -6,7 +6,7 @@ from typing import Any
 # Advantages that compare the samples of a prompt.
 GROUP_ADVANTAGES = (
     "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg",
-    "optimal_token_baseline", "tir_optimal_token_baseline",
+    "optimal_token_baseline", "tir_optimal_token_baseline", "grpo_turns",
 )  # fmt: skip
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
 POLICY_LOSSES = (

@@ -20,6 +20,7 @@ from jaxrl_llm.config.ranges import (
 # The lowest temperature above 0 (greedy). Float32 logits have an error of about 2e-6. At a lower
 # temperature this error would decide which token is sampled.
 MIN_TEMPERATURE = 1e-4
+NUM_PRODUCTS = 90 * 90  # of two numbers of two digits
 PIECE_TOKENS = 2048  # of a prompt, read at one time
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
@@ -29,7 +30,7 @@ Weight = Annotated[float, Range("[0, 1000000]")]
 class DataConfig(Group):
     """The source of prompts."""
 
-    task: Literal["arithmetic", "stories", "gsm8k", "files"] = "arithmetic"
+    task: Literal["arithmetic", "stories", "products", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
     # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
     train_weights: tuple[Weight, ...] = ()
@@ -48,7 +49,8 @@ class DataConfig(Group):
     shuffle: bool = True
     chat_template: bool = True  # False: message contents are joined by newlines
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
-    # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions.
+    # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions; and
+    # products of two numbers of two digits, with a calculator.
     arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
     arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
     arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128
@@ -62,6 +64,13 @@ class DataConfig(Group):
         if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
+        if self.task == "products" and wanted > NUM_PRODUCTS:
+            message = f"and arithmetic_eval_prompts={self.arithmetic_eval_prompts} are {wanted}"
+            yield (
+                "arithmetic_train_prompts",
+                f"{self.arithmetic_train_prompts} {message} different prompts, but there are only"
+                f" {NUM_PRODUCTS} products; use fewer",
+            )
         if self.task == "arithmetic" and 10**self.arithmetic_terms < wanted:
             yield (
                 "arithmetic_train_prompts",
@@ -183,6 +192,7 @@ class RewardsConfig(Group):
     models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    environment_weight: Real = 1.0  # of what environments give (docs/agents.md)
     num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
     timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call
     # Address space of a worker process.

@@ -5,28 +5,33 @@ import functools
 import itertools
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import console
-from jaxrl_llm.config import CurriculumConfig, DataConfig
-from jaxrl_llm.config.samples import NO_CURRICULUM
-from jaxrl_llm.data import curriculum as curriculum_lib
-from jaxrl_llm.data.curriculum import Curriculum
+from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, read_rows
 from jaxrl_llm.data.formats import example_of, pair_of
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
-from jaxrl_llm.data.masks import example
-from jaxrl_llm.data.mixtures import Cursor, Mixed, Shares
+from jaxrl_llm.data.masks import Dialogue, example
+from jaxrl_llm.data.mixtures import Shares
 from jaxrl_llm.data.streaming import Made, StreamedRows
-from jaxrl_llm.data.streams import MixedRows, Rows, Stream, longest, streamed_parts
-from jaxrl_llm.data.tasks import Split, files_of, prompt_row, task_rows, worked_sum
+from jaxrl_llm.data.streams import MixedRows, Rows, longest, streamed_parts
+from jaxrl_llm.data.tasks import (
+    Split,
+    files_of,
+    prompt_row,
+    task_rows,
+    worked_product,
+    worked_sum,
+)
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
+
+Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -68,22 +73,30 @@ class Dataset:
 
 
 def load_dataset(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    seed: int,
+    options_of: Options | None = None,
 ) -> Dataset:
     """Returns the prompts of a split, tokenized, of at most `max_prompt_tokens`.
 
-    `seed` draws the prompts of the arithmetic task; use the same one for both splits. Where long
-    prompts are not cut, a text that is too long by its number of characters is not tokenized. A
-    prompt that is empty, or too long while `long_rows` is "error", is a DataError, and so is that
-    no prompt is left. With `config.stream` training prompts are read when they are drawn.
+    `options_of` tells from a row's `extra_info` what its template shows beside its own options,
+    such as `tools`; with it, prompts keep what they were made of. `seed` draws the prompts of the
+    arithmetic task; use the same one for both splits. Where long prompts are not cut, a text that
+    is too long by its number of characters is not tokenized. A prompt that is empty, or too long
+    while `long_rows` is "error", is a DataError, and so is that no prompt is left. With
+    `config.stream` training prompts are read when they are drawn.
     """
     if split == "train" and config.stream:
-        made = functools.partial(_streamed_prompt, config, tokenizer)
+        made = functools.partial(_streamed_prompt, config, tokenizer, options_of)
         rule = "are longer than data.max_prompt_tokens"
         rows = _streamed(config, made, config.max_prompt_tokens, rule)
         first = (part.first(_NUM_FIRST) for part in streamed_parts(rows))
         return Dataset(tuple(itertools.chain.from_iterable(first)), rows)
     rows_of_task = task_rows(config, split, seed)
+    if options_of is not None:
+        rows_of_task = [_with_options(row, options_of) for row in rows_of_task]
     wheres = [row.get("where", f"{split} split, row {i}") for i, row in enumerate(rows_of_task)]
     texts = [_text(config, tokenizer, row) for row in rows_of_task]
     bound = token_bound(tokenizer)
@@ -121,6 +134,11 @@ def load_dataset(
     return Dataset(tuple(prompts), _mixed(config, by_entry))
 
 
+def _with_options(row: Row, options_of: Options) -> Row:
+    own = row.get("options", EMPTY)
+    return {**row, "options": {**options_of(row["extra_info"]), **own}, "goes_on": True}
+
+
 def _text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
     options = row.get("options", EMPTY)
     return prompt_text(tokenizer, row["prompt"], config.chat_template, options)
@@ -144,7 +162,10 @@ def _prompt(
         tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
         text = str(tokenizer.decode(list(tokens)))
     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
-    return Prompt(tokens, text, row["data_source"], truth, info, index)
+    prompt = Prompt(tokens, text, row["data_source"], truth, info, index)
+    if not row.get("goes_on"):
+        return prompt
+    return dataclasses.replace(prompt, messages=tuple(row["prompt"]), options=row["options"])
 
 
 def _fits(config: DataConfig, where: str, num_tokens: int, at_least: str = "") -> bool:
@@ -159,9 +180,16 @@ def _fits(config: DataConfig, where: str, num_tokens: int, at_least: str = "") -
 
 
 def _streamed_prompt(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row, where: str, index: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    options_of: Options | None,
+    row: Row,
+    where: str,
+    index: int,
 ) -> Prompt | None:
     row = prompt_row(config, row, where)
+    if options_of is not None:
+        row = _with_options(row, options_of)
     text = _text(config, tokenizer, row)
     (tokens,) = prompt_tokens(tokenizer, [text], config.chat_template)
     return _prompt(config, tokenizer, row, text, tokens, index, where)
@@ -183,53 +211,6 @@ def _mixed(config: DataConfig, parts: Sequence[Sequence[T] | StreamedRows[T]]) -
     return MixedRows(tuple(parts), Shares.of(config))
 
 
-class PromptIterator:
-    """The training prompts: an endless stream in batches of any size, or as a curriculum says."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        config: DataConfig,
-        seed: int,
-        curriculum: CurriculumConfig = NO_CURRICULUM,
-    ):
-        rows = dataset.rows or dataset.prompts
-        self._longest = dataset.longest
-        self._curricula: list[Curriculum] = []
-        self._cursor: Cursor[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
-        if curriculum.choice:
-            parts = rows.parts if isinstance(rows, MixedRows) else (rows,)
-            self._curricula = [
-                Curriculum(part, curriculum, (seed + i) % 2**32)
-                for i, part in enumerate(parts)
-                if not isinstance(part, StreamedRows)
-            ]
-            self._cursor = self._curricula[0]
-            if isinstance(rows, MixedRows):
-                self._cursor = Mixed(self._curricula, rows.shares)
-
-    def batch(self, num_prompts: int) -> PromptBatch:
-        """Returns the next prompts; a batch may span two passes."""
-        return PromptBatch(self._cursor.take(num_prompts), self._longest)
-
-    def learn(self, prompts: Sequence[Prompt], scores: Sequence[np.ndarray]) -> None:
-        """Takes the scores of the answers to each of these prompts of a batch."""
-        for curriculum in self._curricula:
-            curriculum.learn(prompts, scores)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what a curriculum knows of the prompts."""
-        return curriculum_lib.metrics(self._curricula) if self._curricula else {}
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position; JSON can hold it."""
-        return self._cursor.get_state()
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state that `get_state` returned for the same prompts and config."""
-        self._cursor.set_state(state)
-
-
 def worked_examples(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -240,13 +221,16 @@ def worked_examples(
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
-    time wrong in one step with that probability. Rows of files with more than `max_tokens` (0: any
+    time wrong in one step with that probability; of the products that is the share of wrong guesses
+    without the calculator. Rows of files with more than `max_tokens` (0: any
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
         made = functools.partial(_example, config, tokenizer, max_tokens)
         return _of_files(config, split, made, max_tokens)
     prompts = load_dataset(config, tokenizer, split, seed).prompts
+    if config.task == "products":
+        return _worked_products(config, tokenizer, prompts, seed)
     texts = [prompt.extra_info["answer"] for prompt in prompts]
     if config.task == "arithmetic" and config.arithmetic_errors:
         prompts, texts = prompts * 4, texts * 4
@@ -256,6 +240,23 @@ def worked_examples(
             if draw.random() < config.arithmetic_errors:
                 texts[i] = _wrong_answer(prompt, seed, attempt)
     return _examples(prompts, _responses(tokenizer, texts))
+
+
+def _worked_products(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    seed: int,
+) -> list[Example]:
+    made = []
+    for prompt in prompts:
+        draw = random.Random(f"guess {seed} {prompt.extra_info['question']}")
+        wrong = draw if draw.random() < config.arithmetic_errors else None
+        asked = {"role": "user", "content": prompt.extra_info["question"]}
+        messages = [asked, *worked_product(prompt.extra_info, wrong)]
+        dialogue = Dialogue(messages, 1, {}, f"products, row {prompt.index}")
+        made.append(example(tokenizer, dialogue, config.chat_template))
+    return made
 
 
 def preference_pairs(

@@ -121,6 +121,11 @@ def _masked(
     return Example(tuple(found["input_ids"]), tuple(mask))
 
 
+def beginnings(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue, text: str) -> Iterator[str]:
+    """Yields the texts of a dialogue as far as its last turn's end, with which `text` may begin."""
+    return _Beginnings(tokenizer, dialogue, text).whole()
+
+
 class _Beginnings:
     """Finds the messages of a dialogue in its text by the texts of its first 1, 2, ... messages."""
 
@@ -161,6 +166,10 @@ class _Beginnings:
                 if len(ending) <= len(rest) < len(text) and rest.startswith(ending):
                     return len(text) - len(rest) + len(ending)
         raise _NotFoundError(f"message {number + 1} of {len(messages)} ends nowhere in the text")
+
+    def whole(self) -> Iterator[str]:
+        """Yields the texts of all messages."""
+        return self._beginnings(self._messages)
 
     def _beginnings(self, messages: Messages) -> Iterator[str]:
         yield self._render(messages)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.config.samples import NUM_PRODUCTS
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, is_text, read_rows
 from jaxrl_llm.data.formats import template_options
@@ -66,6 +67,44 @@ def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
         steps.append(f"{total}+{digit}={result}")
         total = result
     return f"{','.join(steps)}#{total}"
+
+
+def _products_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    """Returns different products of two numbers of two digits such as `37*24=`.
+
+    `extra_info` has the `expression`. The splits share no prompt.
+    """
+    num_eval = config.arithmetic_eval_prompts
+    numbers = random.Random(f"products {seed}").sample(
+        range(NUM_PRODUCTS), num_eval + config.arithmetic_train_prompts
+    )
+    numbers = numbers[:num_eval] if split == "eval" else numbers[num_eval:]
+    rows = []
+    for index, number in enumerate(numbers):
+        a, b = 10 + number // 90, 10 + number % 90
+        expression = f"{a}*{b}"
+        extra_info = {"split": split, "index": index, "question": f"{expression}="}
+        extra_info |= {"expression": expression, "answer": f"#{a * b}"}
+        rows.append(_row("products", f"{expression}=", str(a * b), extra_info))
+    return rows
+
+
+def worked_product(row: Mapping[str, Any], wrong: random.Random | None = None) -> list[Row]:
+    """Returns the answer to a product's prompt: a call of the calculator, its reply, the result.
+
+    With `wrong` it is a guess, a wrong one.
+    """
+    truth = row["answer"].removeprefix("#")
+    if wrong is not None:
+        guess = str(int(truth) + wrong.choice([e for e in range(-999, 1000) if e]))
+        return [{"role": "assistant", "content": f"#{guess.lstrip('-')}"}]
+    function = {"name": "calculator", "arguments": {"expression": row["expression"]}}
+    call = {"type": "function", "id": "000000000", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "calculator", "tool_call_id": call["id"], "content": truth},
+        {"role": "assistant", "content": f"#{truth}"},
+    ]
 
 
 _NAMES = ("Ana", "Ben", "Eva", "Leo", "Max", "Mia", "Tom", "Zoe")
@@ -170,6 +209,7 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
 TASKS = {
     "arithmetic": _arithmetic_rows,
     "stories": _stories_rows,
+    "products": _products_rows,
     "gsm8k": _gsm8k_rows,
     "files": _file_rows,
 }

@@ -29,7 +29,10 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>", *ROLE_TOKENS)
 CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
 CHARACTER_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}"
+    "<{{ message['role'] }}>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}"
+    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+    "{% endfor %}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -43,8 +46,9 @@ _KEEPING |= {"FixedLength", "WhitespaceSplit", "Whitespace", "BertPreTokenizer"}
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each printable ASCII character and the newline.
 
-    Its chat template begins every message with a token for its role and ends it with `<eos>`. Any
-    other character becomes `<unk>`.
+    Its chat template begins every message with a token for its role and ends it with `<eos>`. It
+    writes calls of tools as Llama 3 does, and does not show tools. Any other character becomes
+    `<unk>`.
     """
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     # Byte-pair encoding without merges leaves single characters.

@@ -255,7 +255,9 @@ def minibatches(
 ) -> Iterator[tuple[PackedBatch, jax.Array]]:
     """Yields each update's sequences and key: every epoch, all of the step in a new order."""
     count = len(rollouts.lengths)
-    size = config.trainer.minibatch_size or count
+    # Episodes in several rows make minibatches larger, not more.
+    number = config.sequences_per_step // config.minibatch_size
+    size = -(-count // number) if count > config.sequences_per_step else config.minibatch_size
     common = common_prompts(rollouts)  # once a step: it reads every token
     for epoch in range(config.trainer.epochs):
         epoch_key = jax.random.fold_in(key, epoch)

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms import (
     safe_rlhf,
     shaping,
 )
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import RLConfig, recipes
 from jaxrl_llm.learner.predict import is_on_policy
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics.clock import Clock
@@ -55,6 +55,11 @@ def estimator(config: RLConfig, mesh: Mesh):
             "term_rewards": np.reshape([rewards.terms[n] for n in names], shape),
             "term_weights": np.reshape([rewards.weights[n] for n in names], shape),
         }
+        if rewards.turn_rewards is not None:
+            arrays["turn_rewards"] = rewards.turn_rewards
+        last = rollouts.last_rows
+        if (last != np.arange(len(last))).any():  # an episode has several rows
+            arrays["last_rows"] = last
         with clock("adv"):
             estimates, kl_coef, log_multiplier, metrics = compiled(
                 state.kl_coef, state.log_multiplier, predictions, arrays
@@ -89,9 +94,10 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     weights, loss_mask, metrics = corrections.correct(
         algorithm, old, arrays["rollout_log_probs"], mask
     )
-    shaped, current_kl = shaping.kl_shaped(
-        algorithm, kl_coef, arrays["scores"], old, reference, mask
-    )
+    by_turn = arrays.get("turn_rewards", jnp.zeros_like(old))
+    scores = arrays["scores"] - by_turn.sum(1)  # the rest comes at the end
+    shaped, current_kl = shaping.kl_shaped(algorithm, kl_coef, scores, old, reference, mask)
+    shaped += by_turn
     metrics["actor/entropy"] = masked.mean(predictions.entropies, mask)
     if is_on_policy(config):
         metrics = {}  # they need the policy's log-probs, which the update computes
@@ -110,7 +116,16 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
         "term_rewards": arrays["term_rewards"],
         "term_weights": arrays["term_weights"],
     }
+    split = "last_rows" in arrays and algorithm.advantage in recipes.GROUP_ADVANTAGES
+    if split:  # an episode counts once in its group
+        is_last = arrays["last_rows"] == jnp.arange(len(scores))
+        available["response_mask"] = mask & is_last[:, None]
     advantage, returns = advantages.estimate(algorithm, **available)
+    if split:
+        counts = jnp.maximum(available["response_mask"].sum(1), 1)
+        of_rows = (advantage.sum(1) / counts)[arrays["last_rows"]]
+        earlier = jnp.where(mask & ~is_last[:, None], of_rows[:, None], 0.0)
+        advantage, returns = advantage + earlier, returns + earlier
     cost_returns = jnp.zeros_like(returns)
     before = log_multiplier
     if algorithm.safe:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 from absl import logging
@@ -13,11 +14,12 @@ from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import casting, lora
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import cache
+from jaxrl_llm.rollout import cache, episodes
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import SamplingParams, Statistics
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.reshard import Resharder
-from jaxrl_llm.types import Weights
+from jaxrl_llm.types import PromptBatch, Rollouts, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,21 @@ class Sampler:
     engine: Engine
     resharder: Resharder  # from the training layout to the rollout layout
     base: Params  # what the policy's adapters are added to; empty without adapters
+    world: episodes.World | None = None  # what answers the policy; None: nothing does
+    max_turn_tokens: int = 0  # with a world; 0: those of the whole response
+
+    def rollout(
+        self,
+        weights: Weights,
+        prompts: PromptBatch,
+        samples: Sequence[SamplingParams],
+        key: jax.Array,
+    ) -> tuple[Rollouts, Statistics]:
+        """Returns episodes of every prompt, as `episodes.rollout`."""
+        tokenizer, turn = self.models.tokenizer, self.max_turn_tokens
+        return episodes.rollout(
+            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
+        )
 
     def weights(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if that is given.
@@ -58,8 +75,10 @@ class Sampler:
         return self.resharder.report().metrics()
 
 
-def build(config: RLConfig, models: Models, base: Params) -> Sampler:
-    """Returns the sampler of a run. Compiles and allocates nothing; `base` as in `Sampler`."""
+def build(
+    config: RLConfig, models: Models, base: Params, world: episodes.World | None = None
+) -> Sampler:
+    """Returns the sampler of a run. Compiles and allocates nothing; arguments as in `Sampler`."""
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
     policy, tokenizer = models.policy, models.tokenizer
@@ -82,6 +101,8 @@ def build(config: RLConfig, models: Models, base: Params) -> Sampler:
         ),
         resharder=resharder(policy, network, pools.staging(mesh, target), layout),
         base=base,
+        world=world,
+        max_turn_tokens=config.agent.max_turn_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms import needs, shaping
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.data.datasets import PromptIterator
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.metrics.clock import Clock
@@ -20,6 +20,7 @@ from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import PromptBatch, Rewards, Rollouts, Weights
 
 Score = Callable[[Rollouts], Rewards]
+Batch = TypeVar("Batch", Rollouts, Rewards)
 
 
 class SamplingError(UserError, RuntimeError):
@@ -99,7 +100,7 @@ class SampledNow:
             samples = self._wave(weights, prompts, jax.random.fold_in(key, wave), clock)
             waves.append(samples)
             seen += len(prompts.prompts)
-            found += len(samples.rollouts.lengths) // algorithm.samples_per_prompt
+            found += len(samples.rollouts.prompts)
             if found == wanted:
                 break
         if found < wanted and algorithm.dynamic_sampling:
@@ -125,17 +126,15 @@ class SampledNow:
             if not self._has_compiled:
                 sampler.engine.compile_ahead(weights.params, self._samples[0].is_filtered)
                 self._has_compiled = True
-            rollouts, done = episodes.rollout(
-                sampler.engine, weights, sampler.models.tokenizer, prompts, self._samples, key
-            )
+            rollouts, done = sampler.rollout(weights, prompts, self._samples, key)
         with clock("reward"):
-            rewards = self._score(rollouts)
+            rewards = scored(self._score, rollouts)
         if jax.process_count() > 1:
             names = ("tokens", "response_mask", "rollout_log_probs", "responses", "routes")
             sampled = {f"the {name}": getattr(rollouts, name) for name in names}
             hosts.agree("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:
-            rollouts, rewards = split_baseline(rollouts, rewards, len(self._samples))
+            rollouts, rewards = split_baseline(rollouts, rewards)
         groups = range(len(rollouts.prompts))
         scores = [rewards.scores[rollouts.group_ids == group] for group in groups]
         self._prompts.learn(rollouts.prompts, scores)
@@ -148,30 +147,47 @@ class SampledNow:
         return Samples(rollouts, rewards, done)
 
 
+def scored(score: Score, rollouts: Rollouts) -> Rewards:
+    """Returns what each row is worth; an episode in several rows is scored once, by its last."""
+    last = rollouts.last_rows
+    ends = np.unique(last)
+    if len(ends) == len(last):
+        return score(rollouts)
+    kept = _taken(rollouts, ends, prompts=rollouts.prompts)  # every prompt has such a row
+    rewards = _taken(score(kept), np.searchsorted(ends, last))
+    if rewards.turn_rewards is not None:  # they have their places in the last row
+        rewards.turn_rewards[last != np.arange(len(last))] = 0.0
+    return rewards
+
+
 def take_rows(rollouts: Rollouts, rewards: Rewards, rows: np.ndarray) -> tuple[Rollouts, Rewards]:
     """Returns some rows of both. Prompts left without a row go; groups are numbered anew."""
+
+    prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
+    kept = tuple(rollouts.prompts[i] for i in prompts)
+    numbered = group_ids.astype(np.int32)
+    return _taken(rollouts, rows, prompts=kept, group_ids=numbered), _taken(rewards, rows)
+
+
+def _taken(batch: Batch, rows: np.ndarray, **others: Any) -> Batch:
+    """Returns some rows of every field but `others`, which are given."""
 
     def take(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: take(array) for name, array in value.items()}
         if isinstance(value, tuple):
-            return tuple(value[i] for i in rows)
+            return tuple(value[i] for i in rows) if value else value
         return value[rows] if isinstance(value, np.ndarray) else value
 
-    def taken(batch: Any, **others: Any) -> Any:
-        fields = {name: take(value) for name, value in vars(batch).items() if name not in others}
-        return type(batch)(**fields, **others)
-
-    prompts, group_ids = np.unique(rollouts.group_ids[rows], return_inverse=True)
-    kept = tuple(rollouts.prompts[i] for i in prompts)
-    return taken(rollouts, prompts=kept, group_ids=group_ids.astype(np.int32)), taken(rewards)
+    fields = {name: take(value) for name, value in vars(batch).items() if name not in others}
+    return type(batch)(**fields, **others)
 
 
-def split_baseline(rollouts: Rollouts, rewards: Rewards, n: int) -> tuple[Rollouts, Rewards]:
-    """Takes the greedy sample, the last of each group of `n`, out and makes it the baseline."""
-    is_greedy = np.arange(len(rollouts.lengths)) % n == n - 1
-    baselines = np.repeat(rewards.scores[is_greedy], n)
-    rewards = dataclasses.replace(rewards, baselines=baselines)
+def split_baseline(rollouts: Rollouts, rewards: Rewards) -> tuple[Rollouts, Rewards]:
+    """Takes the greedy sample, the last of each group, out and makes it the baseline."""
+    ends = np.searchsorted(rollouts.group_ids, rollouts.group_ids, side="right") - 1
+    is_greedy = rollouts.last_rows == ends
+    rewards = dataclasses.replace(rewards, baselines=rewards.scores[ends])
     return take_rows(rollouts, rewards, np.flatnonzero(~is_greedy))
 
 

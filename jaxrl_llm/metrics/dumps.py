@@ -12,7 +12,10 @@ def records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterator[dict[st
     """Yields verl's keys `input`, `output`, `gts`, `score`, `step` of each sequence, and more.
 
     That is `data_source`, `num_tokens` (of the response), `stopped`, `terms` (each reward term,
-    unweighted) and `details` (what reward functions returned beside the score).
+    unweighted) and `details` (what reward functions returned beside the score). Of an episode with
+    tools or an environment also `messages` (after the prompt), `sampled` (spans of the response
+    that the policy chose, in tokens), `num_turns`, `calls` and `errors` (counts by name) and
+    `turn_rewards`.
     """
     for row, output in enumerate(rollouts.responses):
         prompt = rollouts.prompts[rollouts.group_ids[row]]
@@ -27,7 +30,22 @@ def records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterator[dict[st
             "stopped": rollouts.stopped[row],
             "terms": {name: term[row] for name, term in rewards.terms.items()},
             "details": rewards.details[row],
+            **(_of_episode(rollouts, row, len(prompt.tokens)) if rollouts.logs else {}),
         }
+
+
+def _of_episode(rollouts: Rollouts, row: int, prompt_tokens: int) -> dict[str, Any]:
+    log = rollouts.logs[row]
+    mask = np.pad(rollouts.response_mask[row, prompt_tokens:].astype(np.int8), 1)
+    starts, ends = (np.flatnonzero(np.diff(mask) == change) for change in (1, -1))
+    return {
+        "messages": log.messages,
+        "sampled": list(zip(starts.tolist(), ends.tolist(), strict=True)),
+        "num_turns": log.num_turns,
+        "calls": dict(log.calls),
+        "errors": dict(log.errors),
+        "turn_rewards": log.turn_rewards,
+    }
 
 
 def of_tokens(

@@ -71,6 +71,7 @@ def of_rollouts(
     for name, term in rewards.terms.items():
         if (used := rewards.weights[name] != 0).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
+    found |= of_episodes(rollouts)
     prompts, responses = _lengths(rollouts)
     for p in (10, 50, 90, 99) if responses.size else ():
         quantile = np.percentile(responses, p, method="inverted_cdf")
@@ -91,6 +92,30 @@ def of_rollouts(
         found["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
     if config.router.replay in ("compare", "rollout"):
         found["router/missing_routes"] = float(rollouts.missing_routes)
+    return found
+
+
+def of_episodes(rollouts: Rollouts) -> dict[str, float]:
+    """Returns turns, calls and errors of episodes, each counted once; nothing without any.
+
+    `tool_calls/NAME`, `tool_errors/KIND` and `agent/rewritten` count in the step; `num_turns`,
+    `tool_call_counts` and `timing_s/agent_loop/tool_calls` are of an episode.
+    """
+    logs = list({id(log): log for log in rollouts.logs}.values())
+    found: dict[str, float] = {}
+    for name, numbers in (
+        ("num_turns", [log.num_turns for log in logs]),
+        ("tool_call_counts", [log.calls.total() for log in logs]),
+        ("timing_s/agent_loop/tool_calls", [log.seconds for log in logs]),
+    ):
+        found |= _summary(name, np.array(numbers))
+    if logs:
+        calls = sum((log.calls for log in logs), collections.Counter[str]())
+        errors = sum((log.errors for log in logs), collections.Counter[str]())
+        found |= {f"tool_calls/{name}": float(count) for name, count in sorted(calls.items())}
+        found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(errors.items())}
+        found["tool_errors/total"] = float(errors.total())
+        found["agent/rewritten"] = float(sum(log.num_rewritten for log in logs))
     return found
 
 

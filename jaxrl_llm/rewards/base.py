@@ -23,6 +23,8 @@ from jaxrl_llm.types import Prompt, Rewards, Rollouts
 
 logger = logging.getLogger(__name__)
 
+ENVIRONMENT = "environment"  # the term of what environments give
+
 ModelScorer = Callable[[Rollouts], Float[np.ndarray, " B"]]
 TermConfig = RewardFunctionConfig | RewardModelConfig
 
@@ -93,6 +95,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     `model_scorers` are for each of `models` and `cost_models`. RewardError: they are not, or a
     function cannot be found. Rows of the data sources in `taught` need no reward, as in `check`.
+    With `environments`, what these give is a term.
     """
 
     def __init__(
@@ -100,12 +103,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         config: RewardsConfig,
         model_scorers: Mapping[str, ModelScorer],
         taught: Collection[str] = (),
+        environments: bool = False,
     ):
         wanted = {*config.models, *config.cost_models}
         if wanted != set(model_scorers):
             given = f"scorers were given for {sorted(model_scorers)}; give one for each"
             raise RewardError(f"config.rewards names the models {sorted(wanted)}, {given}")
-        self._config, self._taught = config, taught
+        self._config, self._taught, self._environments = config, taught, environments
         self._reward_terms: dict[str, TermConfig] = {**config.functions, **config.models}
         self._cost_terms: dict[str, TermConfig] = {**config.cost_functions, **config.cost_models}
         if shared := sorted(set(self._reward_terms) & set(self._cost_terms)):
@@ -123,8 +127,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         A term applies to the rows of its `data_source`, or to all with "*"; `scores` and `costs`
         are the sums of weight times term over those that apply. `baselines` are 0. `details` holds
         the keys that the row's functions returned beside the score; a key that two of them return
-        is kept for the later one as `term/key`. RewardError if no reward applies to a row, a model
-        gave no finite score for each row, or a function failed and `on_failure` is "stop".
+        is kept for the later one as `term/key`. What environments gave is the term "environment".
+        RewardError if no reward applies to a row, a model gave no finite score for each row, or a
+        function failed and `on_failure` is "stop".
         """
         terms = {**self._reward_terms, **self._cost_terms}
         sources = [rollouts.prompts[group].data_source for group in rollouts.group_ids]
@@ -141,6 +146,14 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 scores = _checked_scores(name, scorer(rollouts), len(sources))
                 values[name] = np.where(applies[name], scores, 0.0)
         weights = {name: term.weight * applies[name] for name, term in terms.items()}
+        names, by_turn = list(self._reward_terms), None
+        if self._environments:
+            names.append(ENVIRONMENT)
+            judged = np.array([bool(log.environment) for log in rollouts.logs])
+            weights[ENVIRONMENT] = self._config.environment_weight * judged
+            given = [log.reward + sum(log.turn_rewards) for log in rollouts.logs]
+            values[ENVIRONMENT] = np.array(given)
+            by_turn = self._config.environment_weight * turn_rewards(rollouts)
 
         def weighted_sum(names: Collection[str]) -> Float[np.ndarray, " B"]:
             total = sum((weights[n] * values[n] for n in names), np.zeros(len(sources)))
@@ -152,14 +165,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return total.astype(np.float32)
 
         return Rewards(
-            scores=weighted_sum(self._reward_terms),
-            terms={name: values[name].astype(np.float32) for name in self._reward_terms},
-            weights={name: weights[name].astype(np.float32) for name in self._reward_terms},
+            scores=weighted_sum(names),
+            terms={name: values[name].astype(np.float32) for name in names},
+            weights={name: weights[name].astype(np.float32) for name in names},
             costs=weighted_sum(self._cost_terms),
             baselines=np.zeros(len(sources), np.float32),
             details=tuple(details),
             num_failures=num_failures,
             num_calls=num_calls,
+            turn_rewards=by_turn,
         )
 
     def _call_functions(self, rollouts, applies, values, details) -> tuple[int, int]:
@@ -171,8 +185,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         for name, term in {**self._config.functions, **self._config.cost_functions}.items():
             for row in np.flatnonzero(applies[name]).tolist():
                 prompt = rollouts.prompts[rollouts.group_ids[row]]
+                info = dict(prompt.extra_info)
+                if rollouts.logs:
+                    log = rollouts.logs[row]
+                    info |= {"messages": log.messages, "num_turns": log.num_turns}
                 given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
-                calls.append((name, Call(term.function, row, *given, prompt.extra_info)))
+                calls.append((name, Call(term.function, row, *given, info)))
         own_rows = hosts.own_part(len(rollouts.responses))
         own = {i: call for i, (_, call) in enumerate(calls) if call.row in own_rows}
 
@@ -189,6 +207,21 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             for key, value in found.items():
                 of_row[f"{name}/{key}" if key in of_row else key] = value
         return len(calls), num_failures
+
+
+def turn_rewards(rollouts: Rollouts) -> Float[np.ndarray, "B T"]:
+    """Returns what environments gave for each turn, on the last token that the policy chose in it.
+
+    The turns of a row are the last ones of its episode.
+    """
+    mask = rollouts.response_mask
+    found = np.zeros(mask.shape, np.float32)
+    ends = mask & ~np.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    for row, log in enumerate(rollouts.logs):
+        places = np.flatnonzero(ends[row])
+        given = log.turn_rewards[log.num_turns - len(places) :]
+        found[row, places[: len(given)]] = given
+    return found
 
 
 def _checked_scores(name: str, scores: np.ndarray, num_rows: int) -> Float[np.ndarray, " B"]:

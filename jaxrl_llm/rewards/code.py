@@ -4,9 +4,9 @@ import json
 import re
 from typing import Any
 
-from jaxrl_llm.rewards import supervisor
+from jaxrl_llm.processes import supervisor
+from jaxrl_llm.processes.sandbox import Limits, protections, run_python
 from jaxrl_llm.rewards.functions import Info
-from jaxrl_llm.rewards.sandbox import Limits, protections, run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _MAX_TESTS = 64

@@ -7,31 +7,20 @@ workers are fresh interpreters: `multiprocessing` would import the main module o
 import contextlib
 import json
 import logging
-import multiprocessing
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import IO, Any
+from typing import Any
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards import supervisor
+from jaxrl_llm.processes.child import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Child
+from jaxrl_llm.processes.messages import send
+from jaxrl_llm.rewards import worker as process
 from jaxrl_llm.rewards.functions import ARGUMENTS
-from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES, send
-
-START_TIMEOUT_S = 120.0  # to import the module of a reward function
-CLOSE_TIMEOUT_S = 2.0
-KILL_TIMEOUT_S = 10.0  # for a worker's descendants to be gone
-MAX_SHOWN_BYTES = 1 << 16  # of what one process prints; the rest is read and dropped
-
-# Variables of the environment that an interpreter needs to start.
-_NEEDED = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -182,32 +171,12 @@ def _where(call: Call) -> str:
     return f"reward function {call.function!r}, row {call.row}, data source {call.data_source!r}"
 
 
-class _Worker:
+class _Worker(Child):
     """One process and the call that it works on."""
 
     def __init__(self, functions: tuple[str, ...], config: RewardsConfig):
-        self.connection, theirs = multiprocessing.Pipe()
-        visible = (*_NEEDED, *config.environment)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxrl_llm.rewards.supervisor", str(theirs.fileno())],
-                # It finds the same modules as this process. A user's function that imports jax
-                # cannot take the devices of the run, and cannot see the run's secrets.
-                env={
-                    **{name: os.environ[name] for name in visible if name in os.environ},
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "JAX_PLATFORMS": "cpu",
-                },
-                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # deaf to Ctrl-C
-            )
+        super().__init__(process.__name__, config.environment)
         self._functions = functions
-        assert self._process.stdout
-        self._reader = threading.Thread(target=_show, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
         self.ready = False
         self.call = -1  # index of the call it is busy with; -1: none
         self.deadline = time.monotonic() + START_TIMEOUT_S
@@ -243,30 +212,3 @@ class _Worker:
             names = ", ".join(self._functions)
             raise RewardError(f"cannot load the reward functions ({names}): {answer['error']}")
         self.ready = True
-
-    def end(self, patience_s: float) -> str:
-        """Ends the process, by force after `patience_s`; returns how it ended."""
-        assert self._process.stdin
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
-        self._process.stdin.close()  # its supervisor ends it and all that it has started
-        try:
-            code = self._process.wait(KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self.connection.close()
-        self._reader.join(CLOSE_TIMEOUT_S)  # it closes the pipe
-        return supervisor.ending(code)
-
-
-def _show(pipe: IO[bytes]) -> None:
-    """Passes on what a worker prints, up to a bound, until it ends."""
-    room = MAX_SHOWN_BYTES
-    with pipe:
-        while block := os.read(pipe.fileno(), 1 << 16):
-            if room > 0:
-                sys.stderr.write(block[:room].decode(errors="replace"))
-                if len(block) >= room:
-                    sys.stderr.write(f"\n... more than {MAX_SHOWN_BYTES} bytes: dropped\n")
-                room -= len(block)

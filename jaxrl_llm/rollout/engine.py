@@ -1,7 +1,8 @@
 """The rollout engine: prefill, insert and generate over decode slots, kept full."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -128,6 +129,10 @@ class Engine:
         """Ends a request; returns its completions so far, none if it has ended or never was."""
         return self._scheduler.remove(number)
 
+    def completions(self, number: int) -> list[Completion]:
+        """Returns those of an unfinished request; they grow until their samples end."""
+        return self._scheduler.completions(number)
+
     def forget(self, number: int, index: int) -> None:
         """Gives back the slot that is kept for who continues a sample, if there is one."""
         self._scheduler.forget(number, index)
@@ -179,22 +184,31 @@ class Engine:
           RequestError, ValueError: If a request does not fit, or submitted ones are not finished.
           Exception: What the host's work for a sample raised, such as `decode`.
         """
-        if self.num_waiting or self.num_active:
-            raise ValueError(
-                f"generate: {self.num_waiting} submitted samples are waiting and"
-                f" {self.num_active} running; finish them with step, abort them, or reset"
-            )
         for i, request in enumerate(requests):
             self.limits.check(request, f"request {i}")
-        self.reset()
-        self._reader.longest = longest_prompt
-        completions = [self._scheduler.completions(self._scheduler.add(r)) for r in requests]
-        try:
+        with self.session(longest_prompt):
+            completions = [self._scheduler.completions(self._scheduler.add(r)) for r in requests]
             while self.num_waiting or self.num_active:
                 for progress in self.step(params, version, ahead=True):
                     if progress.error is not None:
                         raise progress.error
-            return completions
+        return completions
+
+    @contextlib.contextmanager
+    def session(self, longest_prompt: int = 0) -> Iterator[None]:
+        """An engine without requests, whose cache's memory is given back in the end.
+
+        `longest_prompt` as in `generate`. Raises ValueError if submitted requests are not finished.
+        """
+        if self.num_waiting or self.num_active:
+            raise ValueError(
+                f"session: {self.num_waiting} submitted samples are waiting and"
+                f" {self.num_active} running; finish them with step, abort them, or reset"
+            )
+        self.reset()
+        self._reader.longest = longest_prompt
+        try:
+            yield
         except BaseException:
             self.reset()
             raise

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxrl_llm import console
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data.datasets import Dataset
-from jaxrl_llm.learner import objectives
+from jaxrl_llm.learner import objectives, source
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.objectives import Batch, Objective, Row
 from jaxrl_llm.learner.sampler import Sampler
@@ -63,10 +63,10 @@ class Evaluator:
         lengths: list[np.ndarray] = []
         for wave, prompts in enumerate(console.each("evaluating", self._waves)):
             key = jax.random.fold_in(self._key, wave)
-            rollouts, _ = episodes.rollout(
-                self._sampler.engine, weights, models.tokenizer, prompts, [sampling] * n, key
-            )
-            rewards = self._score(rollouts)
+            rollouts, _ = self._sampler.rollout(weights, prompts, [sampling] * n, key)
+            rewards = source.scored(self._score, rollouts)
+            ends = np.unique(rollouts.last_rows)  # a row for each episode
+            rollouts, rewards = source.take_rows(rollouts, rewards, ends)
             lengths.append(rollouts.response_mask.sum(1))
             for i, prompt in enumerate(prompts.prompts):
                 rows = slice(i * n, (i + 1) * n)
@@ -75,9 +75,9 @@ class Evaluator:
                 scores[prompt.data_source].append(rewards.scores[rows])
                 answers[prompt.data_source].append(given)
         found = {"val-aux/response_length/mean": float(np.concatenate(lengths).mean())}
-        for source in sorted(scores):
-            for name, value in summary(np.stack(scores[source]), answers[source]).items():
-                found[f"val-core/{source}/{name}"] = value
+        for name in sorted(scores):
+            for what, value in summary(np.stack(scores[name]), answers[name]).items():
+                found[f"val-core/{name}/{what}"] = value
         return found
 
 

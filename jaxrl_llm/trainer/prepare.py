@@ -1,5 +1,7 @@
 """What an RL run begins with: all checks first, then models are read or trained."""
 
+import contextlib
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,9 +9,10 @@ from typing import NamedTuple
 import jax
 from absl import logging
 
+from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.data import curriculum, datasets
+from jaxrl_llm.data import curriculum, datasets, prompt_stream
 from jaxrl_llm.learner import distillation, planned, predict, sampler
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import replay as replay_lib
@@ -31,6 +34,7 @@ class Checked(NamedTuple):
     training_set: datasets.Dataset
     held_out: datasets.Dataset
     planned_bytes: float
+    world: World | None  # what answers the policy; None: nothing does
 
 
 class Prepared(NamedTuple):
@@ -43,8 +47,13 @@ class Prepared(NamedTuple):
     evaluate: Evaluator
 
 
-def checked(config: RLConfig, replay: Sequence[pathlib.Path] = ()) -> Checked:
-    """Checks all that a run needs, and reads its rows; allocates and writes nothing."""
+def checked(
+    config: RLConfig, open_until: contextlib.ExitStack, replay: Sequence[pathlib.Path] = ()
+) -> Checked:
+    """Checks all that a run needs, and reads its rows; allocates and writes nothing.
+
+    Processes of tools and environments end with `open_until`.
+    """
     models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())
@@ -52,20 +61,30 @@ def checked(config: RLConfig, replay: Sequence[pathlib.Path] = ()) -> Checked:
     distillation.check(config, models)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
-    training_set = datasets.load_dataset(config.data, models.tokenizer, "train", config.seed)
+    world, options_of = None, None
+    if config.agent.is_used:
+        world = open_until.enter_context(World(config.agent, models.tokenizer))
+        options_of = world.options
+    load = functools.partial(
+        datasets.load_dataset,
+        config.data,
+        models.tokenizer,
+        seed=config.seed,
+        options_of=options_of,
+    )
+    training_set = load("train")
     curriculum.check(config.curriculum, training_set.prompts)
     supervised.check_pairs(config)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:
-        held_out = datasets.load_dataset(config.data, models.tokenizer, "eval", config.seed)
-    taught = config.distillation.data_sources
-    rewards_lib.check(config.rewards, training_set.prompts, taught)
+        held_out = load("eval")
+    rewards_lib.check(config.rewards, training_set.prompts, config.taught_sources)
     sources = [prompt.data_source for prompt in held_out.prompts]
-    rewards_lib.check_sources(config.evaluation_rewards, sources)
+    rewards_lib.check_sources(config.evaluation_rewards, sources, config.judged_sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
     replay_lib.check(replay, config, models.policy.shape.vocab_size)
-    return Checked(models, training_set, held_out, planned_bytes)
+    return Checked(models, training_set, held_out, planned_bytes, world)
 
 
 def rl(
@@ -76,7 +95,7 @@ def rl(
     All checks come before anything is allocated or written. The samples are those of the dumps
     `replay`, if there are any.
     """
-    models, training_set, held_out, planned_bytes = checked(config, replay)
+    models, training_set, held_out, planned_bytes, world = checked(config, run, replay)
     run.claim(models, training_set, held_out, planned_bytes=planned_bytes)
 
     # Policy, reference, critic, reward models: what each begins as.
@@ -86,13 +105,19 @@ def rl(
     state = weights_lib.initial_state(config, models, policy)
 
     model_scorers = predict.model_scorers(models, frozen)
-    taught = config.distillation.data_sources
-    scorer = run.enter_context(rewards_lib.Scorer(config.rewards, model_scorers, taught))
+    environments = bool(config.agent.environments)
+    scorer = run.enter_context(
+        rewards_lib.Scorer(config.rewards, model_scorers, config.taught_sources, environments)
+    )
     judge = scorer
     if config.evaluation.functions:
-        judge = run.enter_context(rewards_lib.Scorer(config.evaluation_rewards, {}))
-    samples = sampler.build(config, models, frozen.base)
-    prompts = datasets.PromptIterator(training_set, config.data, config.seed, config.curriculum)
+        judge = run.enter_context(
+            rewards_lib.Scorer(config.evaluation_rewards, {}, config.judged_sources, environments)
+        )
+    samples = sampler.build(config, models, frozen.base, world)
+    prompts = prompt_stream.PromptIterator(
+        training_set, config.data, config.seed, config.curriculum
+    )
     source: Source = SampledNow(config, samples, prompts, scorer.score)
     if replay:
         source = replay_lib.Replayed(replay, config, models.policy.shape.vocab_size)

@@ -137,6 +137,6 @@ def check(
 ) -> RLConfig:
     """Checks all that `train` does before it begins; returns the config with its chosen sizes."""
     config = planned.settled(config, workdir)
-    with Run(config, workdir):
-        prepare.checked(config, replay_lib.find(replay))
+    with Run(config, workdir) as run:
+        prepare.checked(config, run, replay_lib.find(replay))
     return config

@@ -7,6 +7,8 @@ from jaxrl_llm.algorithms.advantages import (
     ESTIMATORS,
     estimate,
     generalized_advantage_estimation,
+    grpo,
+    grpo_turns,
     reinforce_plus_plus,
     remax,
 )
@@ -203,3 +205,29 @@ def test_errors_name_the_setting():
             response_mask=MASK,
             rewards=random(1, 6),
         )
+
+
+def test_turns_are_compared_with_the_same_turns_of_the_group():
+    """By hand: two episodes of two turns, one of one turn, and another prompt's."""
+    mask = np.array([[1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0, 1]], bool)
+    rewards = np.array([[1, 9, 0, 2], [0, 4, 0, 6], [0, 1, 0, 0], [0, 5, 0, 7]], np.float32)
+    rewards = np.where(mask, rewards, 0)
+    groups = np.array([0, 0, 0, 1], np.int32)
+    found = grpo_turns(rewards, mask, groups, group_std=False)
+    # Rewards to go of first turns: 3, 10, 1; of second turns: 2, 6; the last group has one row.
+    first, second = np.array([3, 10, 1]) - 14 / 3, np.array([2, 6]) - 4
+    want = [
+        [first[0], 0, second[0], second[0]],
+        [first[1], first[1], 0, second[1]],
+        [first[2], first[2], 0, 0],
+        [0, 12, 0, 7],
+    ]
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    scaled = grpo_turns(rewards, mask, groups)
+    np.testing.assert_allclose(scaled[0, 2], -2 / (8**0.5 + 1e-6), rtol=1e-6)
+    # Episodes of one turn: GRPO.
+    one = np.array([[0, 1, 1, 0], [0, 0, 1, 1]], bool)
+    given, pair = np.where(one, rewards[:2], 0), groups[:2]
+    whole = grpo(given.sum(1), pair, np.ones(2, bool))
+    turns = grpo_turns(given, one, pair)
+    np.testing.assert_allclose(turns, np.where(one, whole[:, None], 0), rtol=1e-6)

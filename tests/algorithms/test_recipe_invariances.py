@@ -30,6 +30,7 @@ CONFIGS |= {
     )
     for advantage, loss, aggregation in (
         ("grpo_passk", "clip_cov", "token-sum"),
+        ("grpo_turns", "vanilla", "token-mean"),
         ("gdpo", "kl_cov", "token-mean"),
         ("reinforce_plus_plus_baseline", "dppo_tv", "seq-mean-token-sum"),
         ("optimal_token_baseline", "dppo_kl", "token-mean"),

@@ -46,6 +46,8 @@ JUDGE = {"rewards.functions": {}, "rewards.models": {"NAME": {}}, "preference.nu
 ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
 COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
 COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
+TOOLS = {"agent.tools": ("calculator",)}
+WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
 SAFE = {"algorithm.safe": True, **COSTS}
 GROUPS = {"algorithm.recipe": "grpo"}
@@ -357,6 +359,27 @@ RL = {
         3,
         {**TAUGHT, "distillation.loss": "forward_kl"},
     ),
+    "config.agent.tools": (probe.agents, ("python",), TOOLS),
+    "config.agent.environments.NAME.environment": (probe.agents, "other:Class", WORLD),
+    "config.agent.environments.NAME.address": (probe.agents, "elsewhere", WORLD),
+    "config.agent.default": (probe.agents, "tool_agent", WORLD),
+    "config.agent.call_format": (probe.agents, "hermes", TOOLS),
+    "config.agent.max_turns": (probe.agents, 2, TOOLS),
+    "config.agent.max_turn_tokens": (probe.engine, 3),
+    "config.agent.max_calls": (probe.agents, 2, TOOLS),
+    "config.agent.max_result_characters": (probe.agents, 100, TOOLS),
+    "config.agent.cut_results": (probe.agents, "left", TOOLS),
+    "config.agent.timeout_s": (probe.agents, 3.0, TOOLS),
+    "config.agent.max_tool_s": (probe.agents, 3.0, TOOLS),
+    "config.agent.num_processes": (probe.agents, 2, TOOLS),
+    "config.agent.memory_gib": (probe.agents, 3.0, TOOLS),
+    "config.agent.visible": (probe.agents, ("HOME",), TOOLS),
+    "config.agent.corpus": (
+        probe.agents,
+        "other.jsonl",
+        {"agent.tools": ("search",), "agent.corpus": "passages.jsonl"},
+    ),
+    "config.rewards.environment_weight": (probe.scores, 3.0, WORLD),
     "config.rewards.num_workers": (probe.scores, 3),
     "config.rewards.timeout_s": (probe.scores, 3.0),
     "config.rewards.memory_gib": (probe.scores, 3.0),

@@ -10,9 +10,10 @@ from jaxrl_llm.algorithms.lookup import FunctionError
 from jaxrl_llm.config import CurriculumConfig, DataConfig
 from jaxrl_llm.data import curriculum
 from jaxrl_llm.data.curriculum import Curriculum, between
-from jaxrl_llm.data.datasets import Dataset, PromptIterator
+from jaxrl_llm.data.datasets import Dataset
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.mixtures import Shares
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import MixedRows
 from jaxrl_llm.types import Prompt
 

@@ -6,12 +6,12 @@ import pytest
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.datasets import (
-    PromptIterator,
     load_dataset,
     preference_pairs,
     worked_examples,
 )
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rewards.functions import arithmetic

@@ -8,9 +8,10 @@ import pytest
 from pyarrow import parquet
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.datasets import PromptIterator, load_dataset, worked_examples
+from jaxrl_llm.data.datasets import load_dataset, worked_examples
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.mixtures import Mixed, Shares
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 

@@ -15,12 +15,12 @@ import jaxrl_llm
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import files, streaming
 from jaxrl_llm.data.datasets import (
-    PromptIterator,
     load_dataset,
     preference_pairs,
     worked_examples,
 )
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 

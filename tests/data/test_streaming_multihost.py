@@ -12,7 +12,8 @@ import quick_compiler
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import streaming
-from jaxrl_llm.data.datasets import PromptIterator, load_dataset
+from jaxrl_llm.data.datasets import load_dataset
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 

@@ -23,7 +23,7 @@ from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import families, huggingface
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rewards.supervisor import descendants
+from jaxrl_llm.processes.supervisor import descendants
 
 NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-30, 1e30, 2**31, 2**63)
 TEXTS = ("", "x" * 2**20, "a\ud800b", "a\0b")

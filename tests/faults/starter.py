@@ -21,6 +21,8 @@ import time
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.path import atomicity
 
+from jaxrl_llm.agents import episode, world
+from jaxrl_llm.agents import pool as agents_pool
 from jaxrl_llm.checkpoint import saver, seal
 from jaxrl_llm.learner import batches, objectives, sampler, source, weights
 from jaxrl_llm.metrics import alerts, statistics, writer
@@ -69,6 +71,18 @@ POINTS = {
     "saved": (ocp.CheckpointManager, "wait_until_finished", "after", 2),
 }
 
+# Of episodes with tools, beside those of RL.
+OF_AGENTS = {
+    "world_before": (world.World, "begin", "before", 2),
+    "tool_asked": (agents_pool.Pool, "ask", "after", 5),
+    "tool_answered": (agents_pool.Pool, "_received", "after", 6),
+    "turn_heard": (episode.Episode, "hear", "after", 4),
+    "turn_submitted": (Engine, "_extend", "before", 2),
+    "episode_judged": (episode.Episode, "finish", "after", 3),
+    **{name: POINTS[name] for name in ("rollout_during", "reward_during", "update_between")},
+    "save_writing": POINTS["save_writing"],
+}
+
 # Of jobs on given answers; the others are as in RL.
 OF_JOBS = {
     "job_setup": (weights, "initial", "before", 1),
@@ -100,7 +114,7 @@ def halved(function, die):
 
 def arm(point: str, number: signal.Signals) -> None:
     """Makes this process send itself a signal at a point, once."""
-    owner, name, when, at = {**POINTS, **OF_JOBS}[point]
+    owner, name, when, at = {**POINTS, **OF_JOBS, **OF_AGENTS}[point]
     function = getattr(owner, name)
     calls = itertools.count(1)
 

@@ -14,8 +14,9 @@ from pyarrow import parquet
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import streaming
-from jaxrl_llm.data.datasets import PromptIterator, load_dataset, preference_pairs, worked_examples
+from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 

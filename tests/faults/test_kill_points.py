@@ -154,7 +154,11 @@ def chain(name: str, tmp_path, cache, moments, last: int, learned: str, settings
 
 
 def test_every_point_names_a_function():
-    for point, (owner, name, when, at) in {**starter.POINTS, **starter.OF_JOBS}.items():
+    for point, (owner, name, when, at) in {
+        **starter.POINTS,
+        **starter.OF_JOBS,
+        **starter.OF_AGENTS,
+    }.items():
         assert callable(getattr(owner, name, None)), point
         assert when in ("before", "after", "half") and at >= 1, point
 
@@ -196,3 +200,36 @@ def test_every_point_of_a_job(name, rank, tmp_path, cache):
     assert len(starter.OF_JOBS) >= 10
     moments = [FEW_OF_A_JOB[0], *((point, "SIGKILL") for point in starter.OF_JOBS)]
     chain_of_a_job(name, rank, tmp_path, cache, moments)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(("tool_asked", "turn_heard"), marks=pytest.mark.slow),
+        pytest.param(tuple(starter.OF_AGENTS), marks=pytest.mark.nightly),
+    ],
+    ids=["two", "all"],
+)
+def test_points_of_episodes_with_tools(points, tmp_path, cache):
+    """An untaught policy talks to an environment; what it says depends on what that answers."""
+    moments = [("save_begun", "SIGTERM"), *((point, "SIGKILL") for point in points)]
+    settings = {
+        **SETTINGS,
+        "rewards.functions": {},
+        "agent.tools": (),
+        "agent.environments": {
+            "talker": {"environment": f"{pathlib.Path(__file__).with_name('talker.py')}:Talker"}
+        },
+        "data.chat_template": True,
+        "data.arithmetic_train_prompts": 100,
+        "data.task": "arithmetic",
+        "data.max_prompt_tokens": 16,
+        "rollout.max_response_tokens": 48,
+        "rollout.stop_tokens": tuple(range(20, 28)),
+        "evaluation.functions": {},
+    }
+    del settings["rewards.functions.answer.function"]
+    name, last = "agent_calculator_tiny", steps_of(moments)
+    chain(name, tmp_path, cache, moments, last, "critic/score/mean", settings)
+    numbers = runs.metrics(tmp_path / "run")[last]
+    assert numbers["num_turns/max"] > 2 and numbers["critic/score/spread"] > 0

@@ -132,7 +132,7 @@ def test_waves_are_joined():
 
 def test_the_greedy_sample_becomes_the_baseline():
     rollouts = rollouts_of([prompt(4), prompt(5)], 3)
-    left, rewards = source.split_baseline(rollouts, rewards_of([1, 2, 3, 4, 5, 6]), 3)
+    left, rewards = source.split_baseline(rollouts, rewards_of([1, 2, 3, 4, 5, 6]))
     assert_consistent(left, rewards)
     assert left.responses == ("4.0", "4.1", "5.0", "5.1")
     np.testing.assert_array_equal(rewards.scores, [1, 2, 4, 5])
@@ -151,12 +151,11 @@ class FakeRun:
         compiled = self.compiled = []
         engine = types.SimpleNamespace(compile_ahead=lambda *of: compiled.append(of))
         models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-        sampler = types.SimpleNamespace(engine=engine, models=models)
+        sampler = types.SimpleNamespace(engine=engine, models=models, rollout=self.rollout)
         self.source = SampledNow(config, sampler, self, self.score)
         self.score_of = score
         self.next = 0
         self.taken, self.learned, self.keys, self.samples = [], [], [], []
-        monkeypatch.setattr(source.episodes, "rollout", self.rollout)
 
     def batch(self, count):
         first, self.next = self.next, self.next + count
@@ -168,7 +167,7 @@ class FakeRun:
             [(p.index, list(found)) for p, found in zip(prompts, scores, strict=True)]
         )
 
-    def rollout(self, engine, weights, tokenizer, prompts, samples, key):
+    def rollout(self, weights, prompts, samples, key):
         assert weights.version == 7
         self.keys.append(jax.random.key_data(key).tolist())
         self.samples.append(tuple(samples))

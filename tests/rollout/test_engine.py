@@ -278,7 +278,7 @@ def test_generate_wants_an_idle_engine():
     engine = engine_of()
     engine.reset()
     engine.submit(workload()[0])
-    with pytest.raises(ValueError, match="generate: 5 submitted samples are waiting and 0 running"):
+    with pytest.raises(ValueError, match="session: 5 submitted samples are waiting and 0 running"):
         engine.generate(rollout_params(), workload())
     engine.reset()
     assert engine.num_waiting == 0

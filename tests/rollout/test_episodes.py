@@ -1,6 +1,7 @@
 """From prompts to `Rollouts`: where tokens, masks, log-probs and texts stand, turn by turn."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.types import Prompt, PromptBatch, Weights
+from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
 NETWORK = tiny.with_sizes(vocab_size=len(TOKENIZER))
@@ -109,43 +110,67 @@ def test_parameters_of_a_run():
 APPENDED = (60, 61, 62)
 
 
-class Conversation:
-    """Answers with the same three tokens, so often; remembers what the policy said."""
-
-    def __init__(self, num_answers: int):
-        self.num_answers = num_answers
-        self.turns = []
-
-    def advance(self, sampled):
-        self.turns.append(list(sampled.tokens))
-        return APPENDED if len(self.turns) <= self.num_answers else ()
+class Following(NamedTuple):
+    tokens: tuple[int, ...]
+    rewrites: bool = False
 
 
-def test_an_episode_of_several_turns(setup):
+class Talk:
+    """Answers episodes with the same three tokens, so often; remembers what the policy said."""
+
+    def __init__(self, num_answers, late=0):
+        self.num_answers, self.turns = num_answers, [[] for _ in num_answers]
+        self.waiting, self.late, self.ended = [], late, []
+
+    def begin(self, prompts, num_samples):
+        assert len(prompts.prompts) * num_samples == len(self.num_answers)
+        return prompts
+
+    def take(self, number, tokens, stopped):
+        self.turns[number].append(list(tokens))
+        is_answered = len(self.turns[number]) <= self.num_answers[number]
+        if is_answered:
+            self.waiting.append((number, Following(APPENDED)))
+        return is_answered
+
+    def answers(self, wait):
+        """Answers come in another order than the turns, some of them late."""
+        kept = 0 if wait else min(self.late, len(self.waiting))
+        found, self.waiting = self.waiting[kept:][::-1], self.waiting[:kept]
+        return found
+
+    def end(self, number):
+        self.ended.append(number)
+
+    def finish(self):
+        return [EpisodeLog(num_turns=len(turns)) for turns in self.turns]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_an_episode_of_several_turns(setup, late):
     """Ids are never made anew; a turn is sampled as a request that begins where it does."""
     engine, weights = setup
     batch = prompts("ask", "and another")
     often = SamplingParams(44, stop_tokens=tuple(range(40, 56)))
     samples, key = (often, often, SamplingParams(20, stop_tokens=often.stop_tokens)), 5
     answers = [0, 2, 99] * 2  # 99: until there is no room
-    begun = []
-
-    def begin(prompt, sample):
-        assert prompt is batch.prompts[len(begun) // 3] and sample == len(begun) % 3
-        begun.append(Conversation(answers[len(begun)]))
-        return begun[-1]
-
+    talk = Talk(answers, late)
     rollouts, done = episodes.rollout(
-        engine, weights, TOKENIZER, batch, samples, jax.random.key(key), begin
+        engine, weights, TOKENIZER, batch, samples, jax.random.key(key), talk
     )
-    num_turns = sum(len(episode.turns) for episode in begun)  # prefill samples the first token
+    num_turns = sum(map(len, talk.turns))  # prefill samples the first token
     assert done.decode_tokens + num_turns == rollouts.response_mask.sum()
-    assert done.prefill_tokens > engine.statistics.prefill_tokens
+    # Every turn reads what is new, and the last token that was sampled before it.
+    prompt_tokens = sum(len(prompt.tokens) for prompt in batch.prompts)
+    new = prompt_tokens + (num_turns - 6) * (len(APPENDED) + 1)
+    assert new <= done.prefill_tokens == new + done.reread_tokens
+    assert sorted(talk.ended) == [number for number, count in enumerate(answers) if count == 99]
+    assert [log.num_turns for log in rollouts.logs] == list(map(len, talk.turns))
     forced = np.asarray(
         tiny.teacher_forced(rollouts.tokens, np.ones(6, np.float32), NETWORK, tiny.params(NETWORK))
     )
-    for row, (episode, params) in enumerate(zip(begun, samples * 2, strict=True)):
-        prompt, turns = rollouts.prompts[rollouts.group_ids[row]].tokens, episode.turns
+    for row, (turns, params) in enumerate(zip(talk.turns, samples * 2, strict=True)):
+        prompt = rollouts.prompts[rollouts.group_ids[row]].tokens
         response, chosen = list(turns[0]), [True] * len(turns[0])
         for turn in turns[1:]:
             response += [*APPENDED, *turn]
@@ -175,4 +200,4 @@ def test_an_episode_of_several_turns(setup):
             own = jax.random.key_data(jax.random.fold_in(jax.random.key(key), row))
             request = Request(begins, np.asarray(own)[None], (room,))
             assert engine.generate(weights.params, [request])[0][0].tokens == turns[1]
-    assert rollouts.stopped.sum() > 0 and len({len(e.turns) for e in begun}) > 2
+    assert rollouts.stopped.sum() > 0 and len({*map(len, talk.turns)}) > 2

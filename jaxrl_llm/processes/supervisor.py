@@ -1,13 +1,14 @@
-"""The process between the pool and one worker: everything that the worker started ends with it.
+"""The process between an owner and one worker: everything that the worker started ends with it.
 
-The pool runs it as `python -m jaxrl_llm.rewards.supervisor FD`. It forks the worker and waits. When
-the worker ends, or the pool closes this process's stdin, it kills all descendants of the worker,
-in any session or group, and ends as the worker did. It needs no privilege: the kernel makes it the
-parent of every orphan below it.
+Its owner runs it as `python -m jaxrl_llm.processes.supervisor FD MODULE` (`child.py`). It forks the
+worker, which calls `main(FD)` of the module, and waits. When the worker ends, or the owner closes
+this process's stdin, it kills all descendants of the worker, in any session or group, and ends as
+the worker did. It needs no privilege: the kernel makes it the parent of every orphan below it.
 """
 
 import contextlib
 import ctypes
+import importlib
 import os
 import pathlib
 import resource
@@ -33,8 +34,8 @@ def main(connection_fd: int) -> None:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         return
-    os.close(connection_fd)  # so that the pool sees the end of the worker at once
-    threading.Thread(target=_kill_with_pool, args=(worker,), daemon=True).start()
+    os.close(connection_fd)  # so that its owner sees the end of the worker at once
+    threading.Thread(target=_kill_with_owner, args=(worker,), daemon=True).start()
     pid = 0
     while pid != worker:  # orphans come first
         pid, status = os.wait()
@@ -57,7 +58,7 @@ def end_as(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _kill_with_pool(worker: int) -> None:
+def _kill_with_owner(worker: int) -> None:
     os.read(0, 1)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
@@ -92,6 +93,5 @@ def descendants(ancestor: int) -> list[int]:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    from jaxrl_llm.rewards import worker  # in the worker alone: the supervisor stays small
-
-    worker.main(int(sys.argv[1]))
+    # In the worker alone: the supervisor stays small.
+    importlib.import_module(sys.argv[2]).main(int(sys.argv[1]))

@@ -9,21 +9,23 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
 import resource
+import secrets
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from jaxrl_llm.rewards import supervisor
-from jaxrl_llm.rewards.supervisor import PR_SET_PDEATHSIG, libc
+from jaxrl_llm.processes import supervisor
+from jaxrl_llm.processes.supervisor import PR_SET_PDEATHSIG, libc
 
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
@@ -72,7 +74,7 @@ class Protections(NamedTuple):
     # "namespace": it has no network, cannot read the run's environment in /proc, and sees only its
     # own processes, which end with it. "python": its socket module refuses, /proc is as the user
     # may read it, and a process that leaves its group lives on within the limits, until the
-    # reward process that started the program ends.
+    # process that started the program ends.
     network: str
     user: str  # "nobody": it can read what all may read; "own": what the run may read
 
@@ -179,8 +181,111 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Ende
     The interpreter is this one, isolated (`-I`): its path holds neither the run's modules nor the
     user's site-packages, and its environment is empty.
     """
-    found = protections()
+    kept = [b"", b""]
     source = f"exec(compile({program!r}, 'program', 'exec'))\n"
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        with _program(source, given, limits) as process:
+            failure = _read(process, limits, kept)
+    if not failure and process.returncode == -signal.SIGXCPU:
+        failure = f"more than {limits.cpu_s:g} s of processor time"
+    output, errors = (data.decode(errors="replace") for data in kept)
+    return Ended(output, errors, process.returncode, failure)
+
+
+# What an interpreter runs that takes one piece of code after the other: a line with a mark, and
+# the code as JSON. It prints the mark after what a piece has printed.
+_INTERPRETER = """
+import ast, json, os, sys, traceback
+pieces = os.fdopen(os.dup(0), "rb")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(1, 2)
+names, own = {"__name__": "__main__"}, os.getpid()
+for line in pieces:
+    mark, code = json.loads(line)
+    try:
+        tree = ast.parse(code, "code")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "code", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "code", "eval"), names)
+            if value is not None:
+                print(repr(value))
+    except BaseException as error:
+        shown = traceback.format_exception(error)
+        sys.stdout.write("".join([shown[0], *shown[2:]] if len(shown) > 2 else shown))
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        pass
+    if os.getpid() != own:  # a copy that the code has made
+        os._exit(0)
+    os.write(1, mark.encode())
+"""
+_PIECES = 64  # of the limit of processor time, that an interpreter may use in all
+
+
+class Session:
+    """An interpreter in the sandbox that runs one piece of untrusted code after the other.
+
+    It ends with this object's last reference, or when a piece goes over a limit.
+    """
+
+    def __init__(self, limits: Limits = Limits()):
+        """`limits` are of one piece of code; the memory is that of all together."""
+        self._limits, self._stack = limits, contextlib.ExitStack()
+        whole = dataclasses.replace(limits, cpu_s=limits.cpu_s * _PIECES)
+        self._process = self._stack.enter_context(_program(_INTERPRETER, subprocess.PIPE, whole))
+        self.ended = False
+
+    def run(self, code: str) -> str:
+        """Returns what a piece of code prints, with its errors; says so if it had to be ended."""
+        assert self._process.stdin and self._process.stdout
+        mark = secrets.token_hex(16)
+        said = b""
+        deadline = time.monotonic() + self._limits.wall_s
+        problem = "the interpreter has ended" if self.ended else ""
+        try:
+            self._process.stdin.write(json.dumps([mark, code]).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):  # closed
+            problem = "the interpreter has ended"
+        with selectors.DefaultSelector() as selector:
+            if not problem:
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not problem:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    problem = f"ended after {self._limits.wall_s:g} s"
+                    break
+                block = os.read(self._process.stdout.fileno(), 1 << 16)
+                said = said + block
+                if said.endswith(mark.encode()):
+                    break
+                if len(said) > self._limits.output_bytes + len(mark):  # keeps a mark at its end
+                    said = said[: self._limits.output_bytes] + said[-len(mark) :]
+                if not block:
+                    problem = "the interpreter has ended"
+        if problem:
+            self.close()
+        text = said.removesuffix(mark.encode())[: self._limits.output_bytes]
+        shown = text.decode(errors="replace").rstrip("\n")
+        return "\n".join(filter(None, [shown, problem and f"({problem}; names are lost)"]))
+
+    def close(self) -> None:
+        """Ends the interpreter and what it has started."""
+        self.ended = True
+        self._stack.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _program(source: str, stdin: Any, limits: Limits) -> Iterator[subprocess.Popen]:
+    """Gives a process that runs a program in a folder of its own; ends it and all it started."""
+    found = protections()
     if found.network == "python":
         source = _NO_NETWORK + source
     with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as name:
@@ -189,26 +294,23 @@ def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Ende
         (folder / "main.py").chmod(0o444)
         (folder / "proc").mkdir()
         folder.chmod(0o777)
-        process = _started(folder, stdin.encode(errors="replace"), limits, found)
-        kept = [b"", b""]
+        process = _started(folder, stdin, limits, found)
         try:
-            failure = _read(process, limits, kept)
+            yield process
         finally:
             if found.network == "namespace":
                 process.terminate()  # it ends the program's system and waits for that
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_S)
             _end_group(process)
-            for pipe in (process.stdout, process.stderr):
-                pipe.close()  # type: ignore[union-attr]
-    if not failure and process.returncode == -signal.SIGXCPU:
-        failure = f"more than {limits.cpu_s:g} s of processor time"
-    output, errors = (data.decode(errors="replace") for data in kept)
-    return Ended(output, errors, process.returncode, failure)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe:
+                    with contextlib.suppress(OSError):  # unread commands
+                        pipe.close()
 
 
 def _started(
-    folder: pathlib.Path, stdin: bytes, limits: Limits, found: Protections
+    folder: pathlib.Path, stdin: Any, limits: Limits, found: Protections
 ) -> subprocess.Popen:
     def prepare() -> None:
         if found.network == "namespace":
@@ -222,25 +324,22 @@ def _started(
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user clears it
 
-    with tempfile.TemporaryFile() as given:
-        given.write(stdin)
-        given.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-I", "-B", "main.py"],
-            cwd=folder,
-            env={
-                "PATH": "/usr/bin:/bin",
-                "HOME": str(folder),
-                "TMPDIR": str(folder),
-                "LANG": "C.UTF-8",
-                "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
-            },
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=prepare,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", "main.py"],
+        cwd=folder,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(folder),
+            "TMPDIR": str(folder),
+            "LANG": "C.UTF-8",
+            "OPENBLAS_NUM_THREADS": "1",  # threads count as processes
+        },
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=prepare,
+        start_new_session=True,
+    )
 
 
 def _end_group(process: subprocess.Popen) -> None:

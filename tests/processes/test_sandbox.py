@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from jaxrl_llm.rewards import sandbox
-from jaxrl_llm.rewards.sandbox import Limits, run_python
+from jaxrl_llm.processes import sandbox
+from jaxrl_llm.processes.sandbox import Limits, run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMITS = Limits(wall_s=60.0, cpu_s=1.0, memory_gib=0.5, file_bytes=1 << 16, output_bytes=1000)
@@ -102,7 +102,7 @@ def test_it_sees_no_process_but_its_own():
 @needs_namespaces
 def test_it_ends_with_its_caller():
     caller = (
-        "from jaxrl_llm.rewards.sandbox import *\n"
+        "from jaxrl_llm.processes.sandbox import *\n"
         "run_python('import time; print(80.25); time.sleep(60)', '', Limits(wall_s=60))"
     )
     with subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT) as process:

@@ -1,0 +1,48 @@
+"""GRPO with a calculator: a random model of 0.4M parameters, minutes on two CPU cores.
+
+The questions are products of two numbers of two digits, which so small a model cannot compute. The
+warm start shows it how the calculator is called, but most of its examples guess, and guess wrong.
+RL finds out that calling pays. The run needs no files.
+"""
+
+from jaxrl_llm.config.bridge import default_config_dict
+
+
+def get_config():
+    config = default_config_dict()
+    config.model.family = "qwen2"
+    config.model.hidden_size = 128
+    config.model.num_layers = 2
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
+    config.model.head_size = 32
+    config.model.mlp_size = 384
+    config.model.remat = "none"
+
+    config.data.task = "products"
+    config.data.arithmetic_train_prompts = 7000
+    config.data.arithmetic_errors = 0.75
+    config.data.max_prompt_tokens = 16
+    config.rollout.max_response_tokens = 112
+    config.agent.tools = ("calculator",)
+    config.agent.max_turns = 3
+    config.rewards.functions.answer = {"function": "arithmetic"}
+
+    config.warm_start.num_steps = 1200
+    config.warm_start.batch_size = 64
+    config.warm_start.optimizer.learning_rate = 2e-3
+    config.warm_start.optimizer.schedule = "cosine"
+
+    config.algorithm.recipe = "grpo"
+    config.algorithm.samples_per_prompt = 8
+    config.algorithm.kl_in = "none"
+    config.trainer.num_steps = 30
+    config.trainer.prompts_per_step = 16
+    config.trainer.minibatch_size = 64
+    config.trainer.optimizer.learning_rate = 3e-4
+    config.trainer.optimizer.warmup_steps = 5
+    config.trainer.optimizer.weight_decay = 0.0
+    config.evaluation.every = 10
+    config.evaluation.temperature = 1.0
+    config.checkpoint.every = 10
+    return config

@@ -1,0 +1,94 @@
+"""Agents: tools, environments, and the limits of an episode of several turns."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from jaxrl_llm.config.ranges import Count, File, Group, Name, Problems, Range
+
+ADAPTERS = ("gymnasium", "mcp", "openenv")
+READY_TOOLS = ("calculator", "python", "search")
+# Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
+TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
+
+
+class EnvironmentConfig(Group):
+    """One kind of environment; rows choose it by their column `agent_name` (docs/agents.md)."""
+
+    # A class or function of yours that makes one; or gymnasium, mcp, openenv.
+    environment: Name = ""
+    # For adapters: the id of an environment, the command or the address of a server.
+    address: Name = ""
+
+    def rules(self) -> Problems:
+        found = self.environment
+        if not found:
+            yield "environment", "required: 'package.module:Class', 'path/file.py:Class' or adapter"
+        elif found not in ADAPTERS and ":" not in found:
+            known = ", ".join(ADAPTERS)
+            remedy = "or your own as 'package.module:Class' or 'path/file.py:Class'"
+            yield "environment", f"unknown environment {found!r}; known: {known}; {remedy}"
+        elif found in ADAPTERS and not self.address:
+            yield "address", f"required by environment={found!r}"
+
+
+class AgentConfig(Group):
+    """Episodes of several turns: what the policy may call, and what answers it."""
+
+    # calculator, python, search; or typed functions of yours with docstrings, by import or file.
+    tools: tuple[Name, ...] = ()
+    environments: Mapping[str, EnvironmentConfig] = dataclasses.field(default_factory=dict)
+    # The environment of rows without the column `agent_name`. Empty: the only one, if there is one.
+    default: Name = ""
+    # How the model writes calls; "auto": as its chat template does.
+    call_format: Literal[
+        "auto", "hermes", "qwen3_coder", "glm4", "llama3", "mistral", "harmony", "deepseek"
+    ] = "auto"
+    max_turns: Annotated[int, Range("[1, 1024]")] = 8  # of the policy in an episode
+    max_turn_tokens: Annotated[int, Range("[0, 1000000000]", "0: those of the response")] = 0
+    max_calls: Annotated[int, Range("[1, 64]")] = 4  # in a turn; the others are not made
+    max_result_characters: Count = 2048  # of what a tool answers; more are cut out at that side
+    cut_results: Literal["left", "middle", "right"] = "middle"
+    timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call or step
+    # Of an episode, all calls and steps together.
+    max_tool_s: Annotated[float, Range("(0, inf]", "inf: no limit")] = float("inf")
+    # Episodes with a process at the same time; others wait for theirs.
+    num_processes: Annotated[int, Range("[1, 65536]")] = 256
+    # Address space of a process.
+    memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
+    visible: tuple[Name, ...] = ()  # environment variables that tools and environments may see
+    corpus: File = ""  # JSON lines with `text` (and `title`), for the tool "search"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run has tools or environments."""
+        return bool(self.tools or self.environments)
+
+    def environment_of(self, agent_name: str) -> str:
+        """Returns the environment of a row by its `agent_name`; "": tools alone."""
+        only = next(iter(self.environments)) if len(self.environments) == 1 else ""
+        name = agent_name or self.default or only
+        return "" if name in (TOOLS_ALONE, SINGLE_TURN) else name
+
+    def rules(self) -> Problems:
+        for i, tool in enumerate(self.tools):
+            if tool not in READY_TOOLS and ":" not in tool:
+                known = ", ".join(READY_TOOLS)
+                remedy = "or your own as 'package.module:function' or 'path/file.py:function'"
+                yield f"tools[{i}]", f"unknown tool {tool!r}; known: {known}; {remedy}"
+        if len(set(self.tools)) < len(self.tools):
+            yield "tools", f"each one once, got {self.tools}"
+        if self.default and self.default not in (TOOLS_ALONE, *self.environments):
+            known = ", ".join((TOOLS_ALONE, *self.environments))
+            yield "default", f"no environment is named {self.default!r}; known: {known}"
+        for name in {TOOLS_ALONE, SINGLE_TURN} & set(self.environments):
+            yield "environments", f"{name!r} has a meaning of its own; rename it"
+        if len(self.environments) > 1 and not self.default:
+            yield (
+                "default",
+                f"name that of rows without `agent_name`: {', '.join(self.environments)}",
+            )
+        if "search" in self.tools and not self.corpus:
+            yield "corpus", "required by the tool 'search': a file of JSON lines with `text`"
+        if self.corpus and "search" not in self.tools:
+            yield "corpus", "nothing searches it; add 'search' to agent.tools"

@@ -1,0 +1,149 @@
+"""Token in, token out: prompt, sampled tokens and additions are the tokens of the dialogue."""
+
+import pathlib
+import random
+import re
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from jaxrl_llm.agents.additions import addition
+from jaxrl_llm.data import masks
+from jaxrl_llm.data.masks import Dialogue
+from jaxrl_llm.data.tokenizer import prompt_text, prompt_tokens, rendered
+
+# Templates of models that are often trained; only tests read them.
+FOLDER = pathlib.Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+SEEDS = (range(10), pytest.param(range(10, 200), marks=pytest.mark.nightly))
+SPECIAL = re.compile(r"<\|[a-z_]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+# What the whole dialogue shows in another way than it was when the policy spoke: DeepSeek opens
+# answers with a thought that it then leaves out, gpt-oss ends the last answer with its own token.
+AS_SAMPLED = {
+    "deepseekv3": [("<｜Assistant｜><think>\n", "<｜Assistant｜>")],
+    "gptoss": [("<|return|>", "<|end|>")],
+}
+REWRITE = {"qwen3", "glm4moe"}  # they drop earlier thinking when a user speaks
+
+
+def tokenizer_of(template: str):
+    """Every byte is a token, and so is what looks special in the template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    special = sorted(set(SPECIAL.findall(template)))
+    found.add_tokens([AddedToken(text, special=True) for text in special])
+    found.chat_template = template
+    return found
+
+
+def dialogue(seed: int, family: str):
+    """Returns one to three questions, each with up to two calls before its answer."""
+    draw = random.Random(seed)
+    messages = [{"role": "system", "content": "Be brief."}] * (draw.random() < 0.5)
+    tools = family != "gemma3"  # refuses them
+    for round_ in range(draw.randint(1, 3)):
+        messages.append({"role": "user", "content": f"Q{draw.randint(0, 9)} Größe"})
+        thought = lambda: "<think>\nhm\n</think>\n\n" * (draw.random() < 0.3)  # noqa: E731
+        # DeepSeek's template writes later rounds of calls without their header.
+        for _ in range(draw.randint(0, 2 if family != "deepseekv3" else not round_) * tools):
+            function = {"name": "add", "arguments": {"a": draw.randint(0, 9)}}
+            calls = [{"type": "function", "id": "000000001", "function": function}]
+            content = thought() if family != "gptoss" else ""
+            messages.append({"role": "assistant", "content": content, "tool_calls": calls})
+            said = f"sum {draw.randint(0, 9)}"
+            reply = {"role": "tool", "name": "add", "tool_call_id": "000000001", "content": said}
+            messages.append(reply)
+        messages.append({"role": "assistant", "content": f"{thought()}A{draw.randint(0, 99)}"})
+    return messages, {"tools": TOOLS} if tools else {}
+
+
+def with_text_arguments(messages):
+    """Returns the messages as DeepSeek's template wants them."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = str(call["function"]["arguments"]).replace("'", '"')
+            call["function"] = {**call["function"], "arguments": arguments}
+    return messages
+
+
+def played(tokenizer, messages, options):
+    """Returns the tokens of each sequence of an episode in which the policy says what is written.
+
+    What it says are the tokens of the template's text, up to the last special one.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    text = prompt_text(tokenizer, messages[: turns[0]], True, options)
+    sequences = [list(prompt_tokens(tokenizer, [text], True)[0])]
+    specials = set(tokenizer.added_tokens_decoder)
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        found = masks._of_beginnings(tokenizer, Dialogue(messages[: turn + 1], turn, options, ""))
+        said = [token for token, chosen in zip(found.tokens, found.mask, strict=True) if chosen]
+        last = max((i for i, token in enumerate(said) if token in specials), default=len(said) - 1)
+        sequences[-1] += said[: last + 1]
+        if following is not None:
+            added = addition(
+                tokenizer,
+                messages[:turn],
+                messages[turn],
+                messages[turn + 1 : following],
+                options,
+                said[last],
+            )
+            if added.rewrites:
+                sequences.append([])
+            sequences[-1] += added.tokens
+    return sequences
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_episode_has_the_tokens_of_its_dialogue(name, seeds):
+    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
+    family = name.removesuffix("_training")
+    num_rewritten = 0
+    for seed in seeds:
+        messages, options = dialogue(seed, family)
+        if family == "deepseekv3":
+            messages = with_text_arguments(messages)
+        *_, last = sequences = played(tokenizer, messages, options)
+        num_rewritten += len(sequences) > 1
+        whole = rendered(tokenizer, messages, options, tokenize=False)
+        if family not in AS_SAMPLED:
+            want = tokenizer(whole, add_special_tokens=False)["input_ids"]
+            assert last == want[: len(last)]
+            assert not tokenizer.decode(want[len(last) :]).strip()
+            continue
+        texts = [tokenizer.decode(last), whole]
+        for sampled, shown in AS_SAMPLED[family]:
+            texts = [text.replace(sampled, shown) for text in texts]
+        assert texts[0] == texts[1]
+    assert (num_rewritten > 0) == (name in REWRITE or name == "glm4moe_training")
+
+
+def test_separators_follow_the_end_of_a_turn_whatever_ended_it():
+    """After its own end, after another end, after a stop string, and in a header's place."""
+    template = (FOLDER / "qwen2_5.jinja").read_text()
+    tokenizer = tokenizer_of(template)
+    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<eos>", "x")}
+    before = [{"role": "user", "content": "a"}]
+    answer, following = {"role": "assistant", "content": "b"}, [{"role": "user", "content": "c"}]
+    rest = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    for text, token in ends.items():
+        added = addition(tokenizer, before, answer, following, {}, token)
+        want = f"<|im_end|>{rest}" if text == "x" else rest
+        assert (tokenizer.decode(added.tokens), added.rewrites) == (want, False)

@@ -1,0 +1,211 @@
+"""Processes of episodes: their tools, their limits, and what hostile ones cost."""
+
+import pathlib
+import sys
+import time
+
+import pytest
+from transformers.utils import get_json_schema
+
+from jaxrl_llm.agents.pool import AgentError, Pool
+from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
+from jaxrl_llm.processes.supervisor import descendants
+
+FILE = pathlib.Path(__file__).with_name("user_tools.py")
+TOOLS = tuple(f"{FILE}:{name}" for name in ("add", "count", "sleep", "later", "misbehave"))
+ENVIRONMENTS = {
+    name: EnvironmentConfig(environment=f"{FILE}:{name}") for name in ("Counter", "Guess")
+}
+
+
+def config(**settings):
+    given = {"tools": (*TOOLS, "calculator", "python"), "environments": ENVIRONMENTS}
+    return AgentConfig(**{**given, "default": "tool_agent", "timeout_s": 20.0, **settings})
+
+
+def begin(environment="", names=(*TOOLS, "calculator", "python"), **row):
+    request = {"do": "start", "environment": environment, "names": names, "kwargs": {}}
+    return {**request, "row": row, "seed": 1}
+
+
+BEGIN = begin()
+
+
+def call(name, **arguments):
+    return {"do": "call", "name": name, "arguments": arguments}
+
+
+def asked(pool, episode, request, beginning=BEGIN):
+    pool.ask(episode, beginning, request)
+    while True:
+        for number, answer in pool.collect(5.0):
+            assert number == episode and answer.pop("seconds") >= 0
+            return answer
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(config()) as pool:
+        yield pool
+
+
+def test_schemas_are_those_of_transformers(pool):
+    sys.path.insert(0, str(FILE.parent))
+    try:
+        import user_tools
+    finally:
+        sys.path.pop(0)
+    described = pool.describe()
+    for name in ("add", "count", "sleep", "later", "misbehave"):
+        assert described["tools"][f"{FILE}:{name}"] == [get_json_schema(getattr(user_tools, name))]
+    assert [s["function"]["name"] for s in described["tools"]["python"]] == ["python"]
+    want = [get_json_schema(user_tools.Counter().increase)]
+    assert described["environments"] == {"Counter": want, "Guess": []}
+
+
+def test_an_episode_keeps_its_state_and_sees_no_other_s(pool):
+    for episode in (1, 2):
+        for wanted in ("1", "2"):
+            assert asked(pool, episode, call("count")) == {"text": wanted}
+    assert asked(pool, 1, call("python", code="a = 4")) == {"text": ""}
+    assert asked(pool, 1, call("python", code="a * 2")) == {"text": "8"}
+    assert "NameError" in asked(pool, 2, call("python", code="a * 2"))["text"]
+    assert asked(pool, 1, call("calculator", expression="(3 + 4) * 2^3 / 7")) == {"text": "8"}
+    assert asked(pool, 1, call("later", text="x")) == {"text": "x"}
+    pool.end(1)
+    assert asked(pool, 1, call("count")) == {"text": "1"}
+    wrong = asked(pool, 1, call("add", a=1, c=2))
+    assert wrong == {"problem": "arguments", "text": "add: missing a required argument: 'b'"}
+
+
+@pytest.mark.parametrize(
+    ("how", "problem", "said"),
+    [
+        ("leave", "ended", "its process has ended; its state is lost"),
+        ("exit", "exception", "SystemExit: 2"),
+        ("binary", "exception", "returned bytes; a tool returns a text"),
+        ("nan", "", "NaN"),
+        ("print", "", "printed"),
+        ("fork", "", "did it"),
+        ("raise", "exception", "KeyError: 'raise'"),
+    ],
+)
+def test_a_hostile_tool_costs_its_episode_a_text(pool, how, problem, said):
+    episode = 10 + len(how)
+    assert asked(pool, 3, call("count"))["text"].isdigit()
+    answer = asked(pool, episode, call("misbehave", how=how))
+    assert answer.get("problem", "") == problem and said in answer["text"]
+    assert asked(pool, episode, call("add", a=1, b=2)) == {"text": "3"}
+    assert asked(pool, 3, call("count"))["text"] > "0"
+
+
+def test_what_hangs_is_ended_and_others_go_on():
+    with Pool(config(timeout_s=1.0, tools=TOOLS, environments={}, default="")) as pool:
+        mine = begin(names=TOOLS)
+        pool.ask(1, mine, call("misbehave", how="hang"))
+        for episode in range(2, 10):
+            pool.ask(episode, mine, call("sleep", seconds=0.5))
+        found = {}
+        began = time.monotonic()
+        while len(found) < 9:
+            found.update(pool.collect(5.0))
+        assert time.monotonic() - began < 20  # one after the other they would take longer
+        assert found[1]["problem"] == "timeout"
+        assert {found[episode]["text"] for episode in range(2, 10)} == {"slept 0.5"}
+        assert asked(pool, 1, call("count"), mine) == {"text": "1"}
+        process = pool._child._process.pid
+        assert len(descendants(process)) > 8
+    assert not descendants(process)
+
+
+def test_more_episodes_than_processes_take_turns():
+    with Pool(config(num_processes=2, tools=TOOLS, environments={}, default="")) as pool:
+        mine = begin(names=TOOLS)
+        for episode in range(6):
+            pool.ask(episode, mine, call("count"))
+        found = {}
+        while len(found) < 6:
+            for episode, answer in pool.collect(5.0):
+                found[episode] = answer["text"]
+                pool.end(episode)
+        assert found == dict.fromkeys(range(6), "1")
+
+
+def test_environments_of_both_kinds(pool):
+    start = begin("Counter", (), start=5)
+    text = {"messages": [{"role": "user", "content": "It is 5."}]}
+    assert asked(pool, 20, start, start) == text
+    assert asked(pool, 20, call("increase", by=3), start) == {"text": "8"}
+    over = {"messages": [], "done": True, "reward": 0.0}
+    assert asked(pool, 20, {"do": "step", "message": {"content": "x"}}, start) == over
+    assert asked(pool, 20, {"do": "reward"}, start) == {"reward": 8.0}
+    guess = begin("Guess", (), number=7)
+
+    def step(text):
+        message = {"role": "assistant", "content": text}
+        return asked(pool, 21, {"do": "step", "message": message}, guess)
+
+    no = {"messages": [{"role": "user", "content": "No."}], "done": False, "reward": -0.25}
+    assert step("6") == no
+    assert "finite" in step("nan")["text"]
+    assert step("7") == {"messages": [], "done": True, "reward": 1.0}
+    assert asked(pool, 21, {"do": "reward"}, guess) == {"reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tools": ("nowhere:tool",)}, "cannot import module 'nowhere'"),
+        ({"tools": (f"{FILE}:missing",)}, "missing"),
+        ({"tools": (f"{FILE}:undocumented",)}, "a tool has a docstring"),
+        (
+            {"environments": {"x": EnvironmentConfig(environment="gymnasium", address="No-v0")}},
+            "No",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named(settings, said):
+    none = {"tools": (), "environments": {}, "default": ""}
+    with pytest.raises(AgentError, match=said), Pool(config(**{**none, **settings})) as pool:
+        pool.describe()
+
+
+def test_gymnasium():
+    lake = EnvironmentConfig(environment="gymnasium", address="FrozenLake-v1")
+    with Pool(config(tools=(), environments={"lake": lake}, default="")) as pool:
+        start = begin("lake", ())
+        assert asked(pool, 1, start, start)["messages"] == [{"role": "user", "content": "0"}]
+        said = asked(pool, 1, {"do": "step", "message": {"content": "left"}}, start)
+        assert said["messages"][0]["content"] == "Answer with an integer from 0 to 3."
+        rewards = []
+        for _ in range(100):
+            said = asked(pool, 1, {"do": "step", "message": {"content": "go 2"}}, start)
+            rewards.append(said["reward"])
+            if said["done"]:
+                break
+        assert said["done"] and sum(rewards) in (0.0, 1.0)
+
+
+@pytest.mark.slow
+def test_mcp(tmp_path):
+    server = tmp_path / "server.py"
+    server.write_text(
+        "from mcp.server import MCPServer\n"
+        "server = MCPServer('adder')\n"
+        "@server.tool()\n"
+        "def plus(a: int, b: int) -> str:\n"
+        "    '''Adds.'''\n"
+        "    if a > 100:\n"
+        "        raise ValueError('too large')\n"
+        "    return str(a + b)\n"
+        "server.run()\n"
+    )
+    adder = EnvironmentConfig(environment="mcp", address=f"{sys.executable} {server}")
+    with Pool(config(tools=(), environments={"adder": adder}, default="", timeout_s=60)) as pool:
+        (schema,) = pool.describe()["environments"]["adder"]
+        assert schema["function"]["name"] == "plus"
+        assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
+        start = begin("adder", ())
+        assert asked(pool, 1, call("plus", a=3, b=4), start) == {"text": "7"}
+        assert asked(pool, 1, call("plus", a=101, b=4), start)["problem"] == "exception"
+        assert asked(pool, 1, call("plus", a=1, b=1), start) == {"text": "2"}
