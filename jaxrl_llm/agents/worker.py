@@ -57,7 +57,7 @@ def main(connection_fd: int) -> None:
                 theirs, alive = fds
                 os.dup2(alive, 0)
                 os.close(alive)
-                os.close(connection_fd)
+                connection.close()
                 own.close()
                 supervisor.main(theirs)
                 _Episode(Connection(theirs), settings, found).serve()
