@@ -2,10 +2,12 @@
 
 import ast
 import functools
+import importlib
 import json
 import math
 import operator
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -111,8 +113,7 @@ class Search:
         Returns:
             The passages, the best first.
         """
-        import bm25s
-
+        bm25s = _bm25s()
         count = max(1, min(int(num_results), 10, len(self._passages)))
         words = bm25s.tokenize([query], stopwords="en", show_progress=False)
         found, scores = self._index.retrieve(words, k=count, show_progress=False)
@@ -121,14 +122,24 @@ class Search:
         return "\n\n".join(f"[{i}] {text}" for i, text in enumerate(best, 1)) or "nothing found"
 
 
+def _bm25s() -> Any:
+    """Returns the package `bm25s`, kept from starting jax: its threads do not survive a fork."""
+    if "bm25s" not in sys.modules and "jax" not in sys.modules:
+        sys.modules["jax"] = None  # type: ignore[assignment]
+        try:
+            return importlib.import_module("bm25s")
+        finally:
+            del sys.modules["jax"]
+    return importlib.import_module("bm25s")
+
+
 @functools.cache
 def index(corpus: str) -> tuple[list[str], Any]:
     """Returns the passages of a file and what finds them; ValueError if it cannot be read.
 
     The file holds JSON lines with `text` (or `contents`) and, if wanted, `title`.
     """
-    import bm25s
-
+    bm25s = _bm25s()
     passages = []
     for number, line in enumerate(pathlib.Path(corpus).read_text("utf-8").splitlines(), 1):
         if not line.strip():
