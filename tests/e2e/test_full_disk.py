@@ -10,6 +10,12 @@ import runs
 # Root ignores file permissions; a limit on the size of a file stops a writer as a full disk does.
 
 
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """Bytecode of modules that is cut short would end every later process that reads it."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+
 def limited(num_bytes: int):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
