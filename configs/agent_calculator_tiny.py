@@ -36,13 +36,13 @@ def get_config():
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
     config.algorithm.kl_in = "none"
-    config.trainer.num_steps = 30
+    config.trainer.num_steps = 80
     config.trainer.prompts_per_step = 16
     config.trainer.minibatch_size = 64
     config.trainer.optimizer.learning_rate = 3e-4
     config.trainer.optimizer.warmup_steps = 5
     config.trainer.optimizer.weight_decay = 0.0
-    config.evaluation.every = 10
+    config.evaluation.every = 20
     config.evaluation.temperature = 1.0
-    config.checkpoint.every = 10
+    config.checkpoint.every = 20
     return config

