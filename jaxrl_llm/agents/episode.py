@@ -79,11 +79,6 @@ class Episode:
         self.log = EpisodeLog(environment=self.environment)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing answers the policy: one turn."""
-        return not self._schemas and not self.environment
-
-    @property
     def beginning(self) -> dict[str, Any]:
         """The request that a new process of this episode answers first."""
         info = self.prompt.extra_info
@@ -109,7 +104,7 @@ class Episode:
         return {"messages": answer["messages"]}
 
     def answered(self) -> Talk:
-        """Makes the calls of the turn, or asks the environment; then its reward, at the end."""
+        """Makes the calls of the turn, or asks the environment."""
         found: dict[str, Any] = {"messages": [], "done": False, "reward": 0.0, "seconds": 0.0}
         lost = False  # the environment, with its process
         errors: collections.Counter[str] = collections.Counter()

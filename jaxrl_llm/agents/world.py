@@ -6,9 +6,10 @@ the episodes, and hears from the others what theirs said.
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from jaxrl_llm.agents.episode import NOTHING, Episode, Rules, Talk
 from jaxrl_llm.agents.pool import AgentError, Pool
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.sharding import hosts
-from jaxrl_llm.types import EpisodeLog, PromptBatch
+from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch
 
 _PATIENCE_S = 3600.0  # calls have their own limits
 _TOGETHER_S = 0.05  # that a host waits for its own processes before it hears of the others'
@@ -92,14 +93,7 @@ class World(contextlib.AbstractContextManager["World"]):
         while self._pending:
             self.answers(wait=True)
         groups = [self._episodes[i : i + n] for i in range(0, len(self._episodes), n)]
-        for group in groups:
-            if any(episode.prompt.tokens != group[0].prompt.tokens for episode in group):
-                raise AgentError(
-                    f"environment {group[0].environment!r}: its samples of row"
-                    f" {group[0].prompt.index} begin differently, but they are compared with each"
-                    " other; let what it begins with follow from the row alone"
-                )
-        opened = tuple(group[0].prompt for group in groups)
+        opened = tuple(map(_common_prompt, groups))
         longest = max(prompts.longest, *(len(prompt.tokens) for prompt in opened))
         return PromptBatch(opened, longest)
 
@@ -169,7 +163,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def _shared(self, wait: bool) -> list[tuple[int, dict[str, Any]]]:
         """Returns the outcomes that are new on any host, in the order of the episodes."""
-        several = len(self._own) < len(self._episodes)
+        several = jax.process_count() > 1
         new = functools.partial(self._new, wait, several)
         everyone = hosts.together(new) if several else [new()]
         found = [(number, outcome) for one in everyone for number, outcome in one]
@@ -185,3 +179,19 @@ class World(contextlib.AbstractContextManager["World"]):
                 break
         own, self._outcomes = self._outcomes, []
         return own
+
+
+def _common_prompt(group: Sequence[Episode]) -> Prompt:
+    """Returns the prompt of all samples of a row; where an environment failed, that of the others.
+
+    AgentError if they begin differently.
+    """
+    alive = [episode for episode in group if not episode.is_lost] or group
+    first = alive[0]
+    if any(episode.prompt.tokens != first.prompt.tokens for episode in alive):
+        raise AgentError(
+            f"environment {first.environment!r}: its samples of row {first.prompt.index} begin"
+            " differently, but they are compared with each other; let what it begins with follow"
+            " from the row alone"
+        )
+    return first.prompt
