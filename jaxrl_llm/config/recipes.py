@@ -5,8 +5,8 @@ from typing import Any
 
 # Advantages that compare the samples of a prompt.
 GROUP_ADVANTAGES = (
-    "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg",
-    "optimal_token_baseline", "tir_optimal_token_baseline", "grpo_turns",
+    "grpo", "grpo_passk", "grpo_turns", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo",
+    "gpg", "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "remax", "reinforce_plus_plus")
 POLICY_LOSSES = (

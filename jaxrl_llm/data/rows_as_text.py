@@ -1,6 +1,7 @@
 """Rows as text, for other processes: JSON, with the values that parquet has and JSON has not."""
 
 import base64
+import dataclasses
 import datetime
 import decimal
 import json
@@ -55,7 +56,10 @@ def _fields(row: Any) -> list[Any]:
 def _row(fields: list[Any]) -> Any:
     name, *values = fields
     if name == "Prompt":
-        return Prompt(tuple(values[0]), *values[1:])
+        names = [field.name for field in dataclasses.fields(Prompt)]
+        given = dict(zip(names, values, strict=True))
+        tuples = {name: tuple(given[name]) for name in ("tokens", "messages")}
+        return Prompt(**given | tuples)
     if name == "Pair":
         return Pair(*(Example(*map(tuple, value)) for value in values))
     return Example(*map(tuple, values)) if name == "Example" else None

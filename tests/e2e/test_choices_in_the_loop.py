@@ -24,16 +24,22 @@ from jaxrl_llm.trainer import rl
 
 @pytest.fixture
 def waves(monkeypatch):
-    """The (requests, completions) of every call of the engine."""
+    """The (requests, completions) of every session of the engine."""
     found = []
-    generate = Engine.generate
+    session, submit = Engine.session, Engine.submit
 
-    def recorded(self, params, requests, *settings):
-        completions = generate(self, params, requests, *settings)
-        found.append((requests, completions))
-        return completions
+    def begun(self, *settings):
+        found.append(([], []))
+        return session(self, *settings)
 
-    monkeypatch.setattr(Engine, "generate", recorded)
+    def submitted(self, request):
+        number = submit(self, request)
+        found[-1][0].append(request)
+        found[-1][1].append(self.completions(number))
+        return number
+
+    monkeypatch.setattr(Engine, "session", begun)
+    monkeypatch.setattr(Engine, "submit", submitted)
     return found
 
 
@@ -230,14 +236,16 @@ TRIED = {
             id=f"{advantage}-{loss}",
             marks=pytest.mark.nightly if {advantage, loss} <= TRIED else pytest.mark.slow,
         )
-        for i, (advantage, loss) in enumerate(zip(ADVANTAGES, POLICY_LOSSES, strict=True))
+        for i, (advantage, loss) in enumerate(
+            zip(ADVANTAGES, itertools.cycle(POLICY_LOSSES), strict=False)
+        )
     ],
 )
 def test_every_choice_takes_a_step(i, train):
     """Estimators and losses meet in `advantages` alone, so a pair of each is enough."""
     choices = {
         "advantage": ADVANTAGES[i],
-        "policy_loss": POLICY_LOSSES[i],
+        "policy_loss": POLICY_LOSSES[i % len(POLICY_LOSSES)],
         "aggregation": AGGREGATIONS[i % len(AGGREGATIONS)],
         "kl_in": "loss",
         "kl_estimator": KL_ESTIMATORS[i % len(KL_ESTIMATORS)],

@@ -24,7 +24,7 @@ from jaxrl_llm.config.recipes import (
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import lowering, planned
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.metrics import alerts, writer
+from jaxrl_llm.metrics import alerts, trackers
 
 BASE: Mapping[str, Any] = {
     "model": {
@@ -115,7 +115,7 @@ def tried(found) -> RLConfig | None:
     list(config.warnings())
     try:
         needs.check(config.algorithm)
-        writer.check(config.metrics)
+        trackers.check(config.metrics)
         alerts.check(config.alerts)
         models = models_of(config)
     except UserError as error:

@@ -131,6 +131,7 @@ def test_a_weighted_sum_that_no_float_holds_is_refused():
             {
                 "responses": ("x",),
                 "group_ids": [0],
+                "logs": (),
                 "prompts": [
                     type("Prompt", (), {"data_source": "s", "ground_truth": "", "extra_info": {}})
                 ],

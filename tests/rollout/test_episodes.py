@@ -1,19 +1,19 @@
 """From prompts to `Rollouts`: where tokens, masks, log-probs and texts stand, turn by turn."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from talk import APPENDED, Talk
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
-from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Weights
+from jaxrl_llm.types import Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
 NETWORK = tiny.with_sizes(vocab_size=len(TOKENIZER))
@@ -105,45 +105,6 @@ def test_parameters_of_a_run():
     )
     want = SamplingParams(7, 0.5, 3, 0.9, 0.1, stop_tokens=(2, 9, 4), stop_strings=("so.",))
     assert episodes.sampling_params(config, (2, 9)) == want
-
-
-APPENDED = (60, 61, 62)
-
-
-class Following(NamedTuple):
-    tokens: tuple[int, ...]
-    rewrites: bool = False
-
-
-class Talk:
-    """Answers episodes with the same three tokens, so often; remembers what the policy said."""
-
-    def __init__(self, num_answers, late=0):
-        self.num_answers, self.turns = num_answers, [[] for _ in num_answers]
-        self.waiting, self.late, self.ended = [], late, []
-
-    def begin(self, prompts, num_samples):
-        assert len(prompts.prompts) * num_samples == len(self.num_answers)
-        return prompts
-
-    def take(self, number, tokens, stopped):
-        self.turns[number].append(list(tokens))
-        is_answered = len(self.turns[number]) <= self.num_answers[number]
-        if is_answered:
-            self.waiting.append((number, Following(APPENDED)))
-        return is_answered
-
-    def answers(self, wait):
-        """Answers come in another order than the turns, some of them late."""
-        kept = 0 if wait else min(self.late, len(self.waiting))
-        found, self.waiting = self.waiting[kept:][::-1], self.waiting[:kept]
-        return found
-
-    def end(self, number):
-        self.ended.append(number)
-
-    def finish(self):
-        return [EpisodeLog(num_turns=len(turns)) for turns in self.turns]
 
 
 @pytest.mark.parametrize("late", [0, 2])

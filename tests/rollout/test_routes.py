@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from engine_work import LIMIT, ONE, request
+from talk import Talk
 
 from jaxrl_llm.config import RolloutConfig, SpeculationConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
@@ -133,17 +134,6 @@ def test_pieces_of_a_prompt_have_its_routes():
     np.testing.assert_allclose(whole.logits, pieces.logits, atol=2e-4)
 
 
-class Asks:
-    """Adds the same tokens after the first answer."""
-
-    def __init__(self):
-        self.turns = 0
-
-    def advance(self, sampled):
-        self.turns += 1
-        return (60, 61, 62) if self.turns == 1 else ()
-
-
 def test_rollouts_have_the_routes_of_all_turns():
     often = SamplingParams(20, stop_tokens=tuple(range(40, 56)), stop_strings=("#",))
     rows = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("ask", "and more")]
@@ -160,7 +150,7 @@ def test_rollouts_have_the_routes_of_all_turns():
         batch,
         (often,) * 3,
         jax.random.key(2),
-        lambda prompt, sample: Asks(),
+        Talk([1] * 6),
     )
     assert rollouts.routes.shape == (*rollouts.tokens.shape, NETWORK.num_routes)
     assert rollouts.routes.dtype == np.int16
