@@ -82,6 +82,8 @@ def run(main: Callable[[], None], processes: ProcessesConfig = ProcessesConfig()
     logging.set_verbosity(logging.INFO)
     root = std_logging.getLogger()
     root.removeHandler(logging.get_absl_handler())
+    for handler in [each for each in root.handlers if type(each) is std_logging.StreamHandler]:
+        root.removeHandler(handler)  # of a library that logged before
     root.addHandler(_HANDLER)  # once
     console.show_compilations()
     try:
