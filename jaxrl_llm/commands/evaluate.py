@@ -1,11 +1,13 @@
 """Evaluates a policy on held-out prompts."""
 
+import contextlib
 import dataclasses
 import json
 
 import jax
 
 from jaxrl_llm import errors, program
+from jaxrl_llm.agents.world import World
 from jaxrl_llm.commands.options import Evaluate
 from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.data import datasets
@@ -36,15 +38,23 @@ def main(options: Evaluate) -> None:
     )
     errors.refuse(wanted.problems())
     config = dataclasses.replace(source.config, evaluation=wanted)
-    held_out = datasets.load_dataset(config.data, source.models.tokenizer, "eval", config.seed)
     rewards = config.evaluation_rewards
     if rewards.models:
         message = f"{folder}: its rewards are models; set evaluation.functions"
         errors.refuse([("workdir" if options.workdir else "config", message)])
     only_functions = dataclasses.replace(rewards, cost_functions={}, cost_models={})
-    with rewards_lib.Scorer(only_functions, {}) as scorer:
+    tokenizer, environments = source.models.tokenizer, config.judged_sources
+    with contextlib.ExitStack() as stack:
+        sampler, options_of = source.sampler, None
+        if config.agent.is_used:
+            world = stack.enter_context(World(config.agent, tokenizer))
+            sampler, options_of = dataclasses.replace(sampler, world=world), world.options
+        held_out = datasets.load_dataset(config.data, tokenizer, "eval", config.seed, options_of)
+        scorer = stack.enter_context(
+            rewards_lib.Scorer(only_functions, {}, environments, bool(environments))
+        )
         key = jax.random.key(options.seed)
-        evaluate = Evaluator(config, source.sampler, held_out, scorer.score, key)
+        evaluate = Evaluator(config, sampler, held_out, scorer.score, key)
         weights = source.weights()
         found = evaluate(weights)
     print(json.dumps({"step": weights.version, "data": found}))
