@@ -143,6 +143,7 @@ def test_a_weighted_sum_that_no_float_holds_is_refused():
         scorer.__exit__()
 
 
+OFTEN = ("grpo", "safe_rlhf")  # without a critic, and with two
 EXTREME = """
 def score(data_source, solution_str, ground_truth, extra_info):
     scores = (3.4e38, -3.4e38, 1e-45, 0.0, 1e30, -1e20, float("nan"), float("inf"), None, "x")
@@ -150,8 +151,13 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "ppo", "rloo", "safe_rlhf", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.slow if recipe in OFTEN else pytest.mark.nightly)
+        for recipe in ("grpo", "ppo", "rloo", "safe_rlhf", "reinforce_pp")
+    ],
+)
 def test_scores_of_any_size_leave_the_weights_finite(tmp_path, recipe, caplog):
     (tmp_path / "extreme.py").write_text(EXTREME)
     changes = {

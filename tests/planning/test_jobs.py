@@ -75,12 +75,17 @@ def lowered(config, present):
 
 
 DEFAULT = (("sft", 0, 8), ("dpo", 16, 8), ("reward_model", 0, 1))
+OFTEN = (("sft", 16, 1), ("dpo", 0, 8), ("reward_model", 16, 8))
+
+
+def mark(each):
+    return () if each in DEFAULT else pytest.mark.slow if each in OFTEN else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     "kind, rank, count",
     [
-        pytest.param(*each, marks=() if each in DEFAULT else pytest.mark.slow)
+        pytest.param(*each, marks=mark(each))
         for each in itertools.product(("sft", "dpo", "reward_model"), (0, 16), (1, 8))
     ],
 )

@@ -197,20 +197,29 @@ def test_a_real_program_is_counted():
     assert (found.kind, found.dtypes, found.received_bytes) == ("all-gather", ("f32",), 14 * 4 * 4)
 
 
-@pytest.mark.slow
+WIRES = [
+    ({"fsdp": 4, "tensor": 2}, "tensor"),
+    ({"fsdp": 8}, "tensor"),
+    ({"fsdp": 4, "tensor": 2}, "replicas"),
+    ({"sequence": 2, "fsdp": 2, "tensor": 2}, "tensor"),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, "all_tensor"),
+    ({"fsdp": 4, "tensor": 2}, "train"),
+]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "layout"),
+    ("topology", "sizes", "layout"),
     [
-        ({"fsdp": 8}, "tensor"),
-        ({"fsdp": 4, "tensor": 2}, "tensor"),
-        ({"fsdp": 4, "tensor": 2}, "replicas"),
-        ({"sequence": 2, "fsdp": 2, "tensor": 2}, "tensor"),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, "all_tensor"),
-        ({"fsdp": 4, "tensor": 2}, "train"),
+        pytest.param(
+            topology,
+            *wire,
+            marks=pytest.mark.nightly if i and topology == "v6e:2x4" else pytest.mark.slow,
+        )
+        for topology in ("v5e:2x4", "v6e:2x4")
+        for i, wire in enumerate(WIRES)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
 def test_the_wire_of_a_tpu(topology, sizes, layout, tpu_devices):
     mesh = mesh_lib.make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), tpu_devices(topology))
     network = tiny.with_sizes(

@@ -95,7 +95,13 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job, rank", [*itertools.product(JOBS, (0, 4))])
+@pytest.mark.parametrize(
+    "job, rank",
+    [
+        pytest.param(*each, marks=pytest.mark.nightly if each[1] else ())
+        for each in itertools.product(JOBS, (0, 4))
+    ],
+)
 def test_packing_does_not_matter(job, rank, files, on_one_device, tmp_path, monkeypatch):
     """Each sequence, or pair, alone in a row and a microbatch; and all packed into one."""
     pack, saved = packing.pack, []
