@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -46,24 +47,36 @@ def rotary_frequencies(size: int, theta: float, scaling: RopeScaling) -> Float[A
 
 
 def rotary_table(
-    positions: Int[Array, "B T"], size: int, theta: float, scaling: RopeScaling
+    positions: Int[Array, "B T *parts"],
+    size: int,
+    theta: float,
+    scaling: RopeScaling,
+    sections: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-    """Returns cosine and sine of every position's rotation angles, float32."""
+    """Returns cosine and sine of every position's rotation angles, float32.
+
+    Of positions in parts, each turns its section of the pairs.
+    """
     frequencies = rotary_frequencies(size, theta, scaling)
-    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    numbers = positions.astype(jnp.float32)[..., None]
+    if positions.ndim > 2:
+        of_pair = np.repeat(np.arange(len(sections)), sections)
+        numbers = jnp.take(numbers[..., 0], of_pair, axis=-1)
+    angles = (numbers * frequencies)[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.magnitude != 1.0:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     return cos, sin
 
 
-def rotary_tables(shape: Shape, positions: Int[Array, "B T"]) -> Rotary:
+def rotary_tables(shape: Shape, positions: Int[Array, "B T *parts"]) -> Rotary:
     """Returns what layers of each kind rotate queries and keys at these positions with."""
     latent, found = shape.latent, Rotary()
     kinds = {layer.rope for layer in shape.kinds}
     size = shape.rope_size or shape.head_size - (latent.plain_size if latent else 0)
     if "main" in kinds:
-        found["main"] = rotary_table(positions, size, shape.rope_theta, shape.rope_scaling)
+        how = shape.rope_theta, shape.rope_scaling, shape.rope_sections
+        found["main"] = rotary_table(positions, size, *how)
     if "local" in kinds:
         found["local"] = rotary_table(positions, size, shape.local_rope_theta, RopeScaling())
     if "none" in kinds and shape.long_query_scale:

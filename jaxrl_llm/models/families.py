@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.models import config_values
+from jaxrl_llm.models import config_values, vision_config
 from jaxrl_llm.models.family_table import (
     FAMILIES,
     TEXT_OF,
@@ -101,6 +101,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
             f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
             f" model's folder of it: launch/export.py --workdir={folder} --out=FOLDER"
         )
+    config = vision_config.flat(config)
     return _of_text(config) if config.get("model_type") in TEXT_OF else config
 
 
@@ -158,6 +159,8 @@ def architecture(config: Mapping[str, Any], source: str = "config.json") -> tupl
 
 def class_name(family: str, head: str) -> str:
     row = FAMILIES[family]
+    if head == "lm" and row.language_model:
+        return row.language_model
     return ((head == "scalar" and row.classifier) or row.model_class) + HEADS[head]
 
 
@@ -198,6 +201,8 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
             fields |= part.read(config)
     except KeyError as error:
         raise CheckpointFormatError(f"{source}: lacks {error.args[0]}") from error
+    except ValueError as error:
+        raise CheckpointFormatError(f"{source}: {error}") from error
     shape = Shape(**{field: _as_declared(field, value) for field, value in fields.items()})
     if heads % shape.num_kv_heads:
         raise CheckpointFormatError(
@@ -297,6 +302,8 @@ def _rope(config: Config, row: Family, source: str) -> Fields:
             raise CheckpointFormatError(f"{source}: {key}.partial_rotary_factor must be 1")
         fields["rope_size"] = int(config["head_dim"] * part)
     kind = rope_type(rope)
+    if kind == "mrope" and "vision_config" in config:
+        kind = "default"  # of which `vision_config` reads the sections
     if kind == "default" and not any(isinstance(value, Mapping) for value in rope.values()):
         return fields
     if kind not in ROPE:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import vision_config
 from jaxrl_llm.models.shape import Latent, Shape
 
 
@@ -51,6 +52,7 @@ class Family:
     lists_layers: bool = True  # config.json has `layer_types`, unless all layers are the same
     mixture: Mixture | None = None
     classifier: str = ""  # prefix of its classifier's name, if another
+    language_model: str = ""  # name of the class that predicts tokens, if another
     modules: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )  # names, see `tensor_names`
@@ -222,6 +224,13 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama"),
     "qwen2": Family("Qwen2", {"qkv_bias": True}),
     "qwen3": Family("Qwen3", {"qk_norm": True}, defaults={"head_dim": 128}),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VL",
+        {"qkv_bias": True},
+        defaults={"rope_theta": 1e6},
+        further=(Both(vision_config.read, vision_config.write),),
+        language_model="Qwen2_5_VLForConditionalGeneration",
+    ),
     "mistral": Family(
         "Mistral",
         defaults={"sliding_window": 4096},

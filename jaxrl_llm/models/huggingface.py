@@ -123,6 +123,8 @@ def _check_shape(folder: pathlib.Path, config: Mapping[str, Any], network: Netwo
     path = folder / "config.json"
     found = families.shape_from_config(config, str(path))
     indifferent = {"max_positions"} | ({"tie_embeddings"} if network.head == "scalar" else set())
+    if network.shape.vision is None:
+        indifferent.add("vision")  # reads no images
     theirs, ours = dataclasses.asdict(found), dataclasses.asdict(network.shape)
     differing = [
         f"{field} is {theirs[field]} there and {ours[field]} in the network"
@@ -324,7 +326,7 @@ def _tensors_to_write(network: Network, contents: Contents, dtype) -> Iterator[T
         return TensorToWrite(name.name.format(layer, expert), kind, shape, read)
 
     yield from (entry(parts, 0, 0) for parts in found.values() if not parts[0].stacked)
-    for layer in range(network.shape.num_layers):
+    for layer in range(max(max(parts[0].numbers, default=-1) for parts in found.values()) + 1):
         for parts in found.values():
             if layer in parts[0].numbers:
                 yield from (entry(parts, layer, e) for e in range(parts[0].experts or 1))

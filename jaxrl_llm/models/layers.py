@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.shape import Shape, Vision
 from jaxrl_llm.sharding.mesh import constrain
 
 NO_ADAPTERS = LoraConfig()
@@ -191,7 +191,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square normalization over the last dim, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, build: Build, size: int, shape: Shape):
+    def __init__(self, build: Build, size: int, shape: Shape | Vision):
         # At first it multiplies with one.
         init = nnx.initializers.constant(1.0 - shape.norm_offset)
         self.scale = build.param(init, (size,), ("norm",))
@@ -212,13 +212,14 @@ def unit(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
 class MLP(nnx.Module):
     """Gated MLP: `down(silu(gate(x)) * up(x))` (arXiv:2002.05202), or with GELU."""
 
-    def __init__(self, build: Build, shape: Shape, size: int):
+    def __init__(self, build: Build, shape: Shape | Vision, size: int, bias: bool = False):
         d = shape.hidden_size
-        self.gate = Linear(build, "gate", d, size, ("embed", "mlp"))
-        self.up = Linear(build, "up", d, size, ("embed", "mlp"))
-        self.down = Linear(build, "down", size, d, ("mlp", "embed"))
+        self.gate = Linear(build, "gate", d, size, ("embed", "mlp"), bias)
+        self.up = Linear(build, "up", d, size, ("embed", "mlp"), bias)
+        self.down = Linear(build, "down", size, d, ("mlp", "embed"), bias)
         adapted = any(hasattr(linear, "lora_a") for linear in (self.gate, self.up, self.down))
-        self.fused = None if adapted or shape.act != "silu" else build.products.mlp
+        plain = not (adapted or bias or shape.act != "silu")
+        self.fused = build.products.mlp if plain else None
         self.act = shape.act
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

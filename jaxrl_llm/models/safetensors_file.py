@@ -154,8 +154,13 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     prefix = "language_model."
-    inside = {name: tensor for name, tensor in tensors.items() if prefix in name}
-    return {name.replace(prefix, "", 1): tensor for name, tensor in inside.items()} or tensors
+    if not any(prefix in name for name in tensors):
+        return tensors
+    beside = ("lm_head.", "model.visual.")
+    kept = {name: tensor for name, tensor in tensors.items() if prefix in name}
+    found = {name.replace(prefix, "", 1): tensor for name, tensor in kept.items()}
+    others = {name: tensor for name, tensor in tensors.items() if name.startswith(beside)}
+    return found | {name.removeprefix("model."): tensor for name, tensor in others.items()}
 
 
 def write_file(

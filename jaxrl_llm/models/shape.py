@@ -75,6 +75,47 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Vision:
+    """The tower that turns patches of images into vectors in place of tokens (arXiv:2502.13923).
+
+    Layers attend within windows of an image, some to all of it. A square of `merge_size` patches
+    a side becomes one vector, as wide as the decoder's hidden state.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    mlp_size: int
+    full_layers: tuple[int, ...]  # that see the whole image
+    window_size: int = 112  # pixels a side
+    patch_size: int = 14  # pixels a side
+    merge_size: int = 2
+    frames: int = 2  # of a patch; an image stands still
+    image_token: int = 151655  # of the vocabulary: where a vector of an image stands
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    act: Literal["silu"] = "silu"
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dims(self) -> int:
+        """Numbers of a patch: of three colours in all frames."""
+        return 3 * self.frames * self.patch_size**2
+
+    @property
+    def window(self) -> int:
+        """Vectors along a side of a window."""
+        return self.window_size // self.patch_size // self.merge_size
+
+    @property
+    def window_patches(self) -> int:
+        return (self.window * self.merge_size) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
 class Shape:
     """One decoder-only transformer: pre-norm layers of attention and a gated MLP or experts."""
 
@@ -111,6 +152,10 @@ class Shape:
     scale_embeddings: bool = False  # Gemma: by the square root of the hidden size
     latent: Latent | None = None
     experts: Experts | None = None
+    # Positions have three parts: pairs of a head that turn with time, row and column of an image,
+    # in this order (arXiv:2409.12191, Sec. 2.1); (): positions are numbers.
+    rope_sections: tuple[int, ...] = ()
+    vision: Vision | None = None
 
     @property
     def kinds(self) -> tuple[Layer, ...]:

@@ -49,7 +49,7 @@ class TensorName:
 
     @property
     def stacked(self) -> bool:
-        return self.path[0] == "layers"
+        return "layers" in self.path[:2]
 
     @property
     def file_names(self) -> list[str]:
@@ -95,11 +95,38 @@ def tensor_names(shape: Shape, head: str = "lm") -> tuple[TensorName, ...]:
     for stack in shape.stacks.values():
         names += _of_stack(shape, stack)
     names.append(TensorName(("norm", "scale"), "model.norm.weight"))
+    names += _of_tower(shape)
     if head == "scalar":
         names.append(TensorName(("score",), "score.weight"))
     elif not shape.tie_embeddings:
         names.append(TensorName(("head",), "lm_head.weight"))
     return tuple(names)
+
+
+def _of_tower(shape: Shape) -> Iterator[TensorName]:
+    if shape.vision is None:
+        return
+    ends = {"merge_in": "merger.mlp.0", "merge_out": "merger.mlp.2"}
+    yield TensorName(("vision", "patch"), "visual.patch_embed.proj.weight")
+    yield TensorName(("vision", "norm", "scale"), "visual.merger.ln_q.weight")
+    for ours, theirs in ends.items():
+        yield TensorName(("vision", ours, "kernel"), f"visual.{theirs}.weight", transposed=True)
+        yield TensorName(("vision", ours, "bias"), f"visual.{theirs}.bias")
+    layers = tuple(range(shape.vision.num_layers))
+    modules = {
+        "o": "attn.proj",
+        **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }
+    places = [(ours, theirs, 0, 1) for ours, theirs in modules.items()]
+    places += [(ours, "attn.qkv", part, 3) for part, ours in enumerate("qkv")]
+    for ours, theirs in {"attention_norm": "norm1", "mlp_norm": "norm2"}.items():
+        scale = ("vision", "layers", ours, "scale")
+        yield TensorName(scale, f"visual.blocks.{{}}.{theirs}.weight", numbers=layers)
+    for ours, theirs, part, parts in places:
+        for leaf in ("kernel", "bias"):
+            keys = ("vision", "layers", *ours.split("."), leaf)
+            name = f"visual.blocks.{{}}.{theirs}.{_LEAVES[leaf]}"
+            yield TensorName(keys, name, leaf == "kernel", layers, part=part, parts=parts)
 
 
 def _of_stack(shape: Shape, stack: Stack) -> Iterator[TensorName]:
@@ -196,10 +223,13 @@ def may_be_unused(name: str, shape: Shape, head: str) -> bool:
     """Returns whether this network needs no such tensor.
 
     A tied or scalar head does not use a stored output projection; rotary frequencies, which old
-    writers stored, follow from the config; layers that predict further tokens are left out.
+    writers stored, follow from the config; layers that predict further tokens are left out. What
+    reads no images needs no tower.
     """
     if name == "lm_head.weight":
         return head == "scalar" or shape.tie_embeddings
+    if name.startswith("visual."):
+        return shape.vision is None
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer and FAMILIES[shape.family].extra_layers:
         return int(layer[1]) >= shape.num_layers

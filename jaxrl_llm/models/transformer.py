@@ -21,61 +21,26 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, lora, sequence_attention
+from jaxrl_llm.models import attention, casting, lora, modules, sequence_attention, tower
 from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
+from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 Params = dict[str, Any]  # nested dict of arrays
 
 ROUTE_DTYPE = jnp.int16  # of numbers of experts, of which -1 is none
 
-# What the forward pass keeps for the backward pass, which computes the rest again. Of a layer,
-# "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's two inner
-# products too, "dots" the result of every product with a weight; the last two keep it on the host.
-_AROUND_SCORES = ("q", "k", "v", "mixed")
-_save = jax.checkpoint_policies.save_only_these_names
-
-
-def _offload(*names: str):
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("stream", *names),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-
-REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "attention": _save(*_AROUND_SCORES),
-    "projections": _save(*_AROUND_SCORES, "gate", "up"),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "offload_full": _offload(),
-    "offload_attention": _offload(*_AROUND_SCORES),
-}
-
-
 # Platforms on which decode steps multiply faster than by `PLAIN`: a function of mesh and dtype.
 DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
     "cpu": on_cpu,
 }
-
-
-def _pure(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.split(module)[1])
-
-
-def _axes(state, prefix: tuple[str, ...] = ()) -> Params:
-    flat = nnx.to_flat_state(state)
-    return nnx.traversals.unflatten_mapping(
-        {path: prefix + variable.get_metadata("logical_axes") for path, variable in flat}
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +85,9 @@ class Network:
         Some are transposed.
         """
         plain, ours = (
-            _axes(_definition(dataclasses.replace(self, products=products), "block", kind)[1])
+            modules.axes(
+                modules.definition(dataclasses.replace(self, products=products), "block", kind)[1]
+            )
             for products in (PLAIN, self.products)
         )
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
@@ -143,14 +110,21 @@ class Network:
         if latent:
             both = latent.plain_size + latent.value_size
             units |= {"key_value_heads": both, "value_heads": latent.value_size}
+        if shape.vision:
+            units["tower_heads"] = shape.vision.head_size
         return units
+
+    @property
+    def decoder(self) -> "Network":
+        """This network without its tower: what samples, and reads what a tower saw."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, vision=None))
 
     def _stacked(self, key: jax.Array, adapters: LoraConfig = NO_ADAPTERS) -> dict[str, Params]:
         """Returns the parameters of all blocks, stacked; the key of a layer follows its number."""
         keys = jax.random.split(key, self.shape.num_layers)
 
         def of(kind: Layer, keys: jax.Array) -> Params:
-            return jax.vmap(lambda k: _pure(self._block(kind, nnx.Rngs(k), adapters)))(keys)
+            return jax.vmap(lambda k: modules.pure(self._block(kind, nnx.Rngs(k), adapters)))(keys)
 
         stacks = self.shape.stacks
         return {name: of(s.layer, keys[np.array(s.numbers)]) for name, s in stacks.items()}
@@ -158,7 +132,23 @@ class Network:
     def init(self, key: jax.Array) -> Params:
         """Returns random parameters: normal(0.02), norms one, biases and scalar head zero."""
         ends_key, layers_key = jax.random.split(key)
-        return {**_pure(self._ends(nnx.Rngs(ends_key))), "layers": self._stacked(layers_key)}
+        found = {
+            **modules.pure(self._ends(nnx.Rngs(ends_key))),
+            "layers": self._stacked(layers_key),
+        }
+        if vision := self.shape.vision:
+            keys = jax.random.split(jax.random.fold_in(key, 2), vision.num_layers + 1)
+            make = jax.vmap(lambda k: modules.pure(self._tower("block", nnx.Rngs(k))))
+            ends = modules.pure(self._tower("ends", nnx.Rngs(keys[-1])))
+            found["vision"] = {**ends, "layers": make(keys[:-1])}
+        return found
+
+    def _tower(self, part: str, rngs: nnx.Rngs) -> nnx.Module:
+        build, vision = dataclasses.replace(self._build(rngs), products=PLAIN), self.shape.vision
+        assert vision is not None
+        if part == "block":
+            return tower.TowerBlock(build, vision)
+        return tower.TowerEnds(build, vision, self.shape.hidden_size)
 
     def abstract(self) -> Params:
         """Returns the shapes and dtypes of the parameters, nothing allocated."""
@@ -166,12 +156,24 @@ class Network:
 
     def logical_axes(self) -> Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
-        return {**_axes(_definition(self, "ends")[1]), "layers": self._stacked_axes("block")}
+        found = {
+            **modules.axes(modules.definition(self, "ends")[1]),
+            "layers": self._stacked_axes("block"),
+        }
+        if self.shape.vision:
+            layers = modules.axes(modules.definition(self, "tower block")[1], ("layers",))
+            found["vision"] = {
+                **modules.axes(modules.definition(self, "tower ends")[1]),
+                "layers": layers,
+            }
+        return found
 
     def _stacked_axes(self, part: str) -> Params:
         stacks = self.shape.stacks
-        definition = functools.partial(_definition, self, part)
-        return {name: _axes(definition(s.layer)[1], ("layers",)) for name, s in stacks.items()}
+        definition = functools.partial(modules.definition, self, part)
+        return {
+            name: modules.axes(definition(s.layer)[1], ("layers",)) for name, s in stacks.items()
+        }
 
     def init_adapters(self, key: jax.Array) -> Params:
         """Returns adapters that change nothing yet: the first factor random, the second zero."""
@@ -185,16 +187,38 @@ class Network:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
         return lora.only({"layers": self._stacked_axes("adapted")})
 
-    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def see(
+        self,
+        vision: Params,
+        pixels: Float[Array, "rows patches dims"],
+        places: Int[Array, "rows patches 2"],
+        images: Int[Array, "rows patches"],
+    ) -> Float[Array, "rows vectors D"]:
+        """Returns the vectors of images in rows (`patches.in_rows`) by the tower's parameters."""
+        assert self.shape.vision is not None
+        ends = modules.merged(
+            self, "tower ends", {k: v for k, v in vision.items() if k != "layers"}
+        )
+        block = functools.partial(modules.merged, self, "tower block")
+        of_rows = pixels, places, images, self.compute_dtype, self.remat
+        return tower.read(ends, block, vision["layers"], self.shape.vision, *of_rows)
+
+    def embed(
+        self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None = None
+    ) -> Float[Array, "B T D"]:
         table = params["embed"].astype(self.compute_dtype)
-        return constrain(self._scaled(table[tokens]), "batch", "length", "embed")
+        x = self._scaled(table[tokens])
+        x = x if sights is None else sights.over(x, sights.vectors)
+        return constrain(x, "batch", "length", "embed")
 
     def _scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if not self.shape.scale_embeddings:
             return x
         return x * jnp.asarray(self.shape.hidden_size**0.5, x.dtype)
 
-    def _embed_rows(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embed_rows(
+        self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None
+    ) -> Float[Array, "B T D"]:
         """Returns `embed`; no device holds the whole table or its whole gradient.
 
         The table is split by features, so that each device looks up a slice of every token; then
@@ -203,11 +227,13 @@ class Network:
         table = casting.row_major_gradient(params["embed"]).astype(self.compute_dtype)
         # Constrained to its own split as well, so that the gradient comes back in it.
         table = constrain_as_weight(table, "vocab", None)
-        slices = constrain_as_weight(table, None, "vocab")[tokens]
+        slices = self._scaled(constrain_as_weight(table, None, "vocab")[tokens])
+        if sights is not None:
+            slices = sights.over(slices, constrain_as_weight(sights.vectors, None, "vocab"))
         slices = constrain_as_weight(slices, None, None, "vocab")
-        return constrain(self._scaled(slices), "batch", "length", "embed")
+        return constrain(slices, "batch", "length", "embed")
 
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+    def rotary(self, positions: Int[Array, "B T *parts"]) -> Rotary:
         """Returns the rotary tables of these positions, shared by all layers."""
         return rotary_tables(self.shape, positions)
 
@@ -224,12 +250,12 @@ class Network:
     ):
         """Returns one layer's output, what `attend` kept, and what a router did, see `Block`."""
         part = "adapted" if lora.present(layer) else "block"
-        return _merged(self, part, layer, kind)(x, rotary, attend, compressed, routing)
+        return modules.merged(self, part, layer, kind)(x, rotary, attend, compressed, routing)
 
     def norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the final normalization of the residual stream."""
-        ends = {k: v for k, v in params.items() if k != "layers"}
-        return _merged(self, "ends", ends).norm(x)
+        ends = {k: v for k, v in params.items() if k not in ("layers", "vision")}
+        return modules.merged(self, "ends", ends).norm(x)
 
     def head_weight(self, params: Params) -> Float[Array, "V D"]:
         """Returns the output projection: [V, D], or [1, D] of a scalar head."""
@@ -250,13 +276,15 @@ class Network:
         segment_ids: Int[Array, "B T"],
         prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NOTHING_SHARED,
         key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_BLOCKS,
+        sights: Sights | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the normalized last hidden state of every token of packed rows.
 
         `positions` are within each token's own sequence. `prefix_ids` and `key_blocks` are as of
         `full_attention`, for rows whose length is not split over devices.
         """
-        return self.read(params, tokens, positions, segment_ids, prefix_ids, key_blocks)[0]
+        given = tokens, positions, segment_ids, prefix_ids, key_blocks
+        return self.read(params, *given, sights=sights)[0]
 
     def read(
         self,
@@ -267,6 +295,7 @@ class Network:
         prefix_ids: Int[Array | np.ndarray, "_ prefix"] = attention.NOTHING_SHARED,
         key_blocks: Int[Array | np.ndarray, "_ blocks seen"] = attention.ALL_BLOCKS,
         routing: Routing | None = None,
+        sights: Sights | None = None,
     ) -> tuple[Float[Array, "B T D"], Routed | None]:
         """Returns `hidden`, and what the routers did, by layer with experts (None: no experts).
 
@@ -296,7 +325,7 @@ class Network:
             given = a.q, a.k, a.v, ids, self.sequence_attention, whole_rows, a.scoring.sinks
             return sequence_attention.attention(*given), None
 
-        rotary = self.rotary(positions)
+        rotary = self.rotary(positions if sights is None else sights.positions)
         routing = routing or Routing(segment_ids != 0)
         routes = None if routing.given is None else self._by_layer(routing.given)
 
@@ -310,7 +339,7 @@ class Network:
         if self.remat != "none":
             policy = REMAT_POLICIES[self.remat]
             one = jax.checkpoint(one, policy=policy, prevent_cse=False, static_argnums=0)
-        x = self._embed_rows(params, tokens)
+        x = self._embed_rows(params, tokens, sights)
         numbers: list[int] = []  # of layers with experts, and what their routers did
         found: list[Routed] = []
         for group in self.shape.groups:
@@ -371,28 +400,6 @@ class Network:
 def _split(repeats: int, stacked: Array) -> Array:
     """Returns parameters of all layers of a stack by the runs they stand in."""
     return stacked.reshape(repeats, -1, *stacked.shape[1:])
-
-
-# Traced once for equal networks: a run makes the same one several times.
-
-
-@functools.lru_cache(maxsize=256)
-def _definition(network: Network, part: str, kind: Layer = EVERYWHERE):
-    """Returns the graph definition and the state of a block, the ends, a block with adapters."""
-    make: dict[str, Callable[[], nnx.Module]] = {
-        "block": lambda: network._block(kind, nnx.Rngs(0)),
-        "ends": lambda: network._ends(nnx.Rngs(0)),
-        "adapted": lambda: network._block(kind, nnx.Rngs(0), network.lora),
-    }
-    with nnx.use_eager_sharding(False):
-        return nnx.split(nnx.eval_shape(make[part]))
-
-
-def _merged(network: Network, part: str, params: Params, kind: Layer = EVERYWHERE) -> Any:
-    graph, state = _definition(network, part, kind)
-    state = jax.tree.map(lambda v: v, state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
 
 
 @functools.lru_cache(maxsize=32)

@@ -95,9 +95,10 @@ def _written_layers(shape: Shape, row: Family) -> Fields:
 
 def _written_rope(shape: Shape) -> Fields | None:
     scaling = shape.rope_scaling
+    sections: Fields = {"mrope_section": list(shape.rope_sections)} if shape.rope_sections else {}
     if scaling.factor == 1.0:
-        return None
-    rope: Fields = {"rope_type": scaling.kind}
+        return {"type": "mrope", **sections} if sections else None
+    rope: Fields = {"rope_type": scaling.kind, **sections}
     rope |= {key: getattr(scaling, field) for field, key in ROPE[scaling.kind].items()}
     if scaling.kind == "yarn":
         rope |= {key: getattr(scaling, field) for field, key in YARN.items()}

@@ -26,7 +26,7 @@ Rules = Mapping[str, tuple[str, ...]]
 
 # A rollout rule is a prefix of the training rule of the same name: resharding is then an
 # all-gather over the axes left out, which moves the fewest bytes.
-_COMPUTED = ("vocab", "heads", "kv_heads", "key_value_heads", "value_heads", "mlp")
+_COMPUTED = ("vocab", "heads", "kv_heads", "key_value_heads", "value_heads", "mlp", "tower_heads")
 _FOR_MEMORY = ("fsdp", "sequence", "expert")
 TRAIN: Rules = {
     "experts": ("expert",),  # first: an axis splits one dim of an array, the first that wants it
