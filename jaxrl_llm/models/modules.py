@@ -1,8 +1,7 @@
 """Flax modules of a network: what they hold, and modules with given parameters inside a trace."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -10,6 +9,16 @@ from flax import nnx
 from jaxrl_llm.models.shape import EVERYWHERE, Layer
 
 Params = dict[str, Any]  # nested dict of arrays
+
+
+class Maker(Protocol):
+    """A description of networks; hashable."""
+
+    def __hash__(self) -> int: ...
+
+    def module(self, part: str, kind: Layer, /) -> nnx.Module:
+        """Returns a part of it, of layers one of a kind, for its shapes alone."""
+        ...
 
 
 def pure(module: nnx.Module) -> Params:
@@ -29,22 +38,15 @@ def axes(state, prefix: tuple[str, ...] = ()) -> Params:
 
 
 @functools.lru_cache(maxsize=256)
-def definition(network: Any, part: str, kind: Layer = EVERYWHERE):
-    """Returns the graph definition and the state of one of the parts of a `Network`."""
-    make: dict[str, Callable[[], nnx.Module]] = {
-        "block": lambda: network._block(kind, nnx.Rngs(0)),
-        "ends": lambda: network._ends(nnx.Rngs(0)),
-        "adapted": lambda: network._block(kind, nnx.Rngs(0), network.lora),
-        "tower block": lambda: network._tower("block", nnx.Rngs(0)),
-        "tower ends": lambda: network._tower("ends", nnx.Rngs(0)),
-    }
+def definition(maker: Maker, part: str, kind: Layer = EVERYWHERE):
+    """Returns the graph definition and the state of one of the parts that `maker` makes."""
     with nnx.use_eager_sharding(False):
-        return nnx.split(nnx.eval_shape(make[part]))
+        return nnx.split(nnx.eval_shape(lambda: maker.module(part, kind)))
 
 
-def merged(network: Any, part: str, params: Params, kind: Layer = EVERYWHERE) -> Any:
-    """Returns a module of a network, see `definition`, with these parameters."""
-    graph, state = definition(network, part, kind)
+def merged(maker: Maker, part: str, params: Params, kind: Layer = EVERYWHERE) -> Any:
+    """Returns a part that `maker` makes, with these parameters."""
+    graph, state = definition(maker, part, kind)
     state = jax.tree.map(lambda v: v, state)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)

@@ -39,7 +39,7 @@ class Rows:
     places: Int[np.ndarray, "rows patches 2"]  # row and column in the image
     images: Int[np.ndarray, "rows patches"]  # which of the row, from 1; 0: none
     # Of each image: which of the vectors of all rows, end to end, are those of its tokens.
-    vectors: tuple[Int[np.ndarray, " tokens"], ...]
+    vectors: tuple[Int[np.ndarray, " _"], ...]
 
 
 def positions(
@@ -122,7 +122,7 @@ def groups(grids: Sequence[Grid], vision: Vision, num_rows: int) -> list[list[in
 
 
 def in_rows(
-    images: Sequence[tuple[Grid, Float[np.ndarray, "patches dims"]]],
+    images: Sequence[tuple[Grid, Float[np.ndarray, "_ dims"]]],
     vision: Vision,
     num_rows: int = 1,
 ) -> Rows:

@@ -5,20 +5,21 @@ sees another. Every window fills a piece of a row of the same size, so that laye
 one batch of small squares.
 """
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import casting
+from jaxrl_llm.models import casting, modules
 from jaxrl_llm.models.attention import QUERY_BLOCK, masked_attention
 from jaxrl_llm.models.attention_layers import rotary_frequencies, rotate
 from jaxrl_llm.models.layers import MLP, Build, Linear, RMSNorm
 from jaxrl_llm.models.remat import REMAT_POLICIES
-from jaxrl_llm.models.shape import RopeScaling, Vision
+from jaxrl_llm.models.shape import EVERYWHERE, Layer, RopeScaling, Vision
 from jaxrl_llm.sharding.mesh import constrain
 
 _THETA = 10_000.0
@@ -80,39 +81,72 @@ class TowerEnds(nnx.Module):
         return self.merge_out(jax.nn.gelu(self.merge_in(x), approximate=False))
 
 
-def read(
-    ends: TowerEnds,
-    block: Any,  # (layer's parameters) -> `TowerBlock`
-    layers: Any,  # parameters of all layers, stacked
-    vision: Vision,
-    pixels: Float[Array, "rows patches dims"],
-    places: Int[Array, "rows patches 2"],
-    images: Int[Array, "rows patches"],
-    compute_dtype: str,
-    remat: str,
-) -> Float[Array, "rows vectors O"]:
-    """Returns the vectors of all images, in the order of the patches.
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """The tower of one shape; its parameters are a nested dict of arrays, of layers stacked."""
 
-    Args:
-      places: Row and column of each patch in its image.
-      images: Which image of the row; 0: none.
-    """
-    frequencies = rotary_frequencies(vision.head_size // 2, _THETA, RopeScaling())
-    angles = places.astype(jnp.float32)[..., None] * frequencies  # [rows, patches, 2, quarter]
-    angles = angles.reshape(*places.shape[:2], 1, -1)
-    table = jnp.cos(angles), jnp.sin(angles)
-    whole = jnp.isin(jnp.arange(vision.num_layers), jnp.array(vision.full_layers, jnp.int32))
+    vision: Vision
+    out_size: int  # of a vector: the decoder's hidden size
+    param_dtype: str
+    compute_dtype: str
+    remat: str = "none"  # not "none": the backward pass keeps what layers read, and no more
 
-    def one(x, entry):
-        stacked, index, of_image = entry
-        layer = casting.computed(stacked, index, compute_dtype)
-        return block(layer)(x, table, images, of_image), None
+    def module(self, part: str, kind: Layer = EVERYWHERE) -> nnx.Module:
+        """Returns a "block", or the "ends"."""
+        return self._made(part, nnx.Rngs(0))
 
-    if remat != "none":
-        one = jax.checkpoint(one, policy=REMAT_POLICIES["full"], prevent_cse=False)
-    x = constrain(ends.embed(pixels.astype(compute_dtype)), "batch", None, "embed")
-    x, _ = jax.lax.scan(one, x, (layers, jnp.arange(vision.num_layers), whole))
-    return ends.merge(x)
+    def _made(self, part: str, rngs: nnx.Rngs) -> nnx.Module:
+        build = Build(rngs, jnp.dtype(self.param_dtype))
+        if part == "block":
+            return TowerBlock(build, self.vision)
+        return TowerEnds(build, self.vision, self.out_size)
+
+    def init(self, key: jax.Array) -> modules.Params:
+        """Returns random parameters, as `Network.init` draws them."""
+        keys = jax.random.split(key, self.vision.num_layers + 1)
+        make = jax.vmap(lambda k: modules.pure(self._made("block", nnx.Rngs(k))))
+        ends = modules.pure(self._made("ends", nnx.Rngs(keys[-1])))
+        return {**ends, "layers": make(keys[:-1])}
+
+    def logical_axes(self) -> modules.Params:
+        """Returns the tree of `init` with a tuple of logical dim names for each array."""
+        layers = modules.axes(modules.definition(self, "block")[1], ("layers",))
+        return {**modules.axes(modules.definition(self, "ends")[1]), "layers": layers}
+
+    def read(
+        self,
+        params: modules.Params,
+        pixels: Float[Array, "rows patches dims"],
+        places: Int[Array, "rows patches 2"],
+        images: Int[Array, "rows patches"],
+    ) -> Float[Array, "rows vectors O"]:
+        """Returns the vectors of all images, in the order of the patches.
+
+        Args:
+          places: Row and column of each patch in its image.
+          images: Which image of the row; 0: none.
+        """
+        vision = self.vision
+        frequencies = rotary_frequencies(vision.head_size // 2, _THETA, RopeScaling())
+        angles = places.astype(jnp.float32)[..., None] * frequencies
+        angles = angles.reshape(*places.shape[:2], 1, -1)  # those of the row, then of the column
+        table = jnp.cos(angles), jnp.sin(angles)
+        whole = np.isin(np.arange(vision.num_layers), vision.full_layers)
+
+        def one(x, entry):
+            stacked, index, of_image = entry
+            layer = casting.computed(stacked, index, self.compute_dtype)
+            return modules.merged(self, "block", layer)(x, table, images, of_image), None
+
+        if self.remat != "none":
+            one = jax.checkpoint(one, policy=REMAT_POLICIES["full"], prevent_cse=False)
+        ends = {name: value for name, value in params.items() if name != "layers"}
+        around = modules.merged(self, "ends", ends)
+        x = around.embed(pixels.astype(self.compute_dtype))
+        x = constrain(x, "batch", None, "embed")
+        layers = params["layers"], jnp.arange(vision.num_layers), jnp.asarray(whole)
+        x, _ = jax.lax.scan(one, x, layers)
+        return around.merge(x)
 
 
 def _in_windows(size: int, q, k, v, images) -> Float[Array, "rows patches N H"]:

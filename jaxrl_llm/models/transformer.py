@@ -136,19 +136,23 @@ class Network:
             **modules.pure(self._ends(nnx.Rngs(ends_key))),
             "layers": self._stacked(layers_key),
         }
-        if vision := self.shape.vision:
-            keys = jax.random.split(jax.random.fold_in(key, 2), vision.num_layers + 1)
-            make = jax.vmap(lambda k: modules.pure(self._tower("block", nnx.Rngs(k))))
-            ends = modules.pure(self._tower("ends", nnx.Rngs(keys[-1])))
-            found["vision"] = {**ends, "layers": make(keys[:-1])}
+        if self.shape.vision:
+            found["vision"] = self.tower.init(jax.random.fold_in(key, 2))
         return found
 
-    def _tower(self, part: str, rngs: nnx.Rngs) -> nnx.Module:
-        build, vision = dataclasses.replace(self._build(rngs), products=PLAIN), self.shape.vision
-        assert vision is not None
-        if part == "block":
-            return tower.TowerBlock(build, vision)
-        return tower.TowerEnds(build, vision, self.shape.hidden_size)
+    @property
+    def tower(self) -> tower.Tower:
+        """What reads images; for networks with `shape.vision` alone."""
+        assert self.shape.vision is not None
+        dtypes = self.param_dtype, self.compute_dtype
+        return tower.Tower(self.shape.vision, self.shape.hidden_size, *dtypes, self.remat)
+
+    def module(self, part: str, kind: Layer) -> nnx.Module:
+        """Returns a block, a block with adapters ("adapted"), or the "ends"."""
+        rngs = nnx.Rngs(0)
+        if part == "ends":
+            return self._ends(rngs)
+        return self._block(kind, rngs, self.lora if part == "adapted" else NO_ADAPTERS)
 
     def abstract(self) -> Params:
         """Returns the shapes and dtypes of the parameters, nothing allocated."""
@@ -161,11 +165,7 @@ class Network:
             "layers": self._stacked_axes("block"),
         }
         if self.shape.vision:
-            layers = modules.axes(modules.definition(self, "tower block")[1], ("layers",))
-            found["vision"] = {
-                **modules.axes(modules.definition(self, "tower ends")[1]),
-                "layers": layers,
-            }
+            found["vision"] = self.tower.logical_axes()
         return found
 
     def _stacked_axes(self, part: str) -> Params:
@@ -186,22 +186,6 @@ class Network:
     def adapter_axes(self) -> Params:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
         return lora.only({"layers": self._stacked_axes("adapted")})
-
-    def see(
-        self,
-        vision: Params,
-        pixels: Float[Array, "rows patches dims"],
-        places: Int[Array, "rows patches 2"],
-        images: Int[Array, "rows patches"],
-    ) -> Float[Array, "rows vectors D"]:
-        """Returns the vectors of images in rows (`patches.in_rows`) by the tower's parameters."""
-        assert self.shape.vision is not None
-        ends = modules.merged(
-            self, "tower ends", {k: v for k, v in vision.items() if k != "layers"}
-        )
-        block = functools.partial(modules.merged, self, "tower block")
-        of_rows = pixels, places, images, self.compute_dtype, self.remat
-        return tower.read(ends, block, vision["layers"], self.shape.vision, *of_rows)
 
     def embed(
         self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None = None

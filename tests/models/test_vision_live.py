@@ -1,0 +1,163 @@
+"""Qwen2.5-VL against transformers: vectors, positions, logits, folders, greedy decode."""
+
+import numpy as np
+import pytest
+import seen
+import tiny
+
+from jaxrl_llm.models import families, huggingface, patches, safetensors_file
+from jaxrl_llm.models.sights import Sights
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding.mesh import TRAIN, shardings
+
+pytestmark = pytest.mark.parity
+
+MARKS = {"vision_start_token_id": 92, "vision_end_token_id": 93}
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+}
+TOWER = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 40,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1, 3],
+}
+# Ten sizes, in pixels; a window is 112 of them a side.
+SIZES = (
+    *((56, 56), (60, 90), (28, 140), (112, 112), (140, 196)),
+    *((84, 252), (224, 168), (30, 400), (300, 310), (113, 57)),
+)
+
+
+@pytest.fixture(scope="module")
+def model(torch, tmp_path_factory):
+    """A model whose biases and norms are random too, its folder and its processor of images."""
+    import transformers
+
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT,
+        vision_config=TOWER,
+        image_token_id=seen.IMAGE_TOKEN,
+        video_token_id=91,
+        **MARKS,
+    )
+    torch.manual_seed(0)
+    made = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            norm = "norm" in name or "ln_q" in name
+            size, mean = (0.5, 1.0) if norm else (0.15, 0.0)
+            parameter.copy_(mean + size * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    made.save_pretrained(folder)
+    return made, folder, transformers.Qwen2VLImageProcessorPil()
+
+
+def pixels_of(processor, sizes):
+    """Returns patches and grids [n, 3] of images as transformers has them, and both of each."""
+    found = processor([seen.drawing(*size) for size in sizes], return_tensors="np")
+    grids = [patches.Grid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
+    ends = np.cumsum([grid.num_patches for grid in grids])
+    each = np.split(found["pixel_values"], ends[:-1])
+    return found["pixel_values"], found["image_grid_thw"], list(zip(grids, each, strict=True))
+
+
+def vectors_of(network, params, images, num_rows=1):
+    rows = patches.in_rows(images, network.shape.vision, num_rows)
+    found = network.tower.read(params["vision"], rows.pixels, rows.places, rows.images)
+    found = np.asarray(found).reshape(-1, network.shape.hidden_size)
+    return [found[at] for at in rows.vectors]
+
+
+def dialogue(random, images, vision):
+    """Returns tokens with text around images, and where the images begin."""
+    tokens, starts = random.integers(3, 88, 7).tolist(), []
+    for grid, _ in images:
+        starts.append(len(tokens) + 1)
+        tokens += [92, *[seen.IMAGE_TOKEN] * grid.num_tokens(vision), 93]
+        tokens += random.integers(3, 88, 5).tolist()
+    return tokens, starts
+
+
+def test_vectors_positions_and_logits_of_ten_sizes(model, torch):
+    theirs, folder, processor = model
+    network = Network(huggingface.read_shape(folder))
+    params = huggingface.load(folder, network)
+    vision = network.shape.vision
+    pixels, grids, images = pixels_of(processor, SIZES)
+    with torch.no_grad():
+        wanted = theirs.model.get_image_features(torch.tensor(pixels), torch.tensor(grids))
+    found = vectors_of(network, params, images, num_rows=2)
+    for ours, want in zip(found, wanted.pooler_output, strict=True):
+        assert np.abs(np.asarray(want)).max() > 1.0
+        np.testing.assert_allclose(ours, want, atol=1e-4)
+
+    random = np.random.default_rng(0)
+    for chosen in ([0, 5], [8], [1, 2, 3, 4], [6, 7, 9]):
+        some = [images[i] for i in chosen]
+        tokens, starts = dialogue(random, some, vision)
+        merged = [grid.merged(vision) for grid, _ in some]
+        at = np.full(len(tokens), -1)
+        at[np.array(tokens) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
+        row = torch.tensor([tokens])
+        marks = (row == seen.IMAGE_TOKEN).int()
+        positions = patches.positions(len(tokens), starts, merged)
+        places, _ = theirs.model.get_rope_index(row, marks, torch.tensor(grids[chosen]))
+        np.testing.assert_array_equal(positions.T, places[:, 0])
+        with torch.no_grad():
+            want = theirs(
+                row,
+                attention_mask=torch.ones_like(row),
+                pixel_values=torch.tensor(np.concatenate([values for _, values in some])),
+                image_grid_thw=torch.tensor(grids[chosen]),
+                mm_token_type_ids=marks,
+            ).logits[0]
+        sights = Sights(positions[None], at[None], np.concatenate([found[i] for i in chosen]))
+        given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
+        ours = network.logits(params, network.hidden(params, *given, sights=sights))[0]
+        assert np.abs(np.asarray(want)).max() > 1.0
+        np.testing.assert_allclose(ours, want, atol=1e-4)
+
+
+def test_folders_are_read_and_written_byte_for_byte(model, torch, tmp_path):
+    import transformers
+
+    theirs, folder, processor = model
+    network = Network(huggingface.read_shape(folder))
+    mesh = tiny.make_mesh(data=2, fsdp=2, tensor=2)
+    places = shardings(network.abstract(), network.logical_axes(), mesh, TRAIN, network.units)
+    split = huggingface.load(folder, network, places)
+    huggingface.save(tmp_path, network, split, source_config=families.read_config(folder))
+
+    def tensors(path):
+        found = safetensors_file.open_folder(path)
+        return {
+            k: (t.code, t.shape, np.ascontiguousarray(t.view()).tobytes()) for k, t in found.items()
+        }
+
+    assert tensors(tmp_path) == tensors(folder)
+    assert huggingface.read_shape(tmp_path) == network.shape
+    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert again.config.vision_config.fullatt_block_indexes == TOWER["fullatt_block_indexes"]
+    pixels, grids, images = pixels_of(processor, SIZES[:2])
+    tokens, _ = dialogue(np.random.default_rng(1), images, network.shape.vision)
+    row = torch.tensor([tokens])
+    given = {
+        "attention_mask": torch.ones_like(row),
+        "pixel_values": torch.tensor(pixels),
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": (row == seen.IMAGE_TOKEN).int(),
+    }
+    with torch.no_grad():
+        assert torch.equal(again(row, **given).logits, theirs(row, **given).logits)

@@ -1,0 +1,40 @@
+"""A tiny network that reads images, and images for it."""
+
+import dataclasses
+
+import numpy as np
+import tiny
+from PIL import Image
+
+from jaxrl_llm.models import patches
+from jaxrl_llm.models.shape import Vision
+from jaxrl_llm.models.transformer import Network
+
+IMAGE_TOKEN = 90
+VISION = Vision(
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    mlp_size=24,
+    full_layers=(1,),
+    window_size=8,
+    patch_size=2,
+    image_token=IMAGE_TOKEN,
+)
+SHAPE = dataclasses.replace(tiny.SHAPE, family="qwen2_5_vl", rope_sections=(1, 1, 2), vision=VISION)
+NETWORK = Network(SHAPE)
+# Height and width in pixels; windows are 8 of them a side.
+SIZES = ((8, 8), (4, 12), (20, 8), (12, 28), (24, 24), (4, 4), (8, 40), (36, 12), (16, 4), (28, 28))
+
+
+def drawing(height, width, seed=0):
+    """Returns an image of noise."""
+    pixels = np.random.default_rng((seed, height, width)).integers(0, 256, (height, width, 3))
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def patched(height, width, seed=0):
+    """Returns the grid of random patches, and these."""
+    grid = patches.Grid(height // VISION.patch_size, width // VISION.patch_size)
+    random = np.random.default_rng((seed, height, width))
+    return grid, random.standard_normal((grid.num_patches, VISION.patch_dims), np.float32)
