@@ -78,3 +78,26 @@ class CountingEngine:
             if reason:
                 del self._samples[key]
         return told
+
+
+class SayingEngine(CountingEngine):
+    """Gives the samples of request `i` the tokens of `says[i]`; keeps what it was asked."""
+
+    def __init__(self, *says, **fields):
+        super().__init__(**fields)
+        self.says, self.asked = says, []
+
+    def submit(self, request):
+        self.asked.append(request)
+        return super().submit(request)
+
+    def step(self, params):
+        told = []
+        for progress in super().step(params):
+            tokens = self.says[progress.request]
+            at = progress.tokens[0] - 10
+            reason = "stop" if at == len(tokens) - 1 else progress.finish_reason
+            told.append(progress._replace(tokens=(tokens[at],), finish_reason=reason))
+            if reason:
+                self._samples.pop((progress.request, progress.sample), None)
+        return told

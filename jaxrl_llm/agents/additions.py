@@ -52,7 +52,7 @@ def addition(
     try:
         whole = str(render([*turn, *following], add_generation_prompt=True))
     except DataError:  # some templates want the arguments of calls as JSON
-        before, turn = _with_json(before), _with_json(turn)
+        before, turn = with_json(before), with_json(turn)
         whole = str(render([*turn, *following], add_generation_prompt=True))
     found = masks.beginnings(tokenizer, Dialogue(turn, 0, options, ""), whole)
     end = next((len(text) for text in found if whole.startswith(text)), 0)
@@ -75,8 +75,8 @@ def addition(
     return Addition(_after(tokenizer, mark, tail + rest), False)
 
 
-def _with_json(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages whose calls have their arguments as a text."""
+def with_json(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have their arguments as a text, as some templates want them."""
 
     def written(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]

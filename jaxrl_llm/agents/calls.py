@@ -28,7 +28,8 @@ class Said(NamedTuple):
     calls: tuple[Call, ...]
 
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call, in three of the formats
+_HERMES = re.compile(rf"{_OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
 _CODER = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
 _CODER_VALUE = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|$)", re.DOTALL)
 _GLM_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
@@ -40,7 +41,8 @@ _HARMONY = re.compile(
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_CALL = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|$)", re.DOTALL)
-_DEEPSEEK_BEGIN = re.compile("<｜tool▁calls?▁begin｜>")
+_DEEPSEEK_OPEN = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+_DEEPSEEK_BEGIN = re.compile("|".join(_DEEPSEEK_OPEN))
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -148,6 +150,26 @@ _SIGNS = {
     "deepseek": ("<｜tool▁call▁begin｜>",),
     "llama3": (_PYTHON_TAG, '"parameters": '),
 }
+
+# Where the first call begins in a turn, by format; of harmony all is in messages with headers.
+BEGINNINGS: Mapping[str, re.Pattern[str]] = {
+    **dict.fromkeys(("hermes", "qwen3_coder", "glm4"), re.compile(_OPEN)),
+    "llama3": re.compile(rf"\A\s*(?:{re.escape(_PYTHON_TAG)}|\{{)"),
+    "mistral": re.compile(re.escape(_MISTRAL)),
+    "harmony": re.compile(r"\A"),
+    "deepseek": _DEEPSEEK_BEGIN,
+}
+
+
+def num_undecided(text: str) -> int:
+    """Returns how many characters at the end of a text may turn out to begin a call.
+
+    >>> num_undecided("I shall look. <tool_")
+    6
+    """
+    marks = (_OPEN, _MISTRAL, _PYTHON_TAG, *_DEEPSEEK_OPEN)
+    parts = (mark[:size] for mark in marks for size in range(1, len(mark)))
+    return max((len(part) for part in parts if text.endswith(part)), default=0)
 
 
 def format_of(chat_template: str) -> str:

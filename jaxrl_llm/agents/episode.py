@@ -1,7 +1,6 @@
 """One episode: the dialogue between the policy and its tools and environment, turn by turn."""
 
 import collections
-import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,13 @@ NOTHING = additions.Addition((), False)  # follows: the episode has ended
 Talk = Generator[Mapping[str, Any], Answer, dict[str, Any]]
 
 
+def call_format(config: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the format in which calls are written, "" if the chat template does not tell."""
+    if config.call_format != "auto":
+        return config.call_format
+    return calls.format_of(str(tokenizer.chat_template or ""))
+
+
 class Rules:
     """What all episodes of a run have in common."""
 
@@ -33,13 +39,8 @@ class Rules:
     ):
         """`described` is what `Pool.describe` returned."""
         self.config, self.tokenizer, self._described = config, tokenizer, described
-        template = str(tokenizer.chat_template or "")
-        found = calls.format_of(template) if config.call_format == "auto" else config.call_format
-        self.call_format = found
-        texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        texts = {text for text in texts | set(tokenizer.all_special_tokens) if len(text) > 1}
-        longest_first = sorted(texts, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first))) if texts else None
+        self.call_format = call_format(config, tokenizer)
+        self.special = tools.special_tokens(tokenizer)
 
     def tools_of(self, extra_info: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         """Returns (environment, names of the config's tools) of a row."""
@@ -153,7 +154,7 @@ class Episode:
 
     def _reply(self, number: int, call: Call, text: str) -> dict[str, Any]:
         text = tools.harmless(self._cut(text), self._rules.special)
-        return {"role": "tool", "name": call.name, "tool_call_id": _id(number), "content": text}
+        return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": text}
 
     def _cut(self, text: str) -> str:
         config = self._config
@@ -168,7 +169,7 @@ class Episode:
         made = [
             {
                 "type": "function",
-                "id": _id(number),
+                "id": call_id(number),
                 "function": {"name": call.name or "unknown", "arguments": dict(call.arguments)},
             }
             for number, call in enumerate(self._said.calls)
@@ -250,5 +251,6 @@ class Episode:
         return {**message, "content": tools.harmless(message["content"], self._rules.special)}
 
 
-def _id(number: int) -> str:
-    return f"{number:09d}"  # nine characters, as some templates demand
+def call_id(number: int) -> str:
+    """Returns the name of a turn's call: nine characters, as some templates demand."""
+    return f"{number:09d}"

@@ -4,9 +4,12 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.algorithms import lookup
+
+if TYPE_CHECKING:  # takes a second, and processes of episodes have no tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 Tool = Callable[..., Any]
 
@@ -99,11 +102,19 @@ def shortened(text: str, limit: int, side: str) -> str:
     return f"{text[: limit - tail]}...(cut)...{text[len(text) - tail :]}"
 
 
-def harmless(text: str, special_tokens: re.Pattern[str] | None) -> str:
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:
+    """Returns what finds a tokenizer's special tokens in a text; None if it has none."""
+    texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = {text for text in texts | set(tokenizer.all_special_tokens) if len(text) > 1}
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if texts else None
+
+
+def harmless(text: str, special: re.Pattern[str] | None) -> str:
     """Returns a text in which no special token of the tokenizer is left: a space breaks each.
 
     What a tool answers could otherwise end its turn and speak for others.
     """
-    if special_tokens is None:
+    if special is None:
         return text
-    return special_tokens.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
+    return special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)

@@ -18,10 +18,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxrl_llm.agents.tools import special_tokens
 from jaxrl_llm.serving import replies
+from jaxrl_llm.serving.calls import Made, Reader
+from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import Driver, Event, Reason, Refused
 from jaxrl_llm.serving.metrics import Metrics, count
-from jaxrl_llm.serving.protocol import ApiError, ChatBody, CompletionBody, Served, Wanted
+from jaxrl_llm.serving.protocol import ApiError, CompletionBody, Served, Wanted
 from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece, TokenNames, Transcript
 
 # How it is told why the driver refuses: status, OpenAI's type and code, headers.
@@ -49,8 +52,7 @@ def make_app(
     """
     app = fastapi.FastAPI(title="jaxrl_llm", docs_url=None, redoc_url=None)
     names = TokenNames(served.tokenizer)
-    decode = replies.decoder(served.tokenizer)
-    work_on = functools.partial(_Work, driver, metrics, request_s, decode)
+    work_on = functools.partial(_Work, driver, metrics, request_s, _Texts(served))
     # Long texts take long to tokenize; one thread, so that tokenizers need not be shared.
     reader = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     card = {"id": served.name, "object": "model", "created": int(time.time())}
@@ -139,6 +141,23 @@ def _body_limit(app: ASGIApp, max_bytes: int, timeout_s: float) -> ASGIApp:
     return checked
 
 
+class _Texts:
+    """What makes text of tokens, for each sample."""
+
+    def __init__(self, served: Served):
+        self._plain = replies.decoder(served.tokenizer)
+        self._with_special = replies.decoder(served.tokenizer, skip_special_tokens=False)
+        self._special = special_tokens(served.tokenizer)
+
+    def transcripts(self, wanted: Wanted) -> list[Transcript]:
+        decode = self._plain if wanted.calls is None else self._with_special
+        return [Transcript(decode, p.stop_tokens, p.stop_strings) for p in wanted.params]
+
+    def readers(self, wanted: Wanted) -> list[Reader]:
+        """Returns what reads calls in each sample; empty if the client has no tools."""
+        return [Reader(wanted.calls, self._special) for _ in wanted.params if wanted.calls]
+
+
 class _Work:
     """One client's request in the engine: submitted when made, given up when left."""
 
@@ -147,11 +166,11 @@ class _Work:
         driver: Driver,
         metrics: Metrics,
         limit_s: float,
-        decode: replies.Decode,
+        texts: _Texts,
         wanted: Wanted,
     ):
         self._driver, self._metrics, self.wanted = driver, metrics, wanted
-        self._limit_s, self._begun, self._decode = limit_s, time.monotonic(), decode
+        self._limit_s, self._begun, self._texts = limit_s, time.monotonic(), texts
         self._num_unfinished = len(wanted.params)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ticket = driver.submit(wanted.requests, self._events.put_nowait)
@@ -169,9 +188,8 @@ class _Work:
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields (sample, piece) as they come; raises `Refused`, or an `ApiError` if it is late."""
-        transcripts = [
-            Transcript(self._decode, p.stop_tokens, p.stop_strings) for p in self.wanted.params
-        ]
+        transcripts = self._texts.transcripts(self.wanted)
+        readers = self._texts.readers(self.wanted)
         last_s: dict[int, float] = {}  # when a sample's latest tokens came
         while self._num_unfinished:
             try:
@@ -196,7 +214,14 @@ class _Work:
             self._num_unfinished -= bool(p.finish_reason)
             text = transcripts[index].extend(p.tokens, p.finish_reason)
             certain = p.tokens, p.log_probs, p.top_log_probs, tuple(transcripts[index].offsets)
-            yield index, Piece(text, *certain, p.finish_reason)
+            reason: str = p.finish_reason
+            calls: tuple[Made, ...] = ()
+            if readers:
+                ended = bool(reason)
+                text, calls = readers[index].extend(text, ended, stopped=reason == "stop")
+                if reason == "stop" and readers[index].num_calls:
+                    reason = "tool_calls"
+            yield index, Piece(text, *certain, reason, calls)
 
 
 class _Stream(StreamingResponse):
@@ -227,7 +252,7 @@ async def _server_sent(
         async for index, piece in work.pieces():
             num_tokens += len(piece.tokens)
             # A chunk without text tells nothing, unless log-probs or the end are in it.
-            if piece.text or piece.finish_reason or work.wanted.with_log_probs:
+            if piece.text or piece.calls or piece.finish_reason or work.wanted.with_log_probs:
                 yield event(form.chunk(index, piece))
         if include_usage:
             yield event(form.closing(num_tokens))

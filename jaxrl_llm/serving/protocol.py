@@ -1,4 +1,4 @@
-"""What clients send, OpenAI's completions and chat completions, and what the engine is asked then.
+"""What clients send, OpenAI's completions, and what the engine is asked then; chats: `chat`.
 
 Fields that are not served are refused.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic
@@ -15,11 +15,10 @@ from jaxtyping import UInt32
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data import tokenizer as tokenizer_lib
-from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import is_text
 from jaxrl_llm.rollout import requests
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
+from jaxrl_llm.serving.calls import Expected
 
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
@@ -77,6 +76,7 @@ class Served:
     vocab_size: int
     max_tokens: int  # prompt and reply of one sample
     chat_template: bool = True  # False: messages are joined by newlines
+    call_format: str = ""  # in which the model calls tools; "": it calls none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Wanted:
 
     requests: tuple[Request, ...]  # one a prompt
     with_log_probs: bool
+    calls: Expected | None = None  # None: what looks like a call is text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -113,16 +114,18 @@ def _surrogate_place(value: Any) -> list[str] | None:
     return None
 
 
-class _Strict(pydantic.BaseModel):
+class Strict(pydantic.BaseModel):
+    """Fields of exactly their types, and no others."""
+
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is added to a chunk either way
 
 
-class _Body(_Strict):
+class Body(Strict):
     """What completions and chat completions have in common."""
 
     model: str
@@ -183,7 +186,7 @@ class _Body(_Strict):
         return strings
 
     @pydantic.model_validator(mode="after")
-    def _check_stream_options(self) -> "_Body":
+    def _check_stream_options(self) -> "Body":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
         return self
@@ -200,6 +203,7 @@ class _Body(_Strict):
         max_tokens: int | None,
         default_tokens: int,  # gives way to a long prompt; `max_tokens` does not
         num_top: int,  # likeliest tokens beside each log-prob; -1: no log-probs
+        calls: Expected | None = None,
     ) -> Wanted:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if own := self.stop_token_ids:
@@ -232,10 +236,10 @@ class _Body(_Strict):
                 num_top_log_probs=max(0, num_top),
             )
             asked.append(Request(prompt, keys, (params,) * count))
-        return Wanted(tuple(asked), with_log_probs=num_top >= 0)
+        return Wanted(tuple(asked), num_top >= 0, calls)
 
 
-class CompletionBody(_Body):
+class CompletionBody(Body):
     """`POST /v1/completions`."""
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], First]
@@ -270,55 +274,6 @@ class CompletionBody(_Body):
         num_top = -1 if self.logprobs is None else self.logprobs
         # Without `max_tokens` 16 tokens, as OpenAI.
         return self._wanted(served, prompts, "prompt", self.max_tokens, 16, num_top)
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], First]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
-
-
-class ChatBody(_Body):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[ChatMessage], First] = Field(min_length=1)
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogProbs | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _check_top(self) -> "ChatBody":
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
-        return self
-
-    def wanted(self, served: Served) -> Wanted:
-        if served.chat_template and not served.tokenizer.chat_template:
-            raise ApiError(400, "this model has no chat template; use /v1/completions")
-        messages = [
-            {"role": "system" if m.role == "developer" else m.role, "content": m.text}
-            for m in self.messages
-        ]
-        try:
-            prompts, _ = tokenizer_lib.render_prompts(
-                served.tokenizer, [messages], served.chat_template
-            )
-        except DataError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        limit = self.max_completion_tokens or self.max_tokens
-        num_top = (self.top_logprobs or 0) if self.logprobs else -1
-        return self._wanted(served, prompts, "messages", limit, served.max_tokens, num_top)
 
 
 def _check_tokens(served: Served, tokens: Sequence[int], param: str) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.rollout.requests import Decode, TopLogProbs, text_before
+from jaxrl_llm.serving.calls import Made
 from jaxrl_llm.serving.protocol import Wanted
 
 Json = dict[str, Any]
@@ -23,14 +24,15 @@ _MAX_WINDOW = 32  # tokens that are decoded together, of text that never becomes
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Returns what turns tokens into text, without special tokens."""
+def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> Decode:
+    """Returns what turns tokens into text, without special tokens unless they are wanted."""
+    skip = skip_special_tokens
     # Spaces are not tidied: that would take a space back that an earlier token gave.
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         # The wrapper around it is slow, and this runs once for every token served.
-        return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=True))
+        return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=skip))
     return lambda tokens: str(
-        tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     )
 
 
@@ -151,6 +153,7 @@ class Piece(NamedTuple):
     top_log_probs: tuple[TopLogProbs, ...] = ()
     offsets: tuple[int, ...] = ()  # where in the sample's text each token begins
     finish_reason: str = ""  # "" while the sample is running
+    calls: tuple[Made, ...] = ()  # of tools
 
 
 class CompletionFormat:
@@ -219,8 +222,15 @@ class ChatFormat(CompletionFormat):
 
     def _text(self, piece: Piece, kind: str) -> Json:
         if kind == self.part:
-            return {"delta": {"content": piece.text} if piece.text or piece.tokens else {}}
-        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+            delta: Json = {"content": piece.text} if piece.text or piece.tokens else {}
+            if piece.calls:
+                delta["tool_calls"] = [{"index": c.number, **c.as_json()} for c in piece.calls]
+            return {"delta": delta}
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = [call.as_json() for call in piece.calls]
+        return {"message": message}
 
     def _log_probs(self, piece: Piece) -> Json:
         def entry(token: int, log_prob: float) -> Json:

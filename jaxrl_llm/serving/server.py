@@ -11,6 +11,7 @@ import uvicorn
 from absl import logging
 from starlette.types import ASGIApp
 
+from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.saved import SavedPolicy
@@ -42,6 +43,7 @@ def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
         vocab_size=models.policy.shape.vocab_size,
         max_tokens=max_tokens or source.max_tokens,
         chat_template=source.config.data.chat_template,
+        call_format=call_format(source.config.agent, models.tokenizer),
     )
 
 
