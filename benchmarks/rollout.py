@@ -126,6 +126,7 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
             jnp.full(slots, new),
             jnp.full((slots, NUM_STOP_TOKENS), -1),
             sampler,
+            jnp.zeros(slots, jnp.int32),
         )
         state, first = programs.insert(state, prefix, admission, filtered=False, num_top=0)
         _, rest = programs.generate(

@@ -75,7 +75,8 @@ class Engine:
             network, mesh, num_slots, max_tokens, chunk_steps, layout, speculation, keeps_routes
         )
         vocab_size, num_routes = network.shape.vocab_size, self.jitted.num_routes
-        self.limits = Limits(max_tokens, vocab_size, decode is not None, num_routes)
+        vector_size = network.shape.hidden_size if network.shape.rope_sections else 0
+        self.limits = Limits(max_tokens, vocab_size, decode is not None, num_routes, vector_size)
         self.reset()
 
     def reset(self) -> None:
@@ -221,7 +222,8 @@ class Engine:
         filtered, num_top = self._switches(prompts)
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.jitted.insert_sizes if n >= len(prompts))
-        admitted = inputs.admission(entering, size, self.num_slots)
+        offsets = [sample.offset for sample in prompts]
+        admitted = inputs.admission(entering, size, self.num_slots, offsets)
         state = self._state or self.jitted.empty()
         self._state, outputs = self.jitted.insert(
             state, prefix, admitted, filtered=filtered, num_top=num_top
@@ -237,6 +239,7 @@ class Engine:
             part = list(at.items())[:rows]
             pieces = [sample.prompt[n : n + width] for sample, n in part]
             ends = [n + width >= len(sample.prompt) for sample, n in part]
+            seen = [(sample.sights, sample.offset) for sample, _ in part]
             filtered, num_top = self._switches(at)
             # What follows a piece that is not the last is sampled too, and dropped.
             params_of = [s.params if end else _ONE for (s, _), end in zip(part, ends, strict=True)]
@@ -244,8 +247,8 @@ class Engine:
             self._state, outputs, routes = self.jitted.extend(
                 params,
                 self._state,
-                inputs.continuation(pieces, [n for _, n in part], rows, width),
-                inputs.admission(entering, rows, self.num_slots),
+                inputs.continuation(pieces, [n for _, n in part], rows, width, seen),
+                inputs.admission(entering, rows, self.num_slots, [n for _, n in seen]),
                 window=self._window(max(n for _, n in part)),
                 filtered=filtered,
                 num_top=num_top,

@@ -4,12 +4,14 @@ Sizes are few, because each is a program to compile.
 """
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.data.packing import bucket, pack
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.rollout import prefill, requests
 from jaxrl_llm.rollout.prefill import Prompts
@@ -40,18 +42,20 @@ def prompt_rows(
     longest: int = 0,
     routes: Sequence[np.ndarray | None] = (),
     num_routes: int = 0,
+    sights: Sequence[Sights | None] = (),
 ) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
     Rows and widths come in few sizes; `max_tokens` is the widest. Rows also hold a prompt of
     `longest` tokens, if such rows can be shared and are at most four times as wide. `routes` are
-    those to follow, `num_routes` of each token.
+    those to follow, `num_routes` of each token; `sights` is what images are to each prompt.
     """
     lengths = [len(prompt) for prompt in prompts]
     width = _width(max(lengths), max_tokens, longest)
     rows = _shared(lengths, width)
     count = _num_rows(max(len(rows), -(-len(prompts) // _share(width))), width)
-    batch = empty_rows(count, width, num_routes)
+    sizes = {seen.vectors.shape[1] for seen in sights if seen is not None}
+    batch = empty_rows(count, width, num_routes, *sizes)
     for row, members in enumerate(rows):
         at = 0
         for segment, i in enumerate(members, 1):
@@ -62,6 +66,9 @@ def prompt_rows(
             batch.starts[i], batch.lengths[i] = row * width + at, lengths[i]
             if routes and (given := routes[i]) is not None:
                 batch.routes[row, inside] = given
+            if batch.sights is not None:
+                seen = sights[i] or plain_sights(lengths[i])
+                put_sights(batch.sights, seen, row, at, 0, lengths[i])
             at = inside.stop
     return batch
 
@@ -75,14 +82,43 @@ def row_shapes(num_prompts: int, prompt_tokens: int, max_tokens: int) -> list[tu
     return sorted(shapes, key=lambda shape: shape[::-1])
 
 
-def empty_rows(rows: int, width: int, num_routes: int = 0) -> Prompts:
-    """Returns rows without a prompt."""
+def empty_rows(rows: int, width: int, num_routes: int = 0, vector_size: int = 0) -> Prompts:
+    """Returns rows without a prompt; for images, if their vectors have a size."""
     zeros: Any = np.zeros  # the device takes them as they are
     tokens, positions, segment_ids = zeros((3, rows, width), np.int32)
     starts = zeros(rows * _share(width), np.int32)
     own = np.full((rows, width, num_routes), -1, ROUTE_DTYPE)
     own_choice: Any = own
-    return Prompts(tokens, positions, segment_ids, starts, starts + 1, own_choice)
+    sights = no_sights(rows, width, vector_size) if vector_size else None
+    return Prompts(tokens, positions, segment_ids, starts, starts + 1, own_choice, sights)
+
+
+def no_sights(rows: int, width: int, vector_size: int) -> Sights:
+    """Returns room for images in rows; there is a vector for every token, so that sizes are few."""
+    zeros: Any = np.zeros
+    vectors = zeros((rows * width, vector_size), np.float32)
+    return Sights(zeros((rows, width, 3), np.int32), zeros((rows, width), np.int32) - 1, vectors)
+
+
+def plain_sights(num_tokens: int, offset: int = 0) -> Sights:
+    """Returns what no image is to a row of text."""
+    numbers: Any = np.arange(num_tokens)[None] + offset
+    parts, nothing = np.repeat(numbers[..., None], 3, -1), np.zeros((0, 0), np.float32)
+    at: Any = np.full((1, num_tokens), -1)
+    return Sights(parts, at, nothing)  # type: ignore[arg-type]
+
+
+def put_sights(rows: Sights, seen: Sights, row: int, at: int, begin: int, end: int) -> None:
+    """Puts what images are to tokens `begin` to `end` of a prompt into a row from column `at`."""
+    into: Any = rows
+    columns = slice(at, at + end - begin)
+    into.positions[row, columns] = seen.positions[0, begin:end]
+    wanted = np.asarray(seen.at[0, begin:end])
+    columns_with = at + np.flatnonzero(wanted >= 0)
+    places = row * rows.at.shape[1] + columns_with
+    into.at[row, columns_with] = places
+    if len(places):
+        into.vectors[places] = np.asarray(seen.vectors)[wanted[wanted >= 0]]
 
 
 def continuation_size(length: int) -> tuple[int, int]:
@@ -91,9 +127,16 @@ def continuation_size(length: int) -> tuple[int, int]:
 
 
 def continuation(
-    pieces: Sequence[Sequence[int]], kept: Sequence[int], rows: int, width: int
+    pieces: Sequence[Sequence[int]],
+    kept: Sequence[int],
+    rows: int,
+    width: int,
+    seen: Sequence[tuple[Sights | None, int]] = (),
 ) -> Continuation:
-    """Returns tokens that follow `kept` ones of each, in so many rows of this width."""
+    """Returns tokens that follow `kept` ones of each, in so many rows of this width.
+
+    `seen` is what images are to the whole of each, and the offset of positions after them.
+    """
     zeros: Any = np.zeros
     made = Continuation(
         zeros((rows, width), np.int32), zeros(rows, np.int32) + 1, zeros(rows, np.int32)
@@ -101,6 +144,17 @@ def continuation(
     for row, (piece, before) in enumerate(zip(pieces, kept, strict=True)):
         made.tokens[row, : len(piece)] = piece
         made.lengths[row], made.kept[row] = len(piece), before
+    ends = [before + len(piece) for piece, before in zip(pieces, kept, strict=True)]
+    parts = [
+        (sights, np.asarray(sights.at[0, before:end]))
+        for (sights, _), before, end in zip(seen, kept, ends, strict=False)
+        if sights is not None
+    ]
+    if any((at >= 0).any() for _, at in parts):
+        found = no_sights(rows, width, parts[0][0].vectors.shape[1])
+        for row, ((sights, offset), before, end) in enumerate(zip(seen, kept, ends, strict=True)):
+            put_sights(found, sights or plain_sights(end, offset), row, 0, before, end)
+        made = dataclasses.replace(made, sights=found)
     return made
 
 
@@ -124,11 +178,15 @@ def _num_rows(count: int, width: int) -> int:
 
 
 def admission(
-    entering: Sequence[tuple[int, int, np.ndarray, SamplingParams]], size: int, num_slots: int
+    entering: Sequence[tuple[int, int, np.ndarray, SamplingParams]],
+    size: int,
+    num_slots: int,
+    offsets: Sequence[int] = (),
 ) -> Admission:
     """Returns the arrays of an insert of `size` samples; unused entries go to slot `num_slots`.
 
-    Each sample is given as (index of its prompt in the prefix, slot, key, parameters).
+    Each sample is given as (index of its prompt in the prefix, slot, key, parameters); `offsets`
+    are `Request.offset` of each, by default zero.
     """
     unused = (0, num_slots, np.zeros(2, np.uint32), SamplingParams(max_tokens=1))
     filled = [*entering, *[unused] * (size - len(entering))]
@@ -150,4 +208,5 @@ def admission(
         min_p=column("min_p"),
     )
     limits = column("max_tokens", np.int32)
-    return Admission(array(prompts, np.int32), array(slots, np.int32), limits, stops, sampler)
+    given = array(prompts, np.int32), array(slots, np.int32), limits, stops, sampler
+    return Admission(*given, array([*offsets, *[0] * (size - len(offsets))], np.int32))

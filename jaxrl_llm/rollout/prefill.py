@@ -12,6 +12,7 @@ from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models.attention import by_chunk, full_attention, masked_attention
 from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.router import Routing
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -28,6 +29,7 @@ class Prompts:
     lengths: Int[Array, " P"]
     # Experts to visit, -1: the router's choice; [R, T, 0] where routes are not kept.
     routes: Int[Array, "R T routes"]
+    sights: Sights | None = None  # of rows with images
 
 
 @jax.tree_util.register_dataclass
@@ -68,8 +70,9 @@ def prefill(
             how: Any = {"window": a.window, "scoring": a.scoring}
             return full_attention(a.q, a.k, a.v, ids, **how), a.cached
 
-        x = network.embed(params, prompts.tokens)
-        rotary = network.rotary(prompts.positions)
+        sights = prompts.sights
+        x = network.embed(params, prompts.tokens, sights)
+        rotary = network.rotary(prompts.positions if sights is None else sights.positions)
         routing = _routing(network, routes)
         caches, visited = [], []
         for number, layer in enumerate(params["layers"]):
@@ -122,6 +125,12 @@ def _read_in_pieces(network, params, prompts, size):
     count = -(-width // size)
     more = count * size - width
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, more)))
+    sights = prompts.sights
+    if sights is not None:
+        sights = sights._replace(
+            positions=jnp.pad(sights.positions, ((0, 0), (0, more), (0, 0))),
+            at=jnp.pad(sights.at, ((0, 0), (0, more)), constant_values=-1),
+        )
     given = jnp.pad(prompts.routes, ((0, 0), (0, more), (0, 0)), constant_values=-1)
     shape, dtype = network.shape, network.compute_dtype
     heads, *dims = shape.cached
@@ -133,8 +142,12 @@ def _read_in_pieces(network, params, prompts, size):
         start = i * size
         positions = jnp.broadcast_to(start + jnp.arange(size), (rows, size))
         before = positions[:, None, :, None] - jnp.arange(count * size)  # of a query, each key
-        x = network.embed(params, lax.dynamic_slice_in_dim(tokens, start, size, 1))
-        rotary = network.rotary(positions)
+        piece = lambda a: lax.dynamic_slice_in_dim(a, start, size, 1)  # noqa: E731
+        here = sights
+        if here is not None:
+            here = here._replace(positions=piece(here.positions), at=piece(here.at))
+        x = network.embed(params, piece(tokens), here)
+        rotary = network.rotary(positions if here is None else here.positions)
         routing = _routing(network, lax.dynamic_slice_in_dim(given, start, size, 1))
         kept, visited = [], []
         for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

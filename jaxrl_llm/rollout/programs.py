@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
 from jaxrl_llm.rollout import cache as cache_lib
 from jaxrl_llm.rollout import sampling
@@ -32,6 +33,7 @@ class DecodeState:
     cache: Cache  # of T positions
     tokens: Int[Array, " S"]  # sampled last, not yet in the cache
     positions: Int[Array, " S"]  # where that token stands in its sequence
+    offsets: Int[Array, " S"]  # of rotary positions from these: images take fewer than tokens
     remaining: Int[Array, " S"]  # tokens that may still be sampled
     stops: Int[Array, "S stops"]  # tokens that end the sample; -1 is none
     history: Int[Array, "S T"]  # all tokens by position, for speculation; T is 0 without
@@ -66,6 +68,7 @@ class Admission:
     limits: Int[Array, " n"]  # tokens that may be sampled, at least 1
     stops: Int[Array, "n stops"]
     sampler: SamplerState
+    offsets: Int[Array, " n"]  # of rotary positions, see `DecodeState`
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +79,7 @@ class Continuation:
     tokens: Int[Array, "n W"]
     lengths: Int[Array, " n"]  # tokens of each that count, at least 1
     kept: Int[Array, " n"]  # tokens in the cache that go before them
+    sights: Sights | None = None  # of those with images
 
 
 def empty_state(
@@ -89,6 +93,7 @@ def empty_state(
         cache=cache_lib.empty(network.shape, num_slots, blocks, network.compute_dtype),
         tokens=zeros,
         positions=zeros,
+        offsets=zeros,
         remaining=zeros,
         stops=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
         history=jnp.zeros((num_slots, sum(blocks) if keeps_history else 0), jnp.int32),
@@ -133,6 +138,7 @@ def _enter(
         state,
         tokens=put(state.tokens, tokens),
         positions=put(state.positions, lengths),
+        offsets=put(state.offsets, a.offsets),
         remaining=put(state.remaining, remaining),
         stops=put(state.stops, a.stops),
         sampler=jax.tree.map(put, state.sampler, a.sampler),
@@ -164,7 +170,7 @@ def extend(
       The state, the outputs as of `insert`, and the experts that the tokens visited, which chose
       for themselves; [n, W, 0] if routes are not kept.
     """
-    (count, width), slots = more.tokens.shape, len(state.tokens)
+    (count, width), slots, sights = more.tokens.shape, len(state.tokens), more.sights
     padding = slots + jnp.arange(count)  # all different, as `join` wants them
     a = dataclasses.replace(
         admission, slots=jnp.where(admission.slots < slots, admission.slots, padding)
@@ -181,8 +187,9 @@ def extend(
         recent,
         jnp.int32(0),
         more.tokens,
-        network.rotary(places),
+        network.rotary(places + a.offsets[:, None] if sights is None else sights.positions),
         _seen(network.shape, places, in_cache, positions),
+        sights,
     )
     last = jnp.take_along_axis(x, (more.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last))[:, 0]
@@ -257,7 +264,7 @@ def generate(
     size = num_steps * width
     recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.keys[0][0].dtype)
     first = live.positions[:, None]
-    angles = network.rotary(first + jnp.arange(size))
+    angles = network.rotary(first + live.offsets[:, None] + jnp.arange(size))
     num_routes = network.num_routes if keeps_routes else 0
 
     def step(carry):
@@ -348,35 +355,27 @@ def _seen(shape: Shape, places, in_cache, positions):
 
     Args: `in_cache` [S, cache]: which positions there count; `positions` [S, recent].
     """
-    window = in_cache.shape[1]
-    old = jnp.broadcast_to(in_cache[:, None], (*places.shape, window))
-    before = [places[:, :, None] - at for at in (jnp.arange(window), positions[:, None])]
+    old = jnp.broadcast_to(in_cache[:, None], (*places.shape, in_cache.shape[1]))
+    of_keys = jnp.arange(in_cache.shape[1]), positions[:, None]
+    before = [places[:, :, None] - at for at in of_keys]  # [S, Q, keys]
+
+    def near(window: int, chunk: int, before: Int[Array, "S Q keys"]) -> Bool[Array, "S Q keys"]:
+        sees = before >= 0
+        if window:
+            sees &= before < window
+        if chunk:
+            sees &= before <= (places % chunk)[:, :, None]
+        return sees
+
     return {
-        kind: jnp.concatenate([old & near(before[0]), near(before[1])], axis=-1)
-        for kind, near in _nearness(shape, places).items()
+        kind: jnp.concatenate([old & near(*kind, before[0]), near(*kind, before[1])], axis=-1)
+        for kind in dict.fromkeys((layer.window, layer.chunk) for layer in shape.kinds)
     }
 
 
-def _nearness(shape: Shape, places: Int[Array, "S Q"]):
-    """Returns by (window, chunk) of a layer whether a query sees a key so many tokens before it."""
-
-    def of(window: int, chunk: int):
-        def near(before: Int[Array, "S Q keys"]) -> Bool[Array, "S Q keys"]:
-            sees = before >= 0
-            if window:
-                sees &= before < window
-            if chunk:
-                sees &= before <= (places % chunk)[:, :, None]
-            return sees
-
-        return near
-
-    return {(kind.window, kind.chunk): of(kind.window, kind.chunk) for kind in shape.kinds}
-
-
-def _forward(network, params, cache, recent, start, fed, rotary, seen):
+def _forward(network, params, cache, recent, start, fed, rotary, seen, sights=None):
     """Returns the last hidden states [S, Q, D], recent keys and values, and routes."""
-    x = network.embed(params, fed)
+    x = network.embed(params, fed, sights)
     kept, visited = [], []
     for i, (layer, kind) in enumerate(zip(params["layers"], network.shape.kinds, strict=True)):
 

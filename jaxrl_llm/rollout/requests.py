@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.config.samples import MIN_TEMPERATURE
 from jaxrl_llm.data.files import is_text
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.sights import Sights
 
 # Of one sample; the device compares each new token with them. The config allows 8, the rest is
 # left to the model's own ends of sequence.
@@ -76,6 +77,15 @@ class Request:
     # The sample that this one continues, as (its request, its index): what the prompt shares with
     # it is read again only if its keys and values are gone.
     continues: tuple[int, int] | None = None
+    # What images are to the prompt, a row of its tokens; host arrays. None: it has none.
+    sights: Sights | None = None
+
+    @property
+    def offset(self) -> int:
+        """How far the position of what follows the prompt is from its number of tokens."""
+        if self.sights is None:
+            return 0
+        return int(np.max(self.sights.positions)) + 1 - len(self.tokens)
 
 
 @dataclasses.dataclass
@@ -190,6 +200,7 @@ class Limits:
     vocab_size: int
     takes_stop_strings: bool
     num_routes: int = 0  # of a token; 0: not kept
+    vector_size: int = 0  # of a vector of an image; 0: the model reads none
 
     @property
     def max_top_log_probs(self) -> int:
@@ -217,9 +228,24 @@ class Limits:
                 yield "routes: this engine keeps none; make it with keeps_routes=True"
             elif found != wanted:
                 yield f"routes of shape {found} for a prompt of {length} tokens; give {wanted}"
+        yield from self._sight_problems(request)
         # Samples of a prompt mostly share their parameters.
         for params in {id(params): params for params in request.params}.values():
             yield from self._sampling_problems(params, length)
+
+    def _sight_problems(self, request: Request) -> Iterator[str]:
+        if (sights := request.sights) is None:
+            return
+        count, size = sights.vectors.shape
+        if not self.vector_size:
+            yield "it has images; this model reads text alone, take one of a family with a tower"
+        elif size != self.vector_size:
+            yield f"vectors of {size} numbers for images; this model's have {self.vector_size}"
+        elif sights.at.shape != (1, len(request.tokens)) or np.max(sights.at) >= count:
+            yield (
+                f"images of {count} vectors, of which {int((np.asarray(sights.at) >= 0).sum())} of"
+                f" {sights.at.shape} tokens are to be; give one row of {len(request.tokens)}"
+            )
 
     def _token_problems(self, name: str, tokens: Sequence[int]) -> Iterator[str]:
         ids = np.asarray(tokens)

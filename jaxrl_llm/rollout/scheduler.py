@@ -25,7 +25,7 @@ class Sample:
     def __init__(self, number: int, index: int, request: Request):
         self.request, self.index, self.slot = number, index, -1  # -1: it waits
         self.prompt, self.params = request.tokens, request.params[index]
-        self.routes = request.routes
+        self.routes, self.sights, self.offset = request.routes, request.sights, request.offset
         self.key = request.keys[index]
         self.keeps, self.continues = request.keeps, request.continues
         self.shared = 0  # tokens of the prompt that the slot holds as it enters
@@ -282,9 +282,9 @@ class Reader:
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
                 count = inputs.num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
                 routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
-                batch = inputs.prompt_rows(
-                    prompts[:count], self._max_tokens, self.longest, routes, self._num_routes
-                )
+                sights = [scheduler.requests[number][0].sights for number in numbers[:count]]
+                how = self._max_tokens, self.longest, routes, self._num_routes, sights
+                batch = inputs.prompt_rows(prompts[:count], *how)
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 self._batch = self._read(params, batch)
                 if self._num_routes:

@@ -8,6 +8,8 @@ import tiny
 from jaxrl_llm.models import families, huggingface, patches, safetensors_file
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
 
 pytestmark = pytest.mark.parity
@@ -33,6 +35,7 @@ TOWER = {
     "out_hidden_size": 64,
     "fullatt_block_indexes": [1, 3],
 }
+NUM_GREEDY = 48
 # Ten sizes, in pixels; a window is 112 of them a side.
 SIZES = (
     *((56, 56), (60, 90), (28, 140), (112, 112), (140, 196)),
@@ -161,3 +164,40 @@ def test_folders_are_read_and_written_byte_for_byte(model, torch, tmp_path):
     }
     with torch.no_grad():
         assert torch.equal(again(row, **given).logits, theirs(row, **given).logits)
+
+
+def test_greedy_tokens_are_those_of_generate(model, torch):
+    theirs, folder, processor = model
+    network = Network(huggingface.read_shape(folder))
+    params = huggingface.load(folder, network)
+    decoder, vision = network.decoder, network.shape.vision
+    _, grids, images = pixels_of(processor, SIZES[:5])
+    found = vectors_of(network, params, images)
+    random = np.random.default_rng(4)
+    text = {name: value for name, value in params.items() if name != "vision"}
+    mesh = tiny.make_mesh()
+    engine = Engine(decoder, mesh, num_slots=4, max_tokens=256)
+    greedy = SamplingParams(NUM_GREEDY, temperature=0.0)
+    requests, wanted = [], []
+    for chosen in ([0, 2], [4], [], [1, 3]):
+        some = [images[i] for i in chosen]
+        tokens, starts = dialogue(random, some, vision)
+        merged = [grid.merged(vision) for grid, _ in some]
+        at = np.full((1, len(tokens)), -1)
+        at[np.array([tokens]) == seen.IMAGE_TOKEN] = np.arange(sum(g.num_patches for g in merged))
+        sights, row = None, torch.tensor([tokens])
+        given = {"attention_mask": torch.ones_like(row)}
+        if chosen:
+            positions = patches.positions(len(tokens), starts, merged)[None]
+            sights = Sights(positions, at, np.concatenate([found[i] for i in chosen]))
+            values = np.concatenate([values for _, values in some])
+            given["pixel_values"] = torch.tensor(values)
+            given["image_grid_thw"] = torch.tensor(grids[chosen])
+            given["mm_token_type_ids"] = (row == seen.IMAGE_TOKEN).int()
+        theirs.model.rope_deltas = None
+        whole = theirs.generate(row, **given, do_sample=False, max_new_tokens=NUM_GREEDY)
+        wanted.append(whole[0, len(tokens) :].tolist())
+        keys = np.zeros((1, 2), np.uint32)
+        requests.append(Request(tuple(tokens), keys, (greedy,), sights=sights))
+    answers = engine.generate(tiny.rollout_params(text, mesh, decoder), requests)
+    assert [answer[0].tokens for answer in answers] == wanted

@@ -118,7 +118,12 @@ def after_a_prompt(slots=4000):
         np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
     )
     admission = programs.Admission(
-        column(0), np.arange(slots), column(9), np.full((slots, NUM_STOP_TOKENS), -1), sampler
+        column(0),
+        np.arange(slots),
+        column(9),
+        np.full((slots, NUM_STOP_TOKENS), -1),
+        sampler,
+        column(0),
     )
     state = programs.empty_state(tiny.NETWORK, slots, [16], keeps_history=True)
     state, first = jax.jit(functools.partial(programs.insert, filtered=False, num_top=0))(
