@@ -93,6 +93,11 @@ class AlgorithmConfig(Group):
     multiplier_lr: Annotated[float, Range("[0, 1000]")] = 0.1
     multiplier_max: Bound = 100.0
 
+    @property
+    def corrects(self) -> bool:
+        """Whether anything makes up for samples that the trained policy did not draw."""
+        return self.correction != "none" or bool(self.rejections)
+
     def rules(self) -> Problems:
         for field, names, what, own in (
             ("advantage", recipes.ADVANTAGES, "advantage estimator", True),

@@ -63,7 +63,18 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     config = _build(JOBS[job](), values, "config", errors)
     if errors:
         raise ConfigError(errors)
+    if isinstance(config, RLConfig):
+        chosen = values.get("algorithm") or {}
+        return config if chosen.get("correction") is not None else _corrected(config)
     return config
+
+
+def _corrected(config: RLConfig) -> RLConfig:
+    """Returns the config with importance weights if samples may be stale and nothing corrects."""
+    algorithm = config.algorithm
+    if not config.max_staleness or algorithm.corrects or algorithm.old_log_probs == "rollout":
+        return config
+    return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, correction="token"))
 
 
 def rl_config(config: JobConfig) -> RLConfig:

@@ -190,6 +190,11 @@ class RLConfig(JobConfig):
         return self.trainer.prompts_per_step * self.algorithm.samples_per_prompt
 
     @property
+    def max_staleness(self) -> int:
+        """Completed steps by which the weights of a token may be older than the learner's."""
+        return self.trainer.max_staleness if self.trainer.sampling == "ahead" else 0
+
+    @property
     def minibatch_size(self) -> int:
         return self.trainer.minibatch_size or self.sequences_per_step
 
@@ -284,6 +289,9 @@ class RLConfig(JobConfig):
         if self.agent.is_used and not self.data.chat_template:
             message = "episodes of several turns need one; set it to True"
             yield "data.chat_template", message
+        if self.agent.is_used and self.trainer.sampling == "ahead":
+            message = "episodes with tools or environments are sampled in their step; use 'now'"
+            yield "trainer.sampling", message
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
             yield "agent.max_turn_tokens", f"{message}{self.rollout.max_response_tokens}"
@@ -340,8 +348,19 @@ class RLConfig(JobConfig):
             yield f"config.rewards: costs {costs} have no effect, algorithm.safe is off"
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
+        yield from self._warnings_of_staleness()
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
+
+    def _warnings_of_staleness(self) -> Iterator[str]:
+        trainer, default = self.trainer, learner.RLTrainerConfig()
+        for name in ("max_staleness", "new_weights") if trainer.sampling == "now" else ():
+            if getattr(trainer, name) != getattr(default, name):
+                yield f"config.trainer.{name}: no effect, trainer.sampling is 'now'"
+        algorithm = self.algorithm
+        if self.max_staleness and algorithm.old_log_probs == "recompute" and not algorithm.corrects:
+            message = "samples of older weights count as if the newest had drawn them; use 'token'"
+            yield f"config.algorithm.correction: 'none', {message}"
 
     def stage(self, stage: learner.StageConfig, job: type[Job], longest: int) -> Job:
         """Returns a stage before RL as a job; `longest` is the maximum tokens of a sequence."""

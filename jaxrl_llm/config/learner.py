@@ -155,6 +155,26 @@ class RLTrainerConfig(TrainerConfig):
     # Sequences of one update.
     minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
     epochs: Count = 1
+    # When responses are sampled: in their step, by its weights, or ahead of it (docs/async.md).
+    sampling: Literal["now", "ahead"] = "now"
+    # Ahead: most completed steps between the weights of any token and those that learn from it.
+    max_staleness: Annotated[int, Range("[0, 1000]")] = 1
+    # Ahead: what becomes of responses in flight when new weights come. They go on by these, which
+    # read all of their tokens again or keep what older weights computed; or they are finished by
+    # the weights that began them, before others begin.
+    new_weights: Literal["read_again", "keep", "finish"] = "read_again"
+    # Ahead: which samples met which weights in which step; "record" writes it to
+    # WORKDIR/schedule.jsonl, "replay" repeats that of the file `schedule_file`.
+    schedule: Literal["free", "record", "replay"] = "free"
+    schedule_file: File = ""
+
+    def rules(self) -> Problems:
+        if self.schedule == "replay" and not self.schedule_file:
+            yield "schedule_file", "required to replay: the schedule.jsonl of a recorded run"
+        if self.schedule_file and self.schedule != "replay":
+            yield "schedule_file", f"schedule={self.schedule!r} reads none; set it to 'replay'"
+        if self.schedule != "free" and self.sampling == "now":
+            yield "schedule", "sampling='now' has nothing to record; set sampling='ahead'"
 
 
 class SupervisedTrainerConfig(TrainerConfig):

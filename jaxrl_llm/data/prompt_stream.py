@@ -27,7 +27,7 @@ class PromptIterator:
         curriculum: CurriculumConfig = NO_CURRICULUM,
     ):
         rows = dataset.rows or dataset.prompts
-        self._longest = dataset.longest
+        self.longest = dataset.longest  # tokens of the longest prompt; 0: not known
         self._curricula: list[Curriculum] = []
         self._cursor: Cursor[Prompt] = Stream(rows, seed, config.shuffle, config.num_workers)
         if curriculum.choice:
@@ -43,7 +43,7 @@ class PromptIterator:
 
     def batch(self, num_prompts: int) -> PromptBatch:
         """Returns the next prompts; a batch may span two passes."""
-        return PromptBatch(self._cursor.take(num_prompts), self._longest)
+        return PromptBatch(self._cursor.take(num_prompts), self.longest)
 
     def learn(self, prompts: Sequence[Prompt], scores: Sequence[np.ndarray]) -> None:
         """Takes the scores of the answers to each of these prompts of a batch."""

@@ -140,14 +140,16 @@ def is_on_policy(config: RLConfig) -> bool:
     """Returns whether a step is one update that needs no log-probs of the policy before it.
 
     The ratio to the old policy is then 1: the update takes its own log-probs, without a gradient,
-    for the old ones, which saves a pass. False if anything before the update reads what the policy
-    predicts: an algorithm (`needs.Needs.old_log_probs`), or an alert that may skip the update.
+    for the old ones, which saves a pass. False if samples may be of older weights, or if anything
+    before the update reads what the policy predicts: an algorithm (`needs.Needs.old_log_probs`),
+    or an alert that may skip the update.
     """
     algorithm, trainer = config.algorithm, config.trainer
     one_update = trainer.epochs == 1 and config.minibatch_size == config.sequences_per_step
     alerts = config.alerts.entropy.action, config.alerts.log_prob_difference.action
     reads_old = needs.of(algorithm).old_log_probs or algorithm.old_log_probs == "rollout"
-    return one_update and not reads_old and "skip" not in alerts
+    fresh = not config.max_staleness
+    return fresh and one_update and not reads_old and "skip" not in alerts
 
 
 def scoring_programs(config: RLConfig, models: Models):

@@ -37,6 +37,9 @@ class Replayed:
         self._taken += 1
         return samples
 
+    def meanwhile(self, pending: Any) -> None:
+        """Does nothing."""
+
     def metrics(self) -> Mapping[str, float]:
         """Returns `replay/step`, the step that was dumped."""
         return {"replay/step": float(self._dumps[self._taken - 1].stem)}

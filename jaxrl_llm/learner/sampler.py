@@ -16,6 +16,7 @@ from jaxrl_llm.models import casting, lora
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache, episodes
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.play import World
 from jaxrl_llm.rollout.requests import SamplingParams, Statistics
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.sharding.reshard import Resharder
@@ -30,8 +31,16 @@ class Sampler:
     engine: Engine
     resharder: Resharder  # from the training layout to the rollout layout
     base: Params  # what the policy's adapters are added to; empty without adapters
-    world: episodes.World | None = None  # what answers the policy; None: nothing does
+    world: World | None = None  # what answers the policy; None: nothing does
     max_turn_tokens: int = 0  # with a world; 0: those of the whole response
+    keeps_old: bool = False  # weights stay usable when newer ones come
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no device samples and learns."""
+        meshes = self.models.meshes
+        learners = pools.devices([meshes["policy"], meshes["critic"]])
+        return set(learners).isdisjoint(meshes["rollout"].devices.flat)
 
     def rollout(
         self,
@@ -54,7 +63,7 @@ class Sampler:
         """
         target = self.models.meshes["rollout"]
         first, apart = old is None, self.resharder.mesh != target
-        memory = self.resharder.empty() if old is None or apart else old
+        memory = self.resharder.empty() if old is None or apart or self.keeps_old else old
         if self.base:
             params = lora.joined(self.base, params)
         moved = self.resharder.reshard(memory, params)
@@ -75,9 +84,7 @@ class Sampler:
         return self.resharder.report().metrics()
 
 
-def build(
-    config: RLConfig, models: Models, base: Params, world: episodes.World | None = None
-) -> Sampler:
+def build(config: RLConfig, models: Models, base: Params, world: World | None = None) -> Sampler:
     """Returns the sampler of a run. Compiles and allocates nothing; arguments as in `Sampler`."""
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
@@ -103,6 +110,7 @@ def build(
         base=base,
         world=world,
         max_turn_tokens=config.agent.max_turn_tokens,
+        keeps_old=config.max_staleness > 0 and config.trainer.new_weights == "finish",
     )
 
 

@@ -17,8 +17,10 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.sharding import hosts
-from jaxrl_llm.types import PromptBatch, Rewards, Rollouts, Weights
+from jaxrl_llm.types import Rewards, Rollouts, Weights
 
+# Of a step: the one of its samples, and the one of its updates.
+StepKeys = tuple[jax.Array, jax.Array]
 Score = Callable[[Rollouts], Rewards]
 Batch = TypeVar("Batch", Rollouts, Rewards)
 
@@ -46,12 +48,22 @@ class Source(Protocol):
         """
         ...
 
+    def meanwhile(self, pending: Any) -> None:
+        """Is called where the loop waits for `pending`, arrays that devices are at work on."""
+        ...
+
     def metrics(self) -> Mapping[str, float]:
-        """Returns what it knows of the prompts."""
+        """Returns what it knows of the prompts and the samples of the step."""
         ...
 
     def get_state(self) -> Mapping[str, Any]: ...
     def set_state(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def step_keys(seed: int, step: int) -> StepKeys:
+    """Returns the random keys of step `step` (from 1)."""
+    of_samples, of_updates = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+    return of_samples, of_updates
 
 
 class SampledNow:
@@ -73,6 +85,9 @@ class SampledNow:
         greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self._samples = [sampled] * algorithm.samples_per_prompt + [greedy] * self._has_baseline
         self._has_compiled = False
+
+    def meanwhile(self, pending: Any) -> None:
+        """Does nothing: no sample begins before its step."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns `curriculum/NAME`; nothing without a curriculum."""
@@ -96,10 +111,10 @@ class SampledNow:
         waves: list[Samples] = []
         found = seen = 0
         for wave in range(algorithm.max_sampling_waves if algorithm.dynamic_sampling else 1):
-            prompts = self._prompts.batch(wanted - found)
-            samples = self._wave(weights, prompts, jax.random.fold_in(key, wave), clock)
+            rollouts, done = self._drawn(weights, wanted - found, wave, key, clock)
+            samples = self._judged(rollouts, done, clock)
             waves.append(samples)
-            seen += len(prompts.prompts)
+            seen += len(rollouts.prompts)
             found += len(samples.rollouts.prompts)
             if found == wanted:
                 break
@@ -114,11 +129,12 @@ class SampledNow:
         rewards = _with_overlong_penalty(self._config, samples.rollouts, samples.rewards)
         return dataclasses.replace(samples, rewards=rewards)
 
-    def _wave(
-        self, weights: Weights, prompts: PromptBatch, key: jax.Array, clock: Clock
-    ) -> Samples:
-        """Returns what one call of the engine gives, without groups that are to be dropped."""
-        sampler = self._sampler
+    def _drawn(
+        self, weights: Weights, num_prompts: int, wave: int, key: jax.Array, clock: Clock
+    ) -> tuple[Rollouts, Statistics]:
+        """Returns the samples of so many prompts, and what the engine did for them."""
+        sampler, prompts = self._sampler, self._prompts.batch(num_prompts)
+        key = jax.random.fold_in(key, wave)
         if jax.process_count() > 1:
             data = jax.device_get(jax.random.key_data(key))
             hosts.agree("sampling", {"the prompts": prompts.prompts, "the random key": data})
@@ -126,7 +142,10 @@ class SampledNow:
             if not self._has_compiled:
                 sampler.engine.compile_ahead(weights.params, self._samples[0].is_filtered)
                 self._has_compiled = True
-            rollouts, done = sampler.rollout(weights, prompts, self._samples, key)
+            return sampler.rollout(weights, prompts, self._samples, key)
+
+    def _judged(self, rollouts: Rollouts, done: Statistics, clock: Clock) -> Samples:
+        """Returns the samples of a wave with their rewards, without groups that are dropped."""
         with clock("reward"):
             rewards = scored(self._score, rollouts)
         if jax.process_count() > 1:

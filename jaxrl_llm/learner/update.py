@@ -118,6 +118,8 @@ class Updater:
     base: Params  # what the policy's adapters are added to; empty without adapters
     homes: Mapping[str, Mesh]  # of "policy", "critic", "cost_critic": those that the run has
     programs: Mapping[Mesh, Any]
+    # Is called with what each update computes, before anything waits for it.
+    meanwhile: Callable[[Any], None] = lambda pending: None
 
     @property
     def program(self) -> Any:
@@ -140,7 +142,7 @@ class Updater:
         """
         packer = self.models.packer
         train_policy = step > self.config.algorithm.critic_warmup_steps
-        found = []
+        found: list[dict[str, Any]] = []
         with clock("update") as watch:
             # Before any update: the policy's devices make the copies for others, and would make
             # them only after the updates before.
@@ -152,7 +154,10 @@ class Updater:
                     state, spread, packed, update_key, train_policy=train_policy
                 )
                 of_balance = statistics.of_balance(rollouts.lengths, packer.shares(packed))
+                if found:
+                    self.meanwhile(found[-1])
                 found.append({**watch(metrics), **of_balance})
+            self.meanwhile(found[-1])
             means = statistics.mean(found)
             if jax.process_count() > 1:
                 hosts.agree(f"step {step}", {"the learner state": state})
@@ -221,10 +226,17 @@ def _moved_optimizers(move: Callable[[Any], Any], learners: Mapping[str, Trainab
     return {name: moved(role) for name, role in learners.items()}
 
 
-def updater(config: RLConfig, models: Models, base: Params, state: LearnerState) -> Updater:
+def updater(
+    config: RLConfig,
+    models: Models,
+    base: Params,
+    state: LearnerState,
+    meanwhile: Callable[[Any], None] = lambda pending: None,
+) -> Updater:
     """Returns the updates of a run, compiled once; of `state` only shapes and shardings are read.
 
-    `base` is what the policy's adapters are added to; empty without adapters.
+    `base` is what the policy's adapters are added to; empty without adapters. `meanwhile` is called
+    with what each update computes, before anything waits for it.
     """
     algorithm = config.algorithm
     compute_dtype = config.model.compute_dtype
@@ -359,7 +371,7 @@ def updater(config: RLConfig, models: Models, base: Params, state: LearnerState)
     critics = {"critic": state.critic, "cost_critic": state.cost_critic}
     homes = {"policy": models.meshes["policy"]}
     homes |= {name: models.meshes["critic"] for name, role in critics.items() if role.params}
-    made = Updater(config, models, base, homes, {})
+    made = Updater(config, models, base, homes, {}, meanwhile)
 
     def on(mesh: Mesh):
         return jax.jit(

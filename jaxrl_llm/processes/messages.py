@@ -37,12 +37,22 @@ _KINDS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = 
 
 def send(connection: Connection, message: Any) -> None:
     """Sends a message; raises TypeError if it holds what no message can."""
-    connection.send_bytes(json.dumps(_plain(message)).encode())
+    connection.send_bytes(as_text(message).encode())
 
 
 def receive(connection: Connection) -> Any:
     """Returns the next message; raises EOFError if the other side has closed the connection."""
-    return json.loads(connection.recv_bytes(MAX_BYTES), object_hook=_restored)
+    return from_text(connection.recv_bytes(MAX_BYTES))
+
+
+def as_text(message: Any) -> str:
+    """Returns a message as JSON; raises TypeError if it holds what no message can."""
+    return json.dumps(_plain(message))
+
+
+def from_text(text: str | bytes) -> Any:
+    """Returns what `as_text` was given, but for tuples and arrays, which are lists."""
+    return json.loads(text, object_hook=_restored)
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The rollout engine: prefill, insert and generate over decode slots, kept full."""
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -79,13 +80,23 @@ class Engine:
         self.limits = Limits(max_tokens, vocab_size, decode is not None, num_routes, vector_size)
         self.reset()
 
-    def reset(self) -> None:
-        """Forgets every request and gives the cache's memory back; keeps compiled programs."""
+    def another(self) -> "Engine":
+        """Returns an engine with the same compiled programs, requests and a cache of its own."""
+        other = copy.copy(self)
+        other.reset()
+        return other
+
+    def reset(self, longest_prompt: int = 0) -> None:
+        """Forgets every request and gives the cache's memory back; keeps compiled programs.
+
+        `longest_prompt` as in `generate`.
+        """
         self.statistics = Statistics()  # `generate` resets when it begins
         self._scheduler = Scheduler(self.num_slots, self._decode)
         read = lambda *args: self.jitted.prefill(*args)  # noqa: E731
         num_routes = self.jitted.num_routes
         self._reader = Reader(read, self.max_tokens, self.statistics, num_routes)
+        self._reader.longest = longest_prompt
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -206,8 +217,7 @@ class Engine:
                 f"session: {self.num_waiting} submitted samples are waiting and"
                 f" {self.num_active} running; finish them with step, abort them, or reset"
             )
-        self.reset()
-        self._reader.longest = longest_prompt
+        self.reset(longest_prompt)
         try:
             yield
         except BaseException:

@@ -77,6 +77,8 @@ class Request:
     # The sample that this one continues, as (its request, its index): what the prompt shares with
     # it is read again only if its keys and values are gone.
     continues: tuple[int, int] | None = None
+    # How many of its last tokens are the beginning of its sample: stop strings may begin there.
+    begun: int = 0
     # What images are to the prompt, a row of its tokens; host arrays. None: it has none.
     sights: Sights | None = None
 
@@ -154,6 +156,9 @@ class Statistics:
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self, other: "Statistics") -> "Statistics":
+        return Statistics(*map(operator.sub, vars(self).values(), vars(other).values()))
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of a step under their names in `metrics.jsonl`."""

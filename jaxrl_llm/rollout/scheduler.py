@@ -25,6 +25,7 @@ class Sample:
     def __init__(self, number: int, index: int, request: Request):
         self.request, self.index, self.slot = number, index, -1  # -1: it waits
         self.prompt, self.params = request.tokens, request.params[index]
+        self.begun = request.tokens[len(request.tokens) - request.begun :]
         self.routes, self.sights, self.offset = request.routes, request.sights, request.offset
         self.key = request.keys[index]
         self.keeps, self.continues = request.keeps, request.continues
@@ -218,7 +219,9 @@ class Scheduler:
             c.finish_reason = "stop" if c.tokens[-1] in sample.params.stop_tokens else "length"
         if count and strings:
             try:
-                length = requests.num_tokens_to_stop(c.tokens, num_seen, strings, self._decode)
+                whole, num_before = [*sample.begun, *c.tokens], len(sample.begun) + num_seen
+                length = requests.num_tokens_to_stop(whole, num_before, strings, self._decode)
+                length = max(0, length - len(sample.begun))
             except Exception as error:  # of the user's decoder: it ends this sample alone
                 sample.error, c.finish_reason, length = error, "error", 0
             if length:

@@ -9,6 +9,7 @@ it stopped, the others end with a message.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -36,11 +37,14 @@ PERIOD_S = 3.0  # between two signs of life
 SILENCE_S = 30.0  # without one: the process is dead, or its host, or the network
 _UNEQUAL = "unequal copies "
 _FOLDER = "jaxrl_llm/alive/"  # keys of the coordination service
+_TOLD = "jaxrl_llm/told/"
+_TELLING_MS = 24 * 3600 * 1000  # the watch ends a process whose first one is gone
 _LEFT = "left"
 _STOPPED = "stopped: "
 _SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two: every size is compiled
 
 _watch: "Watch | None" = None
+_tellings = itertools.count()
 
 
 def is_first() -> bool:
@@ -110,6 +114,21 @@ def share(value: Json) -> list[Any]:
     padded[: mine.size] = mine
     everyone = multihost_utils.process_allgather(padded)
     return [json.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+
+
+def told_by_first(value: Json) -> Json:
+    """Returns process 0's value, without devices: these may be at work for long.
+
+    All processes must call it, in the same order.
+    """
+    if jax.process_count() == 1:
+        return value
+    client: Any = distributed.global_state.client
+    number = next(_tellings)
+    if is_first():
+        client.key_value_set(f"{_TOLD}{number}", json.dumps(value))
+        return value
+    return json.loads(client.blocking_key_value_get(f"{_TOLD}{number}", _TELLING_MS))
 
 
 def whole(array: Array) -> np.ndarray:

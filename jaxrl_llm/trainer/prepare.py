@@ -13,12 +13,14 @@ from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets, prompt_stream
-from jaxrl_llm.learner import distillation, planned, predict, sampler
+from jaxrl_llm.learner import distillation, planned, predict, sampler, schedule
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.ahead import SampledAhead
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.sampler import Sampler
+from jaxrl_llm.learner.schedule import Schedule
 from jaxrl_llm.learner.source import SampledNow, Source
 from jaxrl_llm.learner.weights import Frozen, LearnerState
 from jaxrl_llm.rewards import base as rewards_lib
@@ -83,6 +85,8 @@ def checked(
     rewards_lib.check_sources(config.evaluation_rewards, sources, config.judged_sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
+    if config.trainer.schedule == "replay":
+        schedule.read(pathlib.Path(config.trainer.schedule_file))
     replay_lib.check(replay, config, models.policy.shape.vocab_size)
     return Checked(models, training_set, held_out, planned_bytes, world)
 
@@ -119,6 +123,10 @@ def rl(
         training_set, config.data, config.seed, config.curriculum
     )
     source: Source = SampledNow(config, samples, prompts, scorer.score)
+    if config.trainer.sampling == "ahead" and not replay:
+        source = SampledAhead(
+            config, samples, prompts, scorer.score, Schedule.of(config, run.workdir)
+        )
     if replay:
         source = replay_lib.Replayed(replay, config, models.policy.shape.vocab_size)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)

@@ -18,11 +18,10 @@ import functools
 import os
 from collections.abc import Sequence
 
-import jax
-
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner import batches, distillation, estimate, planned, predict, update
 from jaxrl_llm.learner import replay as replay_lib
+from jaxrl_llm.learner import source as source_lib
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import dumps, statistics
 from jaxrl_llm.planning import devices as hardware
@@ -62,18 +61,17 @@ def train(
         lessons_of = distillation.teaching(config, models, frozen)
         predictions_of = predict.predictor(config, models, frozen)
         estimates_of = estimate.estimator(config, models.mesh)
-        learn = update.updater(config, models, frozen.base, state)
+        learn = update.updater(config, models, frozen.base, state, source.meanwhile)
         has_signal = estimate.signal_check(config)
         devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
         peak_flops = hardware.peak_flops(devices)
-        root = jax.random.key(config.seed)
         weights = Weights(sampler.weights(state.policy.params), run.first)
         if run.evaluates(0):
             run.writer.write(0, evaluate(weights))
 
         for step in run.steps():
             clock = run.begin(step, state)
-            sample_key, update_key = jax.random.split(jax.random.fold_in(root, step))
+            sample_key, update_key = source_lib.step_keys(config.seed, step)
 
             # Sample and score.
             samples = source.take(weights, sample_key, clock)
@@ -99,6 +97,7 @@ def train(
 
             # Hand the new weights to the engine.
             weights = sampler.reshard(state.policy.params, weights, step, clock)
+            source.meanwhile(weights.params)
 
             of_evaluation = evaluate(weights, clock) if run.evaluates(step) else {}
             of_tokens = functools.partial(

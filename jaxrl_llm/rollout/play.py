@@ -1,0 +1,268 @@
+"""The turns of episodes: what is asked of the engine, and what becomes of its answers.
+
+Episodes may begin at any time, and those that run may be interrupted: they go on by other weights,
+which read them again.
+"""
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from typing import Protocol
+
+import numpy as np
+
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
+from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Weights
+
+
+class Following(Protocol):
+    """What follows a turn of the policy."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """To be read next; none: the episode has ended."""
+        ...
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the tokens are the whole dialogue anew: another sequence begins with them."""
+        ...
+
+
+class World(Protocol):
+    """What answers the policy. Episodes are numbered prompt-major; all hosts get the same."""
+
+    def begin(self, prompts: PromptBatch, num_samples: int, /) -> PromptBatch:
+        """Begins so many episodes of each prompt; returns the prompts that they begin with."""
+        ...
+
+    def take(self, number: int, tokens: list[int], stopped: bool, /) -> bool:
+        """Takes in a turn of an episode; returns whether `answers` will tell what follows."""
+        ...
+
+    def answers(self, wait: bool) -> Several[tuple[int, Following]]:
+        """Returns (episode, what follows), as far as that is known; waits for one if asked to."""
+        ...
+
+    def end(self, number: int, /) -> None:
+        """Ends an episode whose next turn does not fit."""
+        ...
+
+    def finish(self) -> list[EpisodeLog]:
+        """Returns what happened in each episode, when all have ended."""
+        ...
+
+
+@dataclasses.dataclass
+class Sequence:
+    """One sequence so far; the lists are about the tokens after the prompt."""
+
+    episode: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    key: np.ndarray
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    chosen: list[bool] = dataclasses.field(default_factory=list)  # sampled, not appended
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+    routes: np.ndarray | None = None  # of prompt and tokens, see `Rollouts.routes`
+    place: tuple[int, int] = (0, 0)  # its last turn: number of the request, index in that
+
+    @property
+    def begun(self) -> int:
+        """How many of its last tokens are the beginning of a turn that was interrupted."""
+        return len(list(itertools.takewhile(bool, reversed(self.chosen))))
+
+    def take(self, sampled: Completion) -> None:
+        """Takes in a turn, or a part of one."""
+        self.tokens += sampled.tokens
+        self.chosen += [True] * len(sampled.tokens)
+        self.log_probs += sampled.log_probs
+        self.versions += sampled.versions
+        self.stopped = sampled.stopped
+        if sampled.routes:
+            self.routes = np.concatenate(sampled.routes)[: len(self.prompt) + len(self.tokens)]
+
+    def append(self, tokens: Several[int]) -> None:
+        """Takes in what follows a turn."""
+        count = len(tokens)
+        self.tokens += tokens
+        self.chosen += [False] * count
+        self.log_probs += [0.0] * count
+        self.versions += [0] * count
+
+    def routes_so_far(self) -> np.ndarray | None:
+        """Returns the experts that tokens so far visited, -1 where that is not known."""
+        if self.routes is None:
+            return None
+        unknown = len(self.prompt) + len(self.tokens) - len(self.routes)
+        return np.pad(self.routes, ((0, unknown), (0, 0)), constant_values=-1)
+
+
+class Play:
+    """The turns of all episodes: while some wait for an answer, the others are sampled."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        samples: Several[SamplingParams],
+        world: World | None = None,
+        max_turn_tokens: int = 0,
+    ):
+        """
+        Args:
+          samples: How each sample of a prompt is drawn; `max_tokens` bounds all turns together.
+          world: What answers the policy; without it every episode has one turn.
+          max_turn_tokens: Most tokens of one turn; 0: those of the whole response.
+        """
+        self._engine, self._world = engine, world
+        self._samples, self._max_turn_tokens = samples, max_turn_tokens
+        self.sequences: dict[int, list[Sequence]] = {}  # of each episode
+        self._running: dict[tuple[int, int], tuple[Sequence, Completion]] = {}
+        self._num_answering = 0  # episodes that wait for their world
+        self._ended: list[int] = []  # episodes, since the last step
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an episode has not ended."""
+        return bool(self._running or self._num_answering)
+
+    def begin(self, prompt: Prompt, number: int, keys: np.ndarray) -> None:
+        """Submits the first turns of a prompt's episodes, from `number` on; they read it once."""
+        together = [
+            Sequence(number + i, prompt.tokens, params, key)
+            for i, (params, key) in enumerate(zip(self._samples, keys, strict=True))
+        ]
+        self.sequences |= {sequence.episode: [sequence] for sequence in together}
+        self._submit(together)
+
+    def step(self, weights: Weights, *, ahead: bool = False) -> list[int]:
+        """Plays on for a chunk of the engine or an answer of the world; returns who ended.
+
+        `ahead` as in `Engine.step`.
+        """
+        engine, world = self._engine, self._world
+        if self._running:
+            for progress in engine.step(weights.params, weights.version, ahead=ahead):
+                if progress.error is not None:
+                    raise progress.error
+                if progress.finish_reason:
+                    self._take(progress.request, progress.sample)
+        if world is not None and self._num_answering:
+            for number, following in world.answers(wait=not self._running):
+                self._num_answering -= 1
+                self._follow(self.sequences[number], following)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def to_the_end(self, weights: Weights) -> None:
+        """Plays all episodes by the same weights."""
+        while self.is_running:
+            self.step(weights, ahead=self._world is None)
+
+    def interrupt(self) -> None:
+        """Lets what is sampled be read again, by the weights of the next step; no token is lost."""
+        running, self._running = self._running, {}
+        for request in dict.fromkeys(request for request, _ in running):
+            self._engine.abort(request)
+        for sequence, sampled in running.values():
+            sequence.take(sampled)
+        self._go_on(sequence for sequence, _ in running.values())
+
+    def so_far(self) -> dict[int, tuple[Sequence, bool]]:
+        """Returns a copy of each episode's sequence as far as it came, and whether it ended.
+
+        Of episodes of one turn.
+        """
+        parts = {sequence.episode: sampled for sequence, sampled in self._running.values()}
+        found = {}
+        for number, (sequence,) in self.sequences.items():
+            found[number] = copy.deepcopy(sequence), number not in parts
+            if number in parts:
+                found[number][0].take(parts[number])
+        return found
+
+    def restore(self, sequences: Iterable[Sequence]) -> None:
+        """Takes in one sequence of each of some episodes, and goes on with them."""
+        found = list(sequences)
+        self.sequences |= {sequence.episode: [sequence] for sequence in found}
+        self._go_on(found)
+
+    def _go_on(self, sequences: Iterable[Sequence]) -> None:
+        n = len(self._samples)
+        in_order = sorted(sequences, key=lambda each: each.episode)
+        same = lambda each: (each.episode // n, each.tokens)  # noqa: E731
+        for _, together in itertools.groupby(in_order, same):
+            self._submit(list(together))
+
+    def _take(self, request: int, index: int) -> None:
+        sequence, sampled = self._running.pop((request, index))
+        sequence.place = request, index
+        sequence.take(sampled)
+        world = self._world
+        if world is not None and world.take(sequence.episode, sampled.tokens, sampled.stopped):
+            self._num_answering += 1
+        else:
+            self._engine.forget(request, index)
+            self._ended.append(sequence.episode)
+
+    def _follow(self, episode: list[Sequence], following: Following) -> None:
+        assert self._world is not None
+        last = episode[-1]
+        fits = len(following.tokens) < self._room(last, following.rewrites)
+        if not following.tokens or not fits:
+            if following.tokens:
+                self._world.end(last.episode)
+            self._engine.forget(*last.place)
+            self._ended.append(last.episode)
+        elif following.rewrites:
+            self._engine.forget(*last.place)
+            params = dataclasses.replace(last.params, max_tokens=self._left(episode))
+            episode.append(Sequence(last.episode, following.tokens, params, last.key))
+            self._submit(episode[-1:])
+        else:
+            last.append(following.tokens)
+            self._submit([last], continues=last.place)
+
+    def _left(self, episode: Several[Sequence]) -> int:
+        """Returns the tokens by which the response of an episode may still grow."""
+        limit = self._samples[episode[0].episode % len(self._samples)].max_tokens
+        return limit - sum(len(sequence.tokens) for sequence in episode)
+
+    def _room(self, last: Sequence, rewrites: bool) -> int:
+        """Returns how many tokens may follow, one sampled token included."""
+        left = self._left(self.sequences[last.episode])
+        # Of a dialogue that is read anew, only the policy's own words count as its response.
+        return self._engine.max_tokens if rewrites and left > 0 else left
+
+    def _submit(
+        self, together: Several[Sequence], continues: tuple[int, int] | None = None
+    ) -> None:
+        """Asks for more of sequences with the same tokens so far."""
+        first = together[0]
+        so_far = (*first.prompt, *first.tokens)
+        room = self._engine.max_tokens - len(so_far)
+
+        def params_of(sequence: Sequence) -> SamplingParams:
+            most = min(room, self._left(self.sequences[sequence.episode]))
+            if self._max_turn_tokens:
+                most = min(most, self._max_turn_tokens - sequence.begun)
+            return dataclasses.replace(sequence.params, max_tokens=most)
+
+        request = Request(
+            so_far,
+            np.stack([sequence.key for sequence in together]),
+            tuple(params_of(sequence) for sequence in together),
+            first.routes_so_far(),
+            keeps=self._world is not None,
+            continues=continues,
+            begun=first.begun,
+        )
+        number = self._engine.submit(request)
+        completions = self._engine.completions(number)
+        for index, pair in enumerate(zip(together, completions, strict=True)):
+            self._running[number, index] = pair
