@@ -29,19 +29,23 @@ from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
 from jaxrl_llm.data import datasets, prompt_stream, streams
 from jaxrl_llm.data import tokenizer as tokenizer_lib
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import (
+    ahead,
     batches,
     distillation,
     estimate,
     lowering,
     objectives,
     optimizer,
+    predict,
     routing,
     source,
     update,
 )
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
+from jaxrl_llm.learner import schedule as schedule_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.metrics import alerts as alerts_lib
 from jaxrl_llm.metrics import trackers
@@ -710,3 +714,34 @@ def profile(config):
 def warned(config):
     """Settings that a job says it does not read."""
     return list(config.warnings())
+
+
+def sampled_ahead(config: RLConfig):
+    """What a run that samples ahead begins, keeps, and tells its schedule."""
+    try:
+        schedule = schedule_lib.Schedule.of(config, pathlib.Path("here"))
+    except UserError as error:
+        return str(error)
+    begun, how = [], []
+    play = types.SimpleNamespace(
+        is_running=True,
+        begin=lambda prompt, number, keys: begun.append(number),
+        pause=lambda: how.append("paused"),
+        go_on=lambda **settings: how.append(settings),
+    )
+    engine = types.SimpleNamespace(reset=lambda longest: None, another=lambda: engine)
+    models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
+    sampler = types.SimpleNamespace(engine=engine, models=models, is_apart=True)
+    stream = types.SimpleNamespace(batch=lambda n: PromptBatch(PROMPTS[:1] * n), longest=4)
+    with mock.patch.object(ahead, "Play", lambda *a: play):
+        asked = ahead.SampledAhead(config, sampler, stream, None, schedule)
+        asked._serving = asked._newest = Weights({}, 0)
+        asked._fill()
+        asked._newest = Weights({}, 1)
+        asked._renew()
+    return begun, how, asked._served.version, vars(schedule)["_mode"], str(vars(schedule)["_path"])
+
+
+def source_of(config: RLConfig):
+    """Which source a run has, by whether its samples may be stale."""
+    return config.max_staleness, predict.is_on_policy(config), list(config.warnings())

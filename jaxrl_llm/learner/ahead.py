@@ -26,7 +26,7 @@ from jaxrl_llm.learner.schedule import Schedule
 from jaxrl_llm.learner.source import SampledNow, Samples, Score
 from jaxrl_llm.metrics import off_policy
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.rollout import episodes, play
+from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.play import Play
 from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.sharding import hosts
@@ -109,10 +109,12 @@ class SampledAhead(SampledNow):
         so_far, n = self._play.so_far(), len(self._samples)
 
         def saved(number: int, group: Group) -> str:
-            if not group.text or group.left:
-                own = [so_far[number * n + i] for i in range(n)]
-                group.text = in_flight.as_text(number, group, own)
-            return group.text
+            if group.text:
+                return group.text
+            own = [so_far[number * n + i] for i in range(n)]
+            text = in_flight.as_text(number, group, own)
+            group.text = "" if group.left else text
+            return text
 
         return {
             "prompts": self._prompts.get_state(),
@@ -127,25 +129,22 @@ class SampledAhead(SampledNow):
         self._prompts.set_state(state["prompts"])
         self._num_begun, self._num_planned = state["begun"], state["planned"]
         self._ended, self._groups, self._is_restored = list(state["ended"]), {}, True
-        self._restored: list[play.Sequence] = []
         for text in state["groups"]:
             number, group, sequences = in_flight.from_text(text, self._samples)
             self._groups[number] = group
             for sequence, has_ended in sequences:
-                if has_ended:
-                    self._play.sequences[sequence.episode] = [sequence]
-                else:
-                    self._restored.append(sequence)
+                self._play.put(sequence, has_ended)
 
     def _go_on(self, weights: Weights) -> None:
         """Begins a step in a new process, or as one that did: all is read again."""
         self._serving = weights
         if self._is_restored:
             self._engine.reset(self._prompts.longest)
-            self._play.restore(self._restored)
             self._is_restored = False
         else:
-            self._play.interrupt()
+            self._play.pause()
+        # The weights that were to finish them are gone.
+        self._play.go_on(anew=self._config.trainer.new_weights == "finish")
 
     def _renew(self) -> None:
         """Lets the newest weights serve, unless what is in flight is to be finished before."""
@@ -154,7 +153,8 @@ class SampledAhead(SampledNow):
         if newest.version == self._served.version or (how == "finish" and self._play.is_running):
             return
         if how == "read_again":
-            self._play.interrupt()
+            self._play.pause()
+            self._play.go_on()
         self._serving = newest
 
     @property

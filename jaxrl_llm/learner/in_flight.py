@@ -21,7 +21,7 @@ class Group:
     prompt: Prompt
     oldest: int  # version of the weights when it began
     left: int  # samples that have not ended
-    text: str = ""  # as it was saved
+    text: str = ""  # as it is saved, when all have ended
 
 
 def as_text(number: int, group: Group, sequences: Sequence[tuple[play.Sequence, bool]]) -> str:

@@ -1,13 +1,12 @@
 """The turns of episodes: what is asked of the engine, and what becomes of its answers.
 
-Episodes may begin at any time, and those that run may be interrupted: they go on by other weights,
-which read them again.
+Episodes may begin at any time, and those that run may be paused: they go on by other weights, which
+read them again.
 """
 
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from typing import Protocol
 
@@ -77,6 +76,10 @@ class Sequence:
         """How many of its last tokens are the beginning of a turn that was interrupted."""
         return len(list(itertools.takewhile(bool, reversed(self.chosen))))
 
+    def anew(self) -> "Sequence":
+        """Returns it without a token of the response."""
+        return Sequence(self.episode, self.prompt, self.params, self.key)
+
     def take(self, sampled: Completion) -> None:
         """Takes in a turn, or a part of one."""
         self.tokens += sampled.tokens
@@ -123,6 +126,7 @@ class Play:
         self._samples, self._max_turn_tokens = samples, max_turn_tokens
         self.sequences: dict[int, list[Sequence]] = {}  # of each episode
         self._running: dict[tuple[int, int], tuple[Sequence, Completion]] = {}
+        self._paused: dict[int, Sequence] = {}  # by episode
         self._num_answering = 0  # episodes that wait for their world
         self._ended: list[int] = []  # episodes, since the last step
 
@@ -164,14 +168,29 @@ class Play:
         while self.is_running:
             self.step(weights, ahead=self._world is None)
 
-    def interrupt(self) -> None:
-        """Lets what is sampled be read again, by the weights of the next step; no token is lost."""
+    def pause(self) -> None:
+        """Stops what is sampled, without losing a token, until `go_on`."""
         running, self._running = self._running, {}
         for request in dict.fromkeys(request for request, _ in running):
             self._engine.abort(request)
         for sequence, sampled in running.values():
             sequence.take(sampled)
-        self._go_on(sequence for sequence, _ in running.values())
+            self._paused[sequence.episode] = sequence
+
+    def go_on(self, *, anew: bool = False) -> None:
+        """Goes on with what is paused, which the weights of the next step read again.
+
+        `anew`: from the beginning.
+        """
+        paused, self._paused = self._paused, {}
+        if anew:
+            paused = {number: sequence.anew() for number, sequence in paused.items()}
+            self.sequences |= {number: [sequence] for number, sequence in paused.items()}
+        n = len(self._samples)
+        in_order = [paused[number] for number in sorted(paused)]
+        same = lambda each: (each.episode // n, each.tokens)  # noqa: E731
+        for _, together in itertools.groupby(in_order, same):
+            self._submit(list(together))
 
     def so_far(self) -> dict[int, tuple[Sequence, bool]]:
         """Returns a copy of each episode's sequence as far as it came, and whether it ended.
@@ -181,23 +200,17 @@ class Play:
         parts = {sequence.episode: sampled for sequence, sampled in self._running.values()}
         found = {}
         for number, (sequence,) in self.sequences.items():
-            found[number] = copy.deepcopy(sequence), number not in parts
+            has_ended = number not in parts and number not in self._paused
+            found[number] = copy.deepcopy(sequence), has_ended
             if number in parts:
                 found[number][0].take(parts[number])
         return found
 
-    def restore(self, sequences: Iterable[Sequence]) -> None:
-        """Takes in one sequence of each of some episodes, and goes on with them."""
-        found = list(sequences)
-        self.sequences |= {sequence.episode: [sequence] for sequence in found}
-        self._go_on(found)
-
-    def _go_on(self, sequences: Iterable[Sequence]) -> None:
-        n = len(self._samples)
-        in_order = sorted(sequences, key=lambda each: each.episode)
-        same = lambda each: (each.episode // n, each.tokens)  # noqa: E731
-        for _, together in itertools.groupby(in_order, same):
-            self._submit(list(together))
+    def put(self, sequence: Sequence, has_ended: bool) -> None:
+        """Takes in an episode of `so_far`, paused if it has not ended."""
+        self.sequences[sequence.episode] = [sequence]
+        if not has_ended:
+            self._paused[sequence.episode] = sequence
 
     def _take(self, request: int, index: int) -> None:
         sequence, sampled = self._running.pop((request, index))

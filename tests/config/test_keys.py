@@ -49,6 +49,7 @@ COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
 TOOLS = {"agent.tools": ("calculator",)}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
+AHEAD = {"trainer.sampling": "ahead"}
 SAFE = {"algorithm.safe": True, **COSTS}
 GROUPS = {"algorithm.recipe": "grpo"}
 CORRECTED = {**GROUPS, "algorithm.correction": "token"}
@@ -247,6 +248,15 @@ RL = {
     "config.trainer.prompts_per_step": (probe.step, 5),
     "config.trainer.minibatch_size": (probe.updates, 4),
     "config.trainer.epochs": (probe.updates, 2),
+    "config.trainer.sampling": (probe.source_of, "ahead"),
+    "config.trainer.max_staleness": (probe.sampled_ahead, 2, AHEAD),
+    "config.trainer.new_weights": (probe.sampled_ahead, "keep", AHEAD),
+    "config.trainer.schedule": (probe.sampled_ahead, "record", AHEAD),
+    "config.trainer.schedule_file": (
+        probe.sampled_ahead,
+        "other.jsonl",
+        AHEAD | {"trainer.schedule": "replay", "trainer.schedule_file": "one.jsonl"},
+    ),
     "config.evaluation.functions.NAME.function": (probe.scores, "gsm8k", HELD_OUT),
     "config.evaluation.functions.NAME.weight": (probe.scores, 3.0, HELD_OUT),
     "config.evaluation.functions.NAME.data_source": (probe.scores, "elsewhere", HELD_OUT),

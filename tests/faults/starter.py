@@ -24,10 +24,10 @@ from orbax.checkpoint._src.path import atomicity
 from jaxrl_llm.agents import episode, world
 from jaxrl_llm.agents import pool as agents_pool
 from jaxrl_llm.checkpoint import saver, seal
-from jaxrl_llm.learner import batches, objectives, sampler, source, weights
+from jaxrl_llm.learner import ahead, batches, objectives, sampler, schedule, source, weights
 from jaxrl_llm.metrics import alerts, statistics, writer
 from jaxrl_llm.rewards import pool
-from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout import episodes, play
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.trainer import evaluate, supervised
 from jaxrl_llm.trainer import rl as rl  # imported once, for all runs
@@ -83,6 +83,13 @@ OF_AGENTS = {
     "save_writing": POINTS["save_writing"],
 }
 
+# Of samples ahead of their step, beside those of RL.
+OF_AHEAD = {
+    "ahead_restored": (play.Play, "go_on", "after", 1),
+    "ahead_between": (ahead.SampledAhead, "meanwhile", "after", 2),
+    "ahead_scheduled": (schedule.Schedule, "end", "after", 3),
+}
+
 # Of jobs on given answers; the others are as in RL.
 OF_JOBS = {
     "job_setup": (weights, "initial", "before", 1),
@@ -114,7 +121,7 @@ def halved(function, die):
 
 def arm(point: str, number: signal.Signals) -> None:
     """Makes this process send itself a signal at a point, once."""
-    owner, name, when, at = {**POINTS, **OF_JOBS, **OF_AGENTS}[point]
+    owner, name, when, at = {**POINTS, **OF_JOBS, **OF_AGENTS, **OF_AHEAD}[point]
     function = getattr(owner, name)
     calls = itertools.count(1)
 

@@ -158,6 +158,7 @@ def test_every_point_names_a_function():
         **starter.POINTS,
         **starter.OF_JOBS,
         **starter.OF_AGENTS,
+        **starter.OF_AHEAD,
     }.items():
         assert callable(getattr(owner, name, None)), point
         assert when in ("before", "after", "half") and at >= 1, point
@@ -180,6 +181,51 @@ def test_every_point(name, tmp_path, cache):
     every = itertools.product(starter.POINTS, ("SIGKILL", "SIGTERM"))
     moments = [FEW[0], *every]
     chain(name, tmp_path, cache, moments, steps_of(moments), "critic/score/mean")
+
+
+# Of a run that samples ahead: in flight, in the buffer, between record and checkpoint.
+AHEAD_FEW = ("rollout_during", "ahead_between", "save_before")
+AHEAD_ALL = (
+    *AHEAD_FEW, "ahead_restored", "rollout_before", "ahead_scheduled", "reward_during",
+    "collected", "update_after", "seal_half", "numbers_half", "save_begun",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(AHEAD_FEW, marks=pytest.mark.slow),
+        pytest.param(AHEAD_ALL, marks=pytest.mark.nightly),
+    ],
+    ids=["few", "all"],
+)
+def test_points_of_samples_ahead(points, tmp_path, cache):
+    """What is in flight or buffered is saved; a schedule recorded in pieces is replayed at once."""
+    signals = itertools.cycle(("SIGKILL", "SIGTERM"))
+    moments = [FEW[0], *zip(points, signals, strict=False)]
+    last = steps_of(moments)
+    ahead = {"trainer.sampling": "ahead", "trainer.max_staleness": 2, "rollout.num_slots": 8}
+    recorded = {**SETTINGS, **ahead, "trainer.schedule": "record"}
+    chain("grpo_tiny", tmp_path, cache, moments, last, "critic/score/mean", recorded)
+    schedules = [
+        [json.loads(line) for line in (tmp_path / name / "schedule.jsonl").read_text().splitlines()]
+        for name in ("run", "reference")
+    ]
+    assert any(line["restored"] for line in schedules[0])
+    groups = [[line["groups"] for line in lines] for lines in schedules]
+    assert groups[0] == groups[1]
+    # Every prompt is learned from once.
+    numbers = [number for step in groups[0] for number, _, _ in step]
+    assert sorted(numbers) == list(range(4 * last))
+    replayed = {
+        **recorded,
+        "trainer.schedule": "replay",
+        "trainer.schedule_file": str(tmp_path / "run" / "schedule.jsonl"),
+        "trainer.num_steps": last,
+    }
+    with Starter("grpo_tiny", tmp_path / "replayed", cache, **replayed) as start:
+        assert start.run() == 0, start.log.read_text()[-3000:]
+    check_same(tmp_path / "replayed", tmp_path / "reference", last, "critic/score/mean")
 
 
 def chain_of_a_job(name: str, rank: int, tmp_path, cache, moments) -> None:
