@@ -23,7 +23,7 @@ from jaxrl_llm.trainer import rl
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The log tells what was run on its day.
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS.remove(ROOT / "docs" / "log.md")
 PROGRAMS = "jaxrl_llm|python|pip|pytest|pre-commit|sbatch|kubectl|mpirun|hf"
 BEGINS = rf"(?:(?:{PROGRAMS}) |launch/tpu_pod|\.ci/run)"
@@ -37,6 +37,11 @@ NOT_RUN = {
     r"mpirun|python .*--process_id=": "several processes; see tests/e2e/test_multihost.py",
     r"python launch/serve_jetstream\.py": "see tests/serving/test_jetstream.py",
     r"python launch/plan\.py --compile": "compiles for minutes, with the compiler of TPUs",
+    r"python -c ": "shows the devices of this machine",
+    r"pip wheel": "see the short run of .ci/run",
+    r".*(?:--config=FILE|--workdir=DIR)": "a pattern, with places of the reader's",
+    r"python docs/learn/check\.py": "see tests/docs/test_exercises.py",
+    r"python docs/site/figures\.py": "draws from runs of minutes",
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
     r"jaxrl_llm view": "see tests/viewer/",
@@ -49,6 +54,7 @@ SETTINGS = {
     "reward_model": {"preference.num_steps": 2, "preference.batch_size": 16},
     "dapo": {"algorithm.dynamic_sampling": False},  # nothing is learned yet: all groups are equal
     "sums": {"warm_start.num_steps": 0},
+    "agent_course": {"rollout.max_response_tokens": 112},
 }
 
 
@@ -83,7 +89,7 @@ def test_files_and_flags_of_those_that_are_not_run_exist():
     source = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     for command in COMMANDS.keys() - RUN.keys():
         words = shlex.split(command)
-        files = [w for w in words if re.match(r"(?:launch|benchmarks|tests|configs)/", w)]
+        files = [w for w in words if re.match(r"(?:launch|benchmarks|tests|configs|docs)/", w)]
         assert not [name for name in files if not (ROOT / name).exists()], command
         if files and files[0].startswith("benchmarks/"):
             flags = [w.partition("=")[0] for w in words if w.startswith("--")]
