@@ -63,7 +63,7 @@ def is_documented(name):
     """Returns whether a row is of this name; a name that is computed in part may have several."""
     probe, pattern = name.replace("*", "x"), re.escape(name).replace(r"\*", ".+")
     return any(known.fullmatch(probe) for known in KNOWN) or any(
-        re.fullmatch(pattern, each) for each in DOCUMENTED
+        re.fullmatch(f"(?:.+/)?{pattern}", each) for each in DOCUMENTED
     )
 
 
@@ -132,6 +132,8 @@ def exists(key):
     parts = key.split(".")
     for known in KEYS:
         found = known.split(".")[1:]
+        if KEYS[known].allowed == "names with values" and parts[: len(found)] == found:
+            return True
         if len(parts) <= len(found) and all(
             a == b or b == "NAME" for a, b in zip(parts, found, strict=False)
         ):
