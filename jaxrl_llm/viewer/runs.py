@@ -199,11 +199,10 @@ def _short(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen_curves(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Returns title and metric of the curves to show first."""
+    """Returns title and metric of the curves to show first, of each run the one that it has."""
     known = {name for run in runs for name in run.columns}
-    found = [
-        (title, next(name for name in names if name in known))
-        for title, names in CURVES
-        if not known.isdisjoint(names)
-    ]
+    found = []
+    for title, names in CURVES:
+        wanted = {next((name for name in names if name in run.columns), "") for run in runs}
+        found += [(title, name) for name in names if name in wanted]
     return found + [(name, name) for name in sorted(known) if name.startswith("val-core/")][:4]

@@ -1,6 +1,7 @@
 """The page in a real browser: what a person sees and does. Makes the screenshots of the docs.
 
-`SCREENSHOTS=docs/images pytest -m slow tests/viewer/test_page.py` writes them anew.
+`RUNS=FOLDER SCREENSHOTS=docs/images pytest -m nightly tests/viewer/test_page.py` writes them anew,
+of the real runs `grpo_tiny` and `ppo_tiny` in FOLDER.
 """
 
 import contextlib
@@ -15,9 +16,11 @@ import urllib.request
 
 import made_runs
 import pytest
+import runs
 from playwright.sync_api import expect, sync_playwright
 
-pytestmark = pytest.mark.slow
+import jaxrl_llm
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
 
@@ -63,11 +66,21 @@ def elsewhere(url):
     return [] if re.match(r"http://127\.0\.0\.1:|data:", url) else [url]
 
 
-def screenshot(page, name, tmp_path):
-    folder = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
-    page.screenshot(path=folder / f"{name}.png")
+def used_s(of):
+    """Returns the CPU seconds that a process and all processes below it have used."""
+    fields = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, _, rest = path.read_text().partition(" ")
+            fields[int(pid)] = rest.rpartition(")")[2].split()
+    below = {of}
+    while more := {pid for pid, found in fields.items() if int(found[1]) in below} - below:
+        below |= more
+    ticks = sum(int(fields[pid][11]) + int(fields[pid][12]) for pid in below if pid in fields)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_what_a_person_sees(page, tmp_path):
     folders = [
         made_runs.make(tmp_path / name, 120, 9, dumps=[60, 120], seed=i)
@@ -84,7 +97,6 @@ def test_what_a_person_sees(page, tmp_path):
         assert "alert kl in 2 steps, from 30 to 31" in page.locator("#alerts").inner_text()
         memory = page.locator("#memory").inner_text()
         assert "planned peak of a device\t2\t2" in memory and "1.8" in memory
-        screenshot(page, "viewer_curves", tmp_path)
         reward.locator("svg").hover()
         assert re.search(r"step \d+: grpo 0\.\d+, grpo_low_kl 0\.", reward.inner_text())
 
@@ -124,16 +136,44 @@ def test_what_a_person_sees(page, tmp_path):
         page.wait_for_selector(".turn")
         assert "calculator" in page.locator("#sample").inner_text()
         page.select_option("#meaning", "log-prob difference")
-        screenshot(page, "viewer_samples", tmp_path)
         page.click("#before")
         expect(page.locator("[name=step]")).to_have_value("60")
 
 
+@pytest.mark.nightly
+def test_a_real_run_is_shown(page, tmp_path):
+    """Two runs of seconds, or those that the pictures of the docs are of."""
+    place = pathlib.Path(os.environ.get("RUNS", tmp_path))
+    pictures = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
+    folders = [place / name for name in ("grpo_tiny", "ppo_tiny")]
+    for folder in folders if place == tmp_path else ():
+        config = runs.values(folder.name)
+        config.update_from_flattened_dict({**runs.TINY, "metrics.rollout_tokens": True})
+        jaxrl_llm.train(config, folder)
+    with served(*folders) as (address, _):
+        page.goto(address)
+        page.wait_for_selector("figure polyline", state="attached")  # it may be flat
+        score = page.locator("figure[data-metric='critic/score/mean']")
+        assert score.locator("polyline").count() == 2
+        assert "planned peak" in page.locator("#memory").inner_text()
+        page.screenshot(path=pictures / "viewer_curves.png")
+        page.click("button[data-tab=samples]")
+        page.fill("[name=step]", "1")
+        page.select_option("[name=order]", "score")
+        expect(page.locator("#list li").first).to_contain_text("step 1 score 0")
+        page.locator("#list li").first.click()
+        page.wait_for_selector(".tokens span")
+        page.select_option("#meaning", "advantage")
+        assert page.locator(".tokens span").count() > 2
+        page.screenshot(path=pictures / "viewer_samples.png")
+
+
+@pytest.mark.slow
 def test_a_large_run_opens_at_once_in_little_memory(browser, tmp_path):
-    """10,000 steps of 80 metrics, 100,000 samples: the time is printed, the memory is checked."""
+    """10,000 steps of 80 metrics, 100,000 samples: times are printed, the memory is checked."""
     more = {f"more/{i}": 0.123456789 * i for i in range(67)}
     folder = made_runs.make(tmp_path / "large", 10_000, 1_000, range(100, 10_001, 100), more=more)
-    begin = time.perf_counter()
+    begin, before_s = time.perf_counter(), used_s(os.getpid())
     with served(folder) as (address, process):
         served_s = time.perf_counter() - begin
         page = browser.new_page()
@@ -143,6 +183,7 @@ def test_a_large_run_opens_at_once_in_little_memory(browser, tmp_path):
         page.click("button[data-tab=samples]")
         page.wait_for_selector("#list li")
         samples_s = time.perf_counter() - begin
+        cpu_s, of_server_s = used_s(os.getpid()) - before_s, used_s(process.pid)
         page.fill("[name=step]", "")
         page.fill("[name=text]", "<b>999</b>")  # in every dump, on its last line
         expect(page.locator("#count")).to_contain_text("samples so far", timeout=60_000)
@@ -154,6 +195,7 @@ def test_a_large_run_opens_at_once_in_little_memory(browser, tmp_path):
         page.close()
     print(
         f"ready after {served_s:.1f} s, curves {curves_s:.1f} s, samples {samples_s:.1f} s,"
-        f" search {searched_s:.1f} s; {peak_mib:.0f} MiB"
+        f" search {searched_s:.1f} s; {peak_mib:.0f} MiB; CPU until samples {cpu_s:.1f} s of server"
+        f" and browser, {of_server_s:.1f} s of the server"
     )
     assert peak_mib < 500

@@ -26,6 +26,15 @@ def test_curves_and_alerts(folder):
     assert titles[:2] == ["reward", "KL to the start of the step"] and "entropy" in titles
 
 
+def test_each_run_has_its_own_kl_to_the_reference(folder, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 1, "data": {"actor/kl_loss": 0.1}}\n')
+    names = [name for _, name in chosen_curves([Run(folder), Run(other)])]
+    assert {"actor/reward_kl_penalty", "actor/kl_loss"} <= set(names)
+    assert len(names) == len(set(names))
+
+
 def test_a_long_curve_keeps_its_extremes(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
