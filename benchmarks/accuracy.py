@@ -14,12 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def run(config: str, seed: int, overrides: list[str]) -> tuple[float, float, float]:
-    """Returns accuracy after the warm start and after RL, and the seconds of the whole run."""
+class Run(NamedTuple):
+    """What a run reached."""
+
+    before: float  # accuracy after the warm start
+    after: float  # after RL
+    seconds: float  # of the whole run
+    difference: float  # mean |p - q| of sampled tokens between rollout and training
+
+
+def run(config: str, seed: int, overrides: list[str]) -> Run:
+    """Trains a config in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         subprocess.run(
@@ -39,9 +49,14 @@ def run(config: str, seed: int, overrides: list[str]) -> tuple[float, float, flo
         )
         seconds = time.perf_counter() - began
         lines = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-    name = "val-core/arithmetic/mean@4"
-    accuracies = [data[name] for line in lines if name in (data := json.loads(line)["data"])]
-    return accuracies[0], accuracies[-1], seconds
+    steps = [json.loads(line)["data"] for line in lines]
+
+    def values(name: str) -> list[float]:
+        return [data[name] for data in steps if name in data]
+
+    accuracies = values("val-core/arithmetic/mean@4")
+    differences = values("training/rollout_probs_diff_mean")
+    return Run(accuracies[0], accuracies[-1], seconds, sum(differences) / len(differences))
 
 
 def main():
@@ -53,7 +68,7 @@ def main():
     print("|---|---|---|---|---|")
     for config in arguments.config:
         for seed in range(arguments.seeds):
-            before, after, seconds = run(config, seed, overrides)
+            before, after, seconds, _ = run(config, seed, overrides)
             name = pathlib.Path(config).stem
             print(f"| {name} | {seed} | {before:.3f} | {after:.3f} | {seconds:.0f} |", flush=True)
 

@@ -21,8 +21,9 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.places import Everywhere
+from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.models.transformer import REMAT_POLICIES, Network
+from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.planning.shapes import known_shape
 
 GIB = 2**30

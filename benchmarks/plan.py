@@ -1,8 +1,9 @@
 """Compares plans with compilers: `python benchmarks/plan.py [--only=WORD,...] [--table]`.
 
-Compiles the programs of a run for TPU topologies (no TPU needed; extra `[tpu]`) and for fake CPU
-devices, saves the reports of the compilers in `benchmarks/plan_reports.json`, and prints them
-beside the analytic plan. A combination in that file is not compiled again.
+Compiles the programs of a run for TPU topologies (no TPU needed; extra `[tpu]`), for GPUs (no GPU
+needed; extra `[cuda]`) and for fake CPU devices, saves the reports of the compilers in
+`benchmarks/plan_reports.json`, and prints them beside the analytic plan. A combination in that file
+is not compiled again.
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ from absl import app, flags
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-from jaxrl_llm.learner import lowering
+from jaxrl_llm.learner import absent, lowering
 from jaxrl_llm.learner import planned as planned_lib
 from jaxrl_llm.planning import memory
-from jaxrl_llm.planning.devices import GIB, of_topology
+from jaxrl_llm.planning.devices import GIB, named, of_topology
 from jaxrl_llm.planning.setting import Setting
 from jaxrl_llm.planning.shapes import SHAPES
 from jaxrl_llm.sharding.mesh import mesh_sizes
@@ -42,7 +43,7 @@ HUGE = "Llama-3.1-70B"
 class Combination:
     """One run to plan: its devices, its model, and its differences from `base`."""
 
-    topology: str  # "cpu": eight fake devices, "one cpu": one of them
+    topology: str  # "cpu": eight fake devices, "one cpu": one of them; "h100 x 8": GPUs
     model: str
     settings: dict
     programs: tuple[str, ...] = ("train",)
@@ -109,6 +110,9 @@ REAL = {
     "model.compute_dtype": "float32",
 }
 LONG = {"data.max_prompt_tokens": 1024, "rollout.max_response_tokens": 1024}
+MUCH = {"trainer.max_tokens_per_microbatch": 4096, **LONG}
+# What a template leaves to the plan.
+OPEN = {"trainer.max_tokens_per_microbatch": 16_384}
 # Fake CPU devices compute in float32: the CPU has no bfloat16 arithmetic of its own.
 WHOLE = {"model.compute_dtype": "float32"}
 ALL = ("prefill", "decode", "score", "score_critic", "train", "reshard", "reshard_layer")
@@ -119,9 +123,7 @@ MESHES = (
     {"mesh.data": 8, "mesh.fsdp": 1},
 )
 COMBINATIONS = [
-    Combination(
-        "v5p:2x2x2", LARGE, {"mesh.fsdp": 8, "trainer.max_tokens_per_microbatch": 4096, **LONG}, ALL
-    ),
+    Combination("v5p:2x2x2", LARGE, {"mesh.fsdp": 8, **MUCH}, ALL),
     Combination("v5e:4x4", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 4, **HALF}, ALL),
     Combination(
         "v5e:4x4",
@@ -192,6 +194,15 @@ COMBINATIONS = [
     Combination("v5p:2x2x1", MIDDLE, {"mesh.fsdp": 4, **GRPO}),
     Combination("v5p:2x2x2", LARGE, {"mesh.fsdp": 4, "mesh.tensor": 2, "model.remat": "attention"}),
     Combination("v5p:8x8x8", "DeepSeek-V3", {}, OF_GRPO, "grpo_deepseek_v3"),
+    Combination("h100 x 8", LARGE, {"mesh.fsdp": 8, **MUCH}, ALL),
+    Combination("h100 x 8", LARGE, {"mesh.fsdp": 8, **MUCH, **GRPO}, ("train", "score")),
+    Combination("h100 x 8", LARGE, {"mesh.fsdp": 8, "model.remat": "offload_full", **MUCH, **GRPO}),
+    Combination("h100 x 8", MIDDLE, {"mesh.fsdp": 4, "mesh.tensor": 2}, ALL),
+    Combination("h100 x 1", SMALL, {"mesh.fsdp": 1, **GRPO}, OF_GRPO),
+    Combination("h100 x 1", SMALL, OPEN, OF_GRPO, "grpo_qwen2.5_0.5b_gsm8k"),
+    Combination("a100 x 8", MIDDLE, {"mesh.fsdp": 8, "model.remat": "dots"}, ("train", "score")),
+    Combination("h200 x 1", SMALL, {"mesh.fsdp": 1, **LONG, **GRPO}, ("train", "decode")),
+    Combination("b200 x 1", SMALL, {"mesh.fsdp": 1, **LONG, **GRPO}, ("train", "decode")),
 ]
 
 
@@ -209,12 +220,22 @@ class Row:
         return self.planned / self.reported - 1
 
 
+def absent_devices(combination: Combination) -> tuple[str, int]:
+    """Returns the arguments of `absent.named`; the count is of GPUs alone."""
+    kind, _, count = combination.topology.partition(" x ")
+    return kind, int(count or 0)
+
+
 def setting(combination: Combination) -> Setting:
     """Returns the input of the analytic plan of a combination."""
-    config = made(combination)
-    on_cpu = combination.topology in ON_CPU
-    count = ON_CPU.get(combination.topology) or of_topology(combination.topology)[1]
-    backend = "cpu" if on_cpu else "tpu"
+    config, (kind, count) = made(combination), absent_devices(combination)
+    if combination.topology in ON_CPU:
+        backend, count = "cpu", ON_CPU[combination.topology]
+    elif count:
+        backend = named(kind).backend
+    else:
+        device, count = of_topology(kind)
+        backend = device.backend
     sizes = mesh_sizes(config.mesh, count)
     return Setting(config, SHAPES[combination.model], (), sizes, backend)
 
@@ -250,7 +271,7 @@ def main(_):
         if not wanted:
             continue
         count = ON_CPU.get(combination.topology, 0)
-        devices = jax.devices()[:count] or lowering.topology_devices(combination.topology)
+        devices = jax.devices()[:count] or absent.named(*absent_devices(combination))
         shape = SHAPES[combination.model]
         config = planned_lib.chosen(config, shape, devices)
         programs = lowering.lowered(config, lowering.abstract_models(config, shape, devices))

@@ -67,6 +67,20 @@ def tpu_devices(monkeypatch):
     return lambda name: list(topologies.get_topology_desc(name, platform="tpu").devices)
 
 
+@pytest.fixture
+def gpu_devices(monkeypatch):
+    """Returns `devices(kind, count)`, for which the GPU's compiler works without a GPU."""
+    reason = "the GPU compiler is in the wheels of jax[cuda12]"
+    pytest.importorskip("jax_plugins.xla_cuda12", reason=reason)
+    import jax
+
+    from jaxrl_llm.learner import absent
+
+    jax.devices()  # reads XLA_FLAGS, of which those of tests are for CPUs
+    monkeypatch.delenv("XLA_FLAGS")
+    return lambda kind, count: list(absent.named(kind, count))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Lets go of the programs of earlier test files before memory maps run out."""

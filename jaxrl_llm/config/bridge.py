@@ -55,6 +55,7 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     A field that is missing or None takes the value of the recipe `algorithm.recipe`, then the
     default of its dataclass. ConfigError lists every problem: unknown fields, wrong types, values
     outside their range, and fields that contradict each other (checked once all groups are built).
+    The default of `algorithm.correction` is "token" where sampling rounds.
     """
     errors: list[str] = []
     job = values.get("job") or "rl"
@@ -70,9 +71,12 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
 
 
 def _corrected(config: RLConfig) -> RLConfig:
-    """Returns the config with importance weights if samples may be stale and nothing corrects."""
-    algorithm = config.algorithm
-    if not config.max_staleness or algorithm.corrects or algorithm.old_log_probs == "rollout":
+    """Returns the config with importance weights if nothing corrects for how samples are drawn.
+
+    That is by weights that may be stale, or that are rounded.
+    """
+    algorithm, differs = config.algorithm, config.max_staleness or config.rollout.is_rounded
+    if not differs or algorithm.corrects or algorithm.old_log_probs == "rollout":
         return config
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, correction="token"))
 

@@ -349,6 +349,9 @@ class RLConfig(JobConfig):
         if self.curriculum.choice and not self.data.shuffle:
             yield "config.data.shuffle: no effect, curriculum.choice says which prompts come"
         yield from self._warnings_of_staleness()
+        if self.rollout.is_rounded and not algorithm.corrects:
+            message = "nothing corrects for samples of rounded weights or keys; use 'token'"
+            yield f"config.algorithm.correction: 'none', {message}"
         if algorithm.old_log_probs == "rollout" and algorithm.correction != "none":
             yield "config.algorithm.correction: weights are all 1, old_log_probs is 'rollout'"
 

@@ -148,7 +148,17 @@ class RolloutConfig(Group):
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
+    # Weights of layers in eight bits, a step for each output; embedding, head, routers and norms
+    # keep `dtype`. The samples are then corrected for by default (algorithm.correction).
+    quantization: Literal["none", "int8", "fp8"] = "none"
+    # Of keys and values; "rollout": as `dtype`.
+    cache_dtype: Literal["rollout", "float32", "bfloat16", "fp8"] = "rollout"
     speculation: SpeculationConfig = NO_SPECULATION
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether sampling computes with fewer digits than its `dtype` has."""
+        return self.quantization != "none" or self.cache_dtype == "fp8"
 
     def rules(self) -> Problems:
         for name in ("stop_tokens", "stop_strings"):

@@ -6,7 +6,6 @@ sequences are as long as the run allows: the compiler's memory is the most that 
 
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.experimental import topologies
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.packing import PackedBatch
-from jaxrl_llm.learner import batches, distillation, optimizer, predict, update, wide
+from jaxrl_llm.learner import absent, batches, distillation, optimizer, predict, update, wide
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -90,7 +88,7 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     rollout_params = resharder.abstract()
 
     def within_mesh(make: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
-        with jax.set_mesh(models.mesh):
+        with jax.set_mesh(models.mesh), absent.platforms_known():
             return make()
 
     def train():
@@ -175,23 +173,6 @@ class Refused(Exception):
     """The compiler says that a program cannot fit; the first line of its message."""
 
 
-def topology_devices(topology: str) -> Sequence[Any]:
-    """Returns the devices of a TPU topology such as "v5e:4x4"; none needs to be attached.
-
-    Raises ConfigError if the TPU compiler is not installed or does not know the topology.
-    """
-    # Without a request for the machine's metadata; another process may use the compiler too.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        return topologies.get_topology_desc(topology, platform="tpu").devices
-    except Exception as error:  # the plugin raises types of its own
-        raise ConfigError(
-            f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"
-            " and install the TPU compiler with pip install 'jaxrl_llm[tpu]'"
-        ) from error
-
-
 def compile_report(lower: Any) -> Report:
     """Returns what one of the programs of `lowered` needs; raises Refused if it cannot fit."""
     start = time.perf_counter()
@@ -225,12 +206,8 @@ def compiled_bytes(plan: Plan, devices: Sequence[Any] | str) -> dict[str, float 
         raise ConfigError(
             "--compile: programs of several pools are not compiled; use placement.choice=colocate"
         )
-    if not devices:
-        raise ConfigError(
-            f"--compile: {plan.device.name} devices are not here; give a TPU --topology"
-        )
     if isinstance(devices, str):
-        devices = topology_devices(devices)
+        devices = absent.named(devices, plan.num_devices)
     setting = plan.setting
     models = abstract_models(setting.config, setting.policy, list(devices))
     own = memory.programs(setting)

@@ -39,8 +39,8 @@ class Target:
 
     device: Device  # their kind
     num_devices: int
-    # What programs may be compiled for: devices of this process, none, or a topology's name.
-    devices: Sequence[Any] | str = ()
+    # What programs may be compiled for: devices of this process, or names as of `absent.named`.
+    devices: Sequence[Any] | str
     num_hosts: int = 1  # with as many of the devices each
 
 
@@ -59,7 +59,8 @@ def here(present: Sequence[Any]) -> Target:
 def elsewhere(topology: str, device: str, num_devices: int) -> Target:
     """Returns the devices of a TPU topology, or so many of a kind if that is empty; as `here`."""
     if not topology:
-        return Target(devices.named(device), num_devices)
+        kind = devices.named(device)
+        return Target(kind, num_devices, kind.name)
     kind, count = devices.of_topology(topology)
     return Target(kind, count, topology)
 

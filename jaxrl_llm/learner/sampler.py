@@ -12,7 +12,7 @@ from jaxrl_llm.config import RLConfig, RolloutConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import casting, lora
+from jaxrl_llm.models import attention, casting, lora, low_precision
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import cache, episodes
 from jaxrl_llm.rollout.engine import Engine
@@ -132,5 +132,16 @@ def resharder(policy: Network, rollout: Network, mesh: Mesh, layout: str) -> Res
 
 def rollout_network(config: RolloutConfig, policy: Network, mesh: Mesh) -> Network:
     """Returns the policy as the engine runs it: same arithmetic, its own dtype and kernels."""
-    dtype = policy.compute_dtype if config.dtype == "compute" else config.dtype
-    return dataclasses.replace(policy, compute_dtype=dtype).for_decoding(mesh)
+    dtype, kernel = policy.compute_dtype, policy.kernel
+    if config.dtype not in ("compute", dtype):
+        dtype, platform = config.dtype, mesh.devices.flat[0].platform
+        kernel = attention.implementation_for("auto", platform, dtype, policy.shape.head_size)
+    kept = "" if config.cache_dtype == "rollout" else config.cache_dtype
+    network = dataclasses.replace(
+        policy,
+        compute_dtype=dtype,
+        kernel=kernel,
+        cache_dtype=low_precision.CACHE_DTYPES.get(kept, kept),
+    ).for_decoding(mesh)
+    products = dataclasses.replace(network.products, quantization=config.quantization)
+    return dataclasses.replace(network, products=products)

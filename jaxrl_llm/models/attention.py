@@ -161,9 +161,7 @@ def full_attention(
         mask = segment_causal_mask(
             segment_ids, window=window, prefix_ids=prefix_ids, positions=positions
         )
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=scoring.scale or None, implementation="cudnn"
-        )
+        return masked_attention(q, k, v, mask, scoring, "cudnn")
     attend = functools.partial(masked_attention, scoring=scoring)
     if shared and key_blocks.shape[2]:
         return _in_key_blocks(
@@ -235,11 +233,14 @@ def masked_attention(
     v: Float[Array, "B keys K value"],
     mask: Bool[Array, "B 1 queries keys"],
     scoring: Scoring = PLAIN,
+    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> Float[Array, "B queries N value"]:
     """Returns attention of any queries to the keys that the mask says; as `full_attention`."""
     if _is_plain(scoring, q, v):
         scale = scoring.scale or None
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="xla")
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=scale, implementation=implementation
+        )
     batch, queries, num_heads, size = q.shape
     grouped = q.reshape(batch, queries, k.shape[2], -1, size)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)

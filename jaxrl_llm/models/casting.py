@@ -9,28 +9,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models import low_precision
 
 Params = dict[str, Any]
 
 _TILE = 128  # numbers side by side in a TPU's memory
-_WIDE = "router"  # modules whose weights are never cast: a rounded router chooses other experts
+# Never cast: a rounded router chooses other experts, and low precision has dtypes of its own.
+_WIDE = "router", low_precision.STEPS
 
 
 def cast(tree: Params, dtype) -> Params:
-    """Returns the tree in a dtype; routers stay as they are."""
-    return jax.tree.map_with_path(lambda path, a: a if _wide(path) else a.astype(dtype), tree)
+    """Returns the tree in a dtype; routers, and weights of low precision, stay as they are."""
+    return jax.tree.map(lambda a, wanted: a.astype(wanted), tree, dtypes(tree, dtype))
 
 
 def dtypes(tree: Params, dtype) -> Params:
     """Returns the dtypes that `cast` gives the arrays of a tree."""
     chosen = jnp.dtype(dtype)
-    return jax.tree.map_with_path(lambda path, a: a.dtype if _wide(path) else chosen, tree)
+
+    def of(path, a: Any) -> Any:
+        return a.dtype if _wide(path) or low_precision.is_rounded(a.dtype) else chosen
+
+    return jax.tree.map_with_path(of, tree)
 
 
 def _wide(path) -> bool:
-    return any(isinstance(key, jax.tree_util.DictKey) and key.key == _WIDE for key in path)
+    return any(isinstance(key, jax.tree_util.DictKey) and key.key in _WIDE for key in path)
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +95,31 @@ def _as_stored(w: Float[Array, "*E I O"]) -> Float[Array, "*E I O"]:
     devices = jax.sharding.get_abstract_mesh().size
     if devices <= 1 or w.shape[-1] % (devices * _TILE):
         return w
+    return _row_major(w)
+
+
+def _row_major(w: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns an array that lies by rows in an accelerator's memory."""
+    return jax.lax.platform_dependent(w, tpu=_by_rows, cuda=_shard_by_rows, default=lambda a: a)
+
+
+def _by_rows(w: Array) -> Array:
     return with_layout_constraint(w, Layout(tuple(range(w.ndim))))
+
+
+@jax.custom_vjp
+def _shard_by_rows(w: Array) -> Array:
+    """Returns what `_by_rows` does; a GPU's compiler would first gather the whole array for it."""
+    return _pinned(w)
+
+
+_shard_by_rows.defvjp(lambda w: (_pinned(w), None), lambda _, bar: (bar,))
+_pinned: Any = custom_partitioning(_by_rows)
+_pinned.def_partition(
+    infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+    partition=lambda mesh, args, result: (mesh, _by_rows, args[0].sharding, (args[0].sharding,)),
+    sharding_rule="... -> ...",
+)
 
 
 @jax.custom_vjp
@@ -121,7 +153,7 @@ def _row_major_forward(table):
 
 
 def _row_major_backward(_, bar):
-    return (with_layout_constraint(bar, Layout((0, 1))),)
+    return (_row_major(bar),)
 
 
 row_major_gradient.defvjp(_row_major_forward, _row_major_backward)

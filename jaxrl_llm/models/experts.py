@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models import casting, low_precision
 from jaxrl_llm.models.layers import MLP, Build, as_peft, gated
 from jaxrl_llm.models.router import Routed, Router, Routing
 from jaxrl_llm.models.shape import Shape
@@ -36,7 +37,9 @@ class GroupedLinear(nnx.Module):
 
     def __init__(self, build: Build, name: str, sizes: tuple[int, int, int], axes, bias: bool):
         num, inner, outer = sizes
-        self.kernel = build.normal(sizes, ("experts", *axes))
+        self.kernel = build.kernel(sizes, ("experts", *axes))
+        if build.products.quantization != "none":
+            self.kernel_steps = build.zeros((num, outer), ("experts", axes[1]), jnp.float32)
         if bias:
             self.bias = build.zeros((num, outer), ("experts", axes[1]))
         lora = build.lora
@@ -50,7 +53,7 @@ class GroupedLinear(nnx.Module):
 
     def arrays(self) -> dict[str, Array]:
         """Returns the parameters by name."""
-        names = ("kernel", "bias", "lora_a", "lora_b")
+        names = ("kernel", low_precision.STEPS, "bias", "lora_a", "lora_b")
         return {name: getattr(self, name)[...] for name in names if hasattr(self, name)}
 
     def dims(self) -> dict[str, tuple[str | None, ...]]:
@@ -58,6 +61,7 @@ class GroupedLinear(nnx.Module):
         first, second = self.axes
         found: dict[str, tuple[str | None, ...]] = {
             "kernel": ("experts", first, second),
+            low_precision.STEPS: ("experts", second),
             "bias": ("experts", second),
             "lora_a": ("experts", first, None),
             "lora_b": ("experts", None, second),
@@ -126,7 +130,7 @@ def visit(
     On a mesh each device works for its own tokens; `dims` are the logical dims of the weights.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    arrays = {name: {n: a.astype(x.dtype) for n, a in of.items()} for name, of in arrays.items()}
+    arrays = casting.cast(arrays, x.dtype)
     if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
         return _local(x, weights, chosen, lambda _: arrays, 1, kind, "", ())
 
@@ -264,7 +268,10 @@ def _mlp(rows, factors, owners, sizes, arrays: Weights, kind: _Kind, inner_axes)
 
 def _product(x, arrays: dict[str, Array], owners, sizes, scale: float):
     dot = functools.partial(lax.ragged_dot, group_sizes=sizes)
-    y = dot(x, arrays["kernel"])
+    y = dot(x, arrays["kernel"].astype(x.dtype))
+    if low_precision.STEPS in arrays:
+        steps = arrays[low_precision.STEPS]
+        y = low_precision.multiplied(y, steps.at[owners].get(mode="clip"))
     if "lora_a" in arrays:
         y = y + dot(dot(x, arrays["lora_a"]), arrays["lora_b"]) * scale
     if "bias" in arrays:

@@ -2,7 +2,7 @@
 
 Every parameter has the logical names of its dims in the metadata `logical_axes` (see
 `sharding/mesh.py`). Activations that a backward pass may keep are named (see
-`transformer.REMAT_POLICIES`).
+`remat.REMAT_POLICIES`).
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import low_precision
+from jaxrl_llm.models.low_precision import Quantization
 from jaxrl_llm.models.shape import Shape, Vision
 from jaxrl_llm.sharding.mesh import constrain
 
@@ -84,6 +86,7 @@ class Products:
     # Of decode steps, as `rollout.cache.attention`; None: that function.
     attention: Callable[..., Array] | None = None
     min_transposed: int = 0
+    quantization: Quantization = "none"  # of kernels, see `low_precision`
 
     def transposes(self, in_size: int, out_size: int) -> bool:
         """Returns whether a kernel of this size is stored as [out, in]."""
@@ -130,6 +133,11 @@ class Build:
     def normal(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
         return self.param(_NORMAL, shape, axes)
 
+    def kernel(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+        """Returns the matrix of a product; where weights are rounded, room for one."""
+        dtype = low_precision.dtype_of(self.products.quantization)
+        return self.zeros(shape, axes, dtype) if dtype else self.normal(shape, axes)
+
     def zeros(self, shape: tuple[int, ...], axes: tuple[str, ...], dtype=None) -> nnx.Param:
         return self.param(_ZEROS, shape, axes, dtype)
 
@@ -159,7 +167,9 @@ class Linear(nnx.Module):
         self.product: Callable[[Array, Array], Array] = product
         if build.products.transposes(in_size, out_size):
             sizes, names, self.product = sizes[::-1], names[::-1], build.products.product
-        self.kernel = build.normal(sizes, names)
+        self.kernel = build.kernel(sizes, names)
+        if build.products.quantization != "none":
+            self.kernel_steps = build.zeros((out_size,), axes[1:], jnp.float32)
         if bias:
             self.bias = build.zeros((out_size,), axes[1:])
         lora = build.lora
@@ -175,6 +185,8 @@ class Linear(nnx.Module):
         kernel = self.kernel[...].astype(dtype)
         if self.product is not product:
             kernel = kernel.T
+        if hasattr(self, "kernel_steps"):
+            kernel = low_precision.multiplied(kernel, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             a, b = self.lora_a[...].astype(dtype), self.lora_b[...].astype(dtype)
             kernel = kernel + a @ b * self.scale
@@ -182,6 +194,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         y = self.product(x, self.kernel[...].astype(x.dtype))
+        if hasattr(self, "kernel_steps"):
+            y = low_precision.multiplied(y, self.kernel_steps[...])
         if hasattr(self, "lora_a"):
             inner = x @ self.lora_a[...].astype(x.dtype)
             y = y + inner @ self.lora_b[...].astype(x.dtype) * self.scale
@@ -218,7 +232,8 @@ class MLP(nnx.Module):
         self.up = Linear(build, "up", d, size, ("embed", "mlp"), bias)
         self.down = Linear(build, "down", size, d, ("mlp", "embed"), bias)
         adapted = any(hasattr(linear, "lora_a") for linear in (self.gate, self.up, self.down))
-        plain = not (adapted or bias or shape.act != "silu")
+        rounds = build.products.quantization != "none"
+        plain = not (adapted or bias or rounds or shape.act != "silu")
         self.fused = build.products.mlp if plain else None
         self.act = shape.act
 

@@ -2,9 +2,9 @@
 
 import jax
 
-# Of a layer,
-# "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's two inner
-# products too, "dots" the result of every product with a weight; the last two keep it on the host.
+# Of a layer, "full" keeps its input, "attention" what surrounds the scores, "projections" the MLP's
+# two inner products too, "dots" the result of every product with a weight; the last two keep it on
+# the host.
 _AROUND_SCORES = ("q", "k", "v", "mixed")
 _save = jax.checkpoint_policies.save_only_these_names
 

@@ -21,7 +21,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, lora, modules, sequence_attention, tower
+from jaxrl_llm.models import (
+    attention,
+    casting,
+    lora,
+    low_precision,
+    modules,
+    sequence_attention,
+    tower,
+)
 from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
@@ -38,9 +46,7 @@ Params = dict[str, Any]  # nested dict of arrays
 ROUTE_DTYPE = jnp.int16  # of numbers of experts, of which -1 is none
 
 # Platforms on which decode steps multiply faster than by `PLAIN`: a function of mesh and dtype.
-DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
-    "cpu": on_cpu,
-}
+DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {"cpu": on_cpu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Network:
       lora: Of the adapters that a parameter tree may have.
       sequence_attention: How devices that share a row's length attend together.
       products: Functions for its matmuls; `for_decoding` chooses faster ones.
+      cache_dtype: Of keys and values that decoding keeps; "": `compute_dtype`.
     """
 
     shape: Shape
@@ -66,6 +73,7 @@ class Network:
     kernel: attention.Implementation = "xla"
     sequence_attention: Form = "all_to_all"
     products: Products = PLAIN
+    cache_dtype: str = ""
 
     def for_decoding(self, mesh: Mesh) -> "Network":
         """Returns this network with the products that suit decode steps on a mesh."""
@@ -77,19 +85,27 @@ class Network:
     @property
     def decode_kernel(self) -> Callable[..., Array] | None:
         """Attention of decode steps that skips what no query sees; None: XLA's."""
-        return self.products.attention if self.shape.has_plain_scores else None
+        as_computed = self.cached_dtype == self.compute_dtype
+        return self.products.attention if self.shape.has_plain_scores and as_computed else None
+
+    @property
+    def cached_dtype(self) -> str:
+        return self.cache_dtype or self.compute_dtype
 
     def stored(self, layer: Params, kind: Layer = EVERYWHERE) -> Params:
         """Returns a layer of a kind with plain kernels as this network stores it.
 
-        Some are transposed.
+        Some are transposed, or rounded.
         """
+        quantization = self.products.quantization
+        as_given = dataclasses.replace(PLAIN, quantization=quantization)
         plain, ours = (
             modules.axes(
                 modules.definition(dataclasses.replace(self, products=products), "block", kind)[1]
             )
-            for products in (PLAIN, self.products)
+            for products in (as_given, self.products)
         )
+        layer = low_precision.quantized(layer, quantization, self.compute_dtype)
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
         return jax.tree.map(turn, layer, plain, ours)
 

@@ -35,7 +35,9 @@ class Device:
 
     @property
     def backend(self) -> str:  # whose compiler a plan assumes
-        return "cpu" if self.name == "cpu" else "tpu"
+        if self.name == "cpu":
+            return "cpu"
+        return "tpu" if self.jax_kind.startswith("TPU") else "gpu"
 
 
 def _tpu(name, pattern, memory_gib, teraflops, memory_gbs, link_gbs, domain) -> Device:

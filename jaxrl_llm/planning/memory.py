@@ -34,9 +34,9 @@ class _Compiler:
     packing: float  # memory of arrays over their bytes, as there are gaps between them
 
 
-# GPUs are planned as TPUs: the same compiler before its last stages.
 _COMPILERS: Mapping[str, _Compiler] = {
     "tpu": _Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 1.0, True, 1.0),
+    "gpu": _Compiler(0.5, 0.0, 1.0, (1.0, 1.0), 1.0, 0.0, 1.0, 0.0, True, 1.0),
     "cpu": _Compiler(1.0, 1.0, 2.75, (3.0, 2.0), 2.0, 1.0, 2.4, 1.0, True, 1.15),
     # One device gathers nothing.
     "one cpu": _Compiler(1.0, 1.0, 2.2, (3.0, 2.0), 1.0, 0.0, 3.0, 0.0, False, 1.2),
@@ -295,7 +295,7 @@ def _decode(setting: Setting) -> Parts:
     vocab = setting.split(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
-    if setting.backend != "cpu":
+    if setting.backend == "tpu":
         temporary += 1.25 * table  # in the order that the head's product wants
         # Values of heads smaller than a register's 128 lanes are kept in another order.
         temporary += 0.5 * cache if shape.head_size % 128 else 0.0
@@ -320,13 +320,17 @@ def _prefill(setting: Setting) -> Parts:
     rows = setting.rows_here(prompts)
     block = attention.QUERY_BLOCK if width <= PIECE_TOKENS else PIECE_TOKENS
     scores = rows * setting.split(shape.num_heads) * width * min(width, block) * 4.0
+    scores *= setting.kernel != "cudnn"  # splash reads no prompts
     tokens = rows * width
     exchanges = prompts % setting.row_shards == 0
     mlps = [_MLP.of(setting, kind, tokens, exchanges) for kind in set(shape.kinds)]
     made = max(3 * mlp.inner + 4 * mlp.rows + 3 * mlp.results for mlp in mlps)
+    # On every device those of all prompts, as any slot may want any; on GPUs also before they are
+    # end to end.
+    cache = setting.cache_bytes(prompts, width) * prompts / rows
     return Parts(
         weights=setting.rollout_weights,
-        cache=setting.cache_bytes(prompts, width),
+        cache=cache * (1 + (setting.backend == "gpu")),
         activations=2 * scores + made,
         logits=rows * setting.split(shape.vocab_size) * 4.0,
     )
@@ -335,10 +339,12 @@ def _prefill(setting: Setting) -> Parts:
 def _reshard(setting: Setting) -> dict[str, Parts]:
     held, wanted, item = setting.held("lm"), setting.rollout_held, setting.param_item
     ends, layer = setting.resharded.values()
-    # Tables that are split as in training are copied one by one.
-    beside_ends = ends if wanted["embed"] > held["embed"] else ends / 2 * _compiler(setting).laid
+    held_ends, gathers = held.total() - in_layers(held), wanted["embed"] > held["embed"]
+    if setting.backend == "gpu":  # the device's share of what is gathered, cast
+        beside_ends = 1.0 * gathers * held_ends * setting.rollout_item
+    else:  # tables that are split as in training are copied one by one
+        beside_ends = ends if gathers else ends / 2 * _compiler(setting).laid
     beside_layer = layer / 2 if in_layers(wanted) > in_layers(held) else 0.0
-    held_ends = held.total() - in_layers(held)
     last = held[f"layers.{list(setting.policy.stacks)[-1]}"]
     return {
         "reshard": Parts(held_ends * item + ends, temporary=beside_ends),

@@ -9,18 +9,20 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.samples import chosen_slots
-from jaxrl_llm.models import attention, flops
+from jaxrl_llm.models import attention, casting, flops
+from jaxrl_llm.models.layers import Products
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "temporary")
 Head = Literal["lm", "scalar"]
 
@@ -37,10 +39,23 @@ def _counted(network: Network, layout: str, mesh: tuple, adapters: bool) -> Coun
     """
     tree = network.abstract_adapters() if adapters else network.abstract()
     names = network.adapter_axes() if adapters else network.logical_axes()
+    return _by_group(tree, names, jax.tree.map(lambda _: 1, tree), network, layout, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_as(network: Network, layout: str, mesh: tuple, dtype: str) -> Counter[str]:
+    """Returns the bytes of a network's parameters, cast to a dtype; as `_counted`."""
+    tree, names = network.abstract(), network.logical_axes()
+    items = jax.tree.map(lambda of: jnp.dtype(of).itemsize, casting.dtypes(tree, dtype))
+    return _by_group(tree, names, items, network, layout, mesh)
+
+
+def _by_group(tree, names, items, network: Network, layout: str, mesh: tuple) -> Counter[str]:
     axes, sizes = zip(*mesh, strict=True)
     rules = mesh_lib.ROLLOUT_WEIGHTS[layout]
     split = mesh_lib.shardings(tree, names, AbstractMesh(sizes, axes), rules, network.units)
-    held = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)), tree, split)
+    size = lambda a, s, item: math.prod(s.shard_shape(a.shape)) * item  # noqa: E731
+    held = jax.tree.map(size, tree, split, items)
     stacks = {f"layers.{name}": stack for name, stack in held.pop("layers").items()}
     return Counter({group: sum(jax.tree.leaves(of)) for group, of in {**held, **stacks}.items()})
 
@@ -157,9 +172,18 @@ class Setting:
         return ITEM_BYTES[self.config.model.compute_dtype]
 
     @property
-    def rollout_item(self) -> int:  # bytes of a number of the rollout copy and the cache
+    def rollout_dtype(self) -> str:  # of what sampling computes
         dtype = self.config.rollout.dtype
-        return self.compute_item if dtype == "compute" else ITEM_BYTES[dtype]
+        return self.config.model.compute_dtype if dtype == "compute" else dtype
+
+    @property
+    def rollout_item(self) -> int:  # bytes of a number that sampling computes
+        return ITEM_BYTES[self.rollout_dtype]
+
+    @property
+    def cache_item(self) -> int:  # bytes of a number of the cache
+        dtype = self.config.rollout.cache_dtype
+        return self.rollout_item if dtype == "rollout" else ITEM_BYTES[dtype]
 
     @property
     def num_slots(self) -> int:  # by the engine's own rule
@@ -184,7 +208,7 @@ class Setting:
         """Returns bytes of keys and values of so many sequences on one device."""
         heads, of_key, of_value = self.policy.cached
         entries = self.rows_here(rows) * self.split(heads) * width * (of_key + of_value)
-        return 1.0 * self.policy.num_layers * entries * self.rollout_item
+        return 1.0 * self.policy.num_layers * entries * self.cache_item
 
     def rows_here(self, rows: int) -> int:
         """Returns the rows on one device: all of them where the row shards do not divide them."""
@@ -270,25 +294,25 @@ class Setting:
         return self.counted(Network(self.policy), self.config.mesh.rollout)
 
     @property
-    def wide_routers(self) -> float:
-        """Bytes that one layer's router needs beyond the rollout's dtype: it keeps its own."""
-        experts = self.policy.experts
-        more = max(0, self.param_item - self.rollout_item)
-        return more * self.policy.hidden_size * experts.num if experts else 0.0
+    def _rollout_bytes(self) -> Counter[str]:
+        """Bytes of the rollout copy by group; routers and rounded weights have their own dtypes."""
+        rollout, param_dtype = self.config.rollout, self.config.model.param_dtype
+        products = Products(quantization=rollout.quantization)
+        network = Network(self.policy, param_dtype=param_dtype, products=products)
+        layout, mesh = self.config.mesh.rollout, tuple(self.mesh.items())
+        return _bytes_as(network, layout, mesh, self.rollout_dtype)
 
     @property
     def rollout_weights(self) -> float:  # bytes of the rollout copy
-        routers = sum(kind.experts for kind in self.policy.kinds)
-        return self.rollout_held.total() * self.rollout_item + routers * self.wide_routers
+        return 1.0 * self._rollout_bytes.total()
 
     @property
     def resharded(self) -> dict[str, float]:
         """Bytes of the rollout copy that a program makes: embedding, head and norm; one layer."""
-        held, item = self.rollout_held, self.rollout_item
+        held = self._rollout_bytes
         name, stack = list(self.policy.stacks.items())[-1]  # of experts, if there are any
-        of_layer = held[f"layers.{name}"] // len(stack.numbers)
-        layer = of_layer * item + stack.layer.experts * self.wide_routers
-        return {"reshard": (held.total() - in_layers(held)) * item, "reshard_layer": layer}
+        layer = held[f"layers.{name}"] / len(stack.numbers)
+        return {"reshard": 1.0 * held.total() - in_layers(held), "reshard_layer": layer}
 
     def given(self, role: str) -> Parts:
         """Returns weights and optimizer of the policy or all critics, as an update takes them."""

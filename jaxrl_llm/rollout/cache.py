@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.config.samples import chosen_slots
+from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.attention import PLAIN, Scoring, capped, softmax_with_sinks
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
@@ -110,7 +111,7 @@ def fill(
         end = min(first + block.shape[axis], rows.shape[axis])
         if first >= end:
             return block
-        part = lax.slice_in_dim(rows, first, end, axis=axis).astype(block.dtype)
+        part = low_precision.narrow(lax.slice_in_dim(rows, first, end, axis=axis), block.dtype)
         index = (slots, *(slice(None),) * (axis - 1), slice(end - first))
         return block.at[index].set(part, mode="drop")
 
@@ -140,7 +141,7 @@ def add(
     kept = recent.keys[layer], *recent.values[layer : layer + 1]
     return tuple(
         lax.dynamic_update_slice_in_dim(
-            into, new.transpose(order).astype(into.dtype), start, axis=order.index(1)
+            into, low_precision.narrow(new.transpose(order), into.dtype), start, axis=order.index(1)
         )
         for into, new, order in zip(kept, cached, orders, strict=False)
     )
@@ -195,6 +196,8 @@ def attention(
     grouped = q.reshape(slots, width, heads, -1, size).swapaxes(1, 2)
     rows = grouped.reshape(slots, heads, -1, size)
     wide = {"preferred_element_type": jnp.float32}
+    as_computed = lambda block: block.astype(q.dtype)  # noqa: E731
+    keys, values = [*map(as_computed, keys)], [*map(as_computed, values)]
     scores = [jnp.einsum("skrh,skhw->skrw", rows, block, **wide) for block in keys]
     may_see = jnp.repeat(seen, num_heads // heads, axis=1)[:, None]
     together = jnp.concatenate(scores, axis=-1)
@@ -246,7 +249,7 @@ def cache_bytes(network: Network, mesh: Mesh, slots: int, max_tokens: int) -> in
     shape = network.shape
     heads, of_key, of_value = shape.cached
     array = (slots, heads, max_tokens, of_key + of_value)
-    return shape.num_layers * _bytes(mesh, array, AXES, network.compute_dtype)
+    return shape.num_layers * _bytes(mesh, array, AXES, network.cached_dtype)
 
 
 def logits_bytes(network: Network, mesh: Mesh, rows: int) -> int:

@@ -62,7 +62,7 @@ class Engine:
     ):
         """
         Args:
-          max_tokens: Longest prompt plus response; the cache's length, in `network.compute_dtype`.
+          max_tokens: Longest prompt plus response; the cache's length, in `network.cached_dtype`.
           chunk_steps: Most decode steps before the host reads their tokens.
           layout: Of the weights, as `config.mesh.rollout`; slots and heads are split by it.
           decode: Tokens to text; without it requests with stop strings are refused.

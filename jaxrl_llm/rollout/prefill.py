@@ -1,7 +1,7 @@
 """Reading prompts: several short ones to a row, long ones in pieces."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +62,14 @@ def prefill(
     rows, width = prompts.tokens.shape
     shared = prompts.starts.shape[0] > rows
     routes = prompts.routes
+    kernel = _kernel(network)
     if width <= piece_tokens:
 
         def attend(a: Attention):
             assert a.v is not None
             ids = by_chunk(a.chunk, prompts.segment_ids, prompts.positions)
             how: Any = {"window": a.window, "scoring": a.scoring}
-            return full_attention(a.q, a.k, a.v, ids, **how), a.cached
+            return full_attention(a.q, a.k, a.v, ids, kernel, **how), a.cached
 
         sights = prompts.sights
         x = network.embed(params, prompts.tokens, sights)
@@ -110,6 +111,11 @@ def prefill(
     )
 
 
+def _kernel(network: Network) -> Literal["xla", "cudnn"]:
+    """Returns the kernel of attention; splash wants rows that are split as training's are."""
+    return "cudnn" if network.kernel == "cudnn" else "xla"
+
+
 def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, Routing]:
     """Returns what routers are told, by number of the layer; nothing if routes are not kept."""
     if not routes.shape[-1]:
@@ -134,6 +140,7 @@ def _read_in_pieces(network, params, prompts, size):
     given = jnp.pad(prompts.routes, ((0, 0), (0, more), (0, 0)), constant_values=-1)
     shape, dtype = network.shape, network.compute_dtype
     heads, *dims = shape.cached
+    kernel = _kernel(network)
     blank = tuple(jnp.zeros((rows, count * size, heads, n), dtype) for n in dims if n)
     last = jnp.zeros((rows, 1, shape.hidden_size), dtype)
 
@@ -164,7 +171,7 @@ def _read_in_pieces(network, params, prompts, size):
                     seen &= before < a.window
                 if a.chunk:
                     seen &= before <= (positions % a.chunk)[:, None, :, None]
-                return masked_attention(a.q, keys, values, seen, a.scoring), held
+                return masked_attention(a.q, keys, values, seen, a.scoring, kernel), held
 
             x, cache, routed = network.block(
                 layer, x, rotary, attend, kind, compressed=True, routing=routing.get(number)

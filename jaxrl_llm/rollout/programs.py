@@ -90,7 +90,7 @@ def empty_state(
     ones = jnp.ones(num_slots, jnp.float32)
     keys = jnp.zeros((num_slots, 2), jnp.uint32)
     return DecodeState(
-        cache=cache_lib.empty(network.shape, num_slots, blocks, network.compute_dtype),
+        cache=cache_lib.empty(network.shape, num_slots, blocks, network.cached_dtype),
         tokens=zeros,
         positions=zeros,
         offsets=zeros,

@@ -178,6 +178,22 @@ def test_a_missing_algorithm_group_is_the_default_recipe():
     assert from_config_dict(minimal()).algorithm.kl_in == RECIPES["grpo"]["kl_in"] == "loss"
 
 
+@pytest.mark.parametrize("low", [{"quantization": "int8"}, {"cache_dtype": "fp8"}], ids=str)
+def test_samples_of_rounded_weights_are_corrected_for_unless_the_config_says_how(low):
+    by_default = from_config_dict(minimal(rollout=low))
+    assert by_default.algorithm.correction == "token" and not list(by_default.warnings())
+    chosen = from_config_dict(minimal(rollout=low, algorithm={"correction": "sequence"}))
+    assert chosen.algorithm.correction == "sequence"
+    without = from_config_dict(minimal(rollout=low, algorithm={"correction": "none"}))
+    assert without.algorithm.correction == "none"
+    (warning,) = without.warnings()
+    assert warning.startswith("config.algorithm.correction: nothing corrects for samples of")
+    # It is what the run writes, so that a resumed one repeats it.
+    assert from_config_dict(bridge.to_dict(by_default)) == by_default
+    wide = from_config_dict(minimal(rollout={"cache_dtype": "bfloat16"}))
+    assert wide.algorithm.correction == "none" and not list(wide.warnings())
+
+
 def test_a_partly_given_group_keeps_the_defaults_of_its_place():
     """The critic's learning rate differs from the default of the optimizer's class."""
     config = from_config_dict(minimal(critic={"optimizer": {"beta1": 0.5}}))

@@ -340,6 +340,8 @@ RL = {
     "config.rollout.num_slots": (probe.engine, 4),
     "config.rollout.chunk_steps": (probe.engine, 4),
     "config.rollout.dtype": (probe.engine, "bfloat16"),
+    "config.rollout.quantization": (probe.engine, "int8"),
+    "config.rollout.cache_dtype": (probe.engine, "fp8"),
     "config.rollout.speculation.draft_tokens": (probe.engine, 2),
     "config.rollout.speculation.ngram_tokens": (probe.engine, 2),
     "config.rewards.functions.NAME.function": (probe.scores, "gsm8k"),

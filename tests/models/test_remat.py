@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxrl_llm.models.transformer import REMAT_POLICIES
+from jaxrl_llm.models.remat import REMAT_POLICIES
 
 B, T = 2, 24
 TOKENS = np.random.default_rng(0).integers(0, 96, (B, T)).astype(np.int32)

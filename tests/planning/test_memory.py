@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import pathlib
+import re
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES
-from jaxrl_llm.planning.setting import Setting, num_params
+from jaxrl_llm.planning.setting import Setting, in_layers, num_params
 from jaxrl_llm.planning.shapes import SHAPES
 
 VALUES = {
@@ -95,10 +96,14 @@ def test_rows_of_shared_prompts_and_adapters(tokens, remat, rank, shared):
 
 
 def test_within_a_tenth_of_every_kept_report():
-    """Reports of TPU topologies and larger models, kept because they take minutes each."""
+    """Reports of TPU topologies, GPUs and larger models, kept because they take minutes each."""
     benchmark = combinations()
     rows = list(benchmark.compared(benchmark.kept()))
     assert len({row.combination for row in rows}) >= 24
+    gpus = [row for row in rows if re.match(r"[abh]\d00 x", row.combination)]
+    assert len(gpus) >= 30
+    kinds = {row.combination.split()[0] for row in gpus}
+    assert kinds == {"a100", "h100", "h200", "b200"}
     wrong = [row for row in rows if abs(row.error) > 0.1]
     # What is not understood yet: scoring by 70B on v5p, where 0.9 GiB are missing.
     beyond = [row for row in wrong if "70B" in row.combination and row.program == "score"]
@@ -125,6 +130,27 @@ def test_published_sizes():
     billions |= {"Qwen3-8B": 8.191, "Qwen2.5-32B": 32.764, "Llama-3.1-70B": 70.554}
     for name, size in billions.items():
         assert num_params(SHAPES[name]) / 1e9 == pytest.approx(size, abs=1e-3)
+
+
+def test_low_precision_leaves_room_for_more_slots():
+    def of(memory_bytes, **low):
+        ours = setting(backend="tpu", rollout={"num_slots": 0, **low})
+        return dataclasses.replace(ours, memory_bytes=memory_bytes)
+
+    # A quarter of the memory is a byte too small for all 64 sequences of a step.
+    plain = of(0.0)
+    logits = 3 * 4 * (64 / plain.row_shards) * plain.split(SHAPE.vocab_size)
+    needed = plain.cache_bytes(64, plain.config.max_sequence_tokens) + logits
+    plain, int8, fp8 = (
+        of(4 * (needed - 1), **low)
+        for low in ({}, {"quantization": "int8"}, {"cache_dtype": "fp8"})
+    )
+    assert (plain.num_slots, int8.num_slots, fp8.num_slots) == (32, 32, 64)
+    assert fp8.cache_bytes(64, 256) == plain.cache_bytes(64, 256) / 4
+    # Embedding and norms stay; of 24 layers these are the first four.
+    saved = plain.rollout_weights - int8.rollout_weights
+    assert saved == pytest.approx(0.75 * 4 * in_layers(plain.rollout_held), rel=0.01)
+    assert fp8.rollout_weights == plain.rollout_weights
 
 
 def test_less_is_less():

@@ -1,6 +1,5 @@
 """Layers of other kinds in decoding: windows, chunks, latents, sinks, experts."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,37 +8,11 @@ import numpy as np
 import pytest
 import tiny
 from engine_work import LIMIT, ONE, engine_of, request
+from kinds_of_layers import NETWORKS
 
-from jaxrl_llm.models.shape import Experts, Latent, Layer
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout import cache, prefill
 from jaxrl_llm.rollout.requests import SamplingParams
-
-of = functools.partial(dataclasses.replace, tiny.SHAPE)
-NETWORKS = {
-    "windows and experts": of(
-        num_layers=3,
-        layers=(Layer(window=9, rope="local"), Layer(experts=True), Layer(window=9, experts=True)),
-        experts=Experts(num=4, per_token=2, size=12),
-        post_norms=True,
-        logit_cap=20.0,
-    ),
-    "chunks": of(
-        num_layers=2,
-        layers=(Layer(chunk=11), Layer(rope="none")),
-        long_query_scale=0.2,
-        long_query_from=16,
-        unit_qk=True,
-    ),
-    "sinks": of(sinks=True, score_cap=5.0, query_scale=0.3, rope_size=4, rope_interleaved=True),
-    "latents": of(
-        qkv_bias=False,
-        num_kv_heads=4,
-        head_size=12,
-        latent=Latent(kv_rank=16, plain_size=8, value_size=6, q_rank=20),
-        rope_interleaved=True,
-    ),
-}
 
 
 @functools.cache

@@ -1,12 +1,15 @@
 """Handing weights over: the right numbers, in place, over the right collectives only."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.config import MeshConfig, RolloutConfig
+from jaxrl_llm.learner import sampler
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import reshard
 
@@ -235,3 +238,28 @@ def test_the_wire_of_a_tpu(topology, sizes, layout, tpu_devices):
         for a in jax.tree.leaves(mover.abstract()["layers"][0])
     )
     assert report.extra_bytes <= layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4"])
+def test_rounded_weights_need_half_the_memory(topology, tpu_devices):
+    """Of a layer that a TPU makes: on the wire, and at the peak beside what training holds."""
+    mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2), tpu_devices(topology))
+    network = tiny.with_sizes(
+        hidden_size=512, num_kv_heads=4, head_size=128, mlp_size=1024, vocab_size=2048
+    )
+    network = dataclasses.replace(network, compute_dtype="bfloat16")
+    found = {}
+    for quantization in ("none", "int8", "fp8"):
+        settings = RolloutConfig(quantization=quantization)
+        rollout = sampler.rollout_network(settings, network, mesh)
+        mover = sampler.resharder(network, rollout, mesh, "tensor")
+        layer = sum(
+            np.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+            for a in jax.tree.leaves(mover.abstract()["layers"][0])
+        )
+        report = mover.report()
+        found[quantization] = report.bytes_moved, layer + report.extra_bytes
+    for quantization in ("int8", "fp8"):
+        sent, peak = (a / b for a, b in zip(found[quantization], found["none"], strict=True))
+        assert sent <= 0.6 and peak <= 0.6, (quantization, sent, peak)
