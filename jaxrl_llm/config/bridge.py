@@ -55,7 +55,8 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     A field that is missing or None takes the value of the recipe `algorithm.recipe`, then the
     default of its dataclass. ConfigError lists every problem: unknown fields, wrong types, values
     outside their range, and fields that contradict each other (checked once all groups are built).
-    The default of `algorithm.correction` is "token" where sampling rounds.
+    The default of `algorithm.correction` is "token" where samples may be stale, or are of rounded
+    weights.
     """
     errors: list[str] = []
     job = values.get("job") or "rl"

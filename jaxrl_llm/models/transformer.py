@@ -21,18 +21,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import (
-    attention,
-    casting,
-    lora,
-    low_precision,
-    modules,
-    sequence_attention,
-    tower,
-)
+from jaxrl_llm.models import attention, casting, lora, modules, sequence_attention, tower
 from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
+from jaxrl_llm.models.low_precision import quantized
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
 from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.router import Routed, Routing
@@ -105,7 +98,7 @@ class Network:
             )
             for products in (as_given, self.products)
         )
-        layer = low_precision.quantized(layer, quantization, self.compute_dtype)
+        layer = quantized(layer, quantization, self.compute_dtype)
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
         return jax.tree.map(turn, layer, plain, ours)
 

@@ -187,7 +187,7 @@ def test_samples_of_rounded_weights_are_corrected_for_unless_the_config_says_how
     without = from_config_dict(minimal(rollout=low, algorithm={"correction": "none"}))
     assert without.algorithm.correction == "none"
     (warning,) = without.warnings()
-    assert warning.startswith("config.algorithm.correction: nothing corrects for samples of")
+    assert warning.startswith("config.algorithm.correction: 'none', nothing corrects for samples")
     # It is what the run writes, so that a resumed one repeats it.
     assert from_config_dict(bridge.to_dict(by_default)) == by_default
     wide = from_config_dict(minimal(rollout={"cache_dtype": "bfloat16"}))
