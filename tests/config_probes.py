@@ -448,7 +448,7 @@ def step(config: RLConfig):
     """Samples of a step, and how many waves they took; groups of equal scores come first."""
     waves = []
 
-    def rollout(weights, batch, samples, key):
+    def rollout(weights, batch, samples, key, ended=None):
         waves.append(len(batch.prompts))
         return rollouts(batch.prompts, len(samples)), Statistics()
 
@@ -592,7 +592,7 @@ def _models(wanted):
 def evaluation(config: RLConfig):
     """Held-out prompts of an evaluation and how they are answered."""
 
-    def rollout(weights, batch, samples, key):
+    def rollout(weights, batch, samples, key, ended=None):
         raise _SeenError(len(batch.prompts), samples)
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)

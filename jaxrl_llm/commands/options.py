@@ -191,6 +191,21 @@ class Import(OfDevices):
     tokenizer: Folder = option("Folder with the tokenizer; empty: that of the file.", "")
 
 
+class Control(Options):
+    """Changes the layout of a running job of RL, between two steps.
+
+    jaxrl_llm control --workdir DIR mesh.fsdp=1 mesh.tensor=4: sizes of mesh axes, mesh.rollout,
+    placement.choice. What is not named is as in the run's config; the word config goes back to it.
+    """
+
+    module = "control"
+    positional = "layout"
+
+    workdir: Folder = option("Folder of the run.")
+    layout: tuple[str, ...] = option("KEY=VALUE; may be repeated.")
+    wait_s: Annotated[float, Range("[0, inf]")] = option("Longest wait for the answer.", 600.0)
+
+
 class View(Options):
     """Shows runs: curves, samples, alerts, memory; live, in a browser.
 
@@ -223,6 +238,7 @@ COMMANDS: Mapping[str, type[Options]] = {
     "export": Export,
     "import": Import,
     "view": View,
+    "control": Control,
 }
 # Started by files of `launch/` alone.
 OTHERS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstream}

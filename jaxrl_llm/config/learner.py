@@ -167,12 +167,21 @@ class RLTrainerConfig(TrainerConfig):
     # WORKDIR/schedule.jsonl, "replay" repeats that of the file `schedule_file`.
     schedule: Literal["free", "record", "replay"] = "free"
     schedule_file: File = ""
+    # Layouts that the run changes to, without a restart: "STEP KEY=VALUE ...", for example
+    # "20 mesh.fsdp=1 mesh.tensor=4": from step 20 on. Keys are those of mesh sizes, mesh.rollout
+    # and placement.choice; what one does not name is as in the config.
+    layouts: tuple[str, ...] = ()
 
     def rules(self) -> Problems:
         if self.schedule == "replay" and not self.schedule_file:
             yield "schedule_file", "required to replay: the schedule.jsonl of a recorded run"
         if self.schedule_file and self.schedule != "replay":
             yield "schedule_file", f"schedule={self.schedule!r} reads none; set it to 'replay'"
+        for i, text in enumerate(self.layouts):
+            step, *parts = text.split() or [""]
+            if not step.isdecimal() or int(step) < 2 or not parts:
+                message = f"{text!r} is not 'STEP KEY=VALUE ...' with a step from 2 on"
+                yield f"layouts[{i}]", message
         if self.schedule != "free" and self.sampling == "now":
             yield "schedule", "sampling='now' has nothing to record; set sampling='ahead'"
 

@@ -25,6 +25,14 @@ CHOICES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+# Keys that a run may change between two steps (`trainer.layouts`, `jaxrl_llm control`).
+CHANGEABLE = (
+    *(f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "sequence", "tensor")),
+    "mesh.rollout",
+    "placement.choice",
+)
+
+
 class ProcessesConfig(Group):
     """How the processes of a run find each other; flags of a command, not settings of a job."""
 

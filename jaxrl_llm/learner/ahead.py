@@ -23,7 +23,7 @@ from jaxrl_llm.learner import in_flight, source
 from jaxrl_llm.learner.in_flight import Group
 from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.learner.schedule import Schedule
-from jaxrl_llm.learner.source import SampledNow, Samples, Score
+from jaxrl_llm.learner.source import Begin, SampledNow, Samples, Score
 from jaxrl_llm.metrics import off_policy
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.rollout import episodes
@@ -43,8 +43,9 @@ class SampledAhead(SampledNow):
         prompts: PromptIterator,
         score: Score,
         schedule: Schedule,
+        begin: Begin | None = None,
     ):
-        super().__init__(config, sampler, prompts, score)
+        super().__init__(config, sampler, prompts, score, begin)
         self._schedule = schedule
         # The evaluation has the other one: what is in flight stays there.
         self._engine = sampler.engine.another()
@@ -198,6 +199,8 @@ class SampledAhead(SampledNow):
                 self._groups[number].left -= 1
                 if not self._groups[number].left:
                     self._ended.append(number)
+                    if self._begin_score is not None:
+                        self._begin_score(self._of_prompt(number), 0)
 
     def _drawn(
         self, weights: Weights, num_prompts: int, wave: int, key: jax.Array, clock: Clock
@@ -224,6 +227,11 @@ class SampledAhead(SampledNow):
             rollouts = self._taken(chosen)
             before, self._counted = self._counted, copy.copy(self._engine.statistics)
         return rollouts, self._counted - before
+
+    def _of_prompt(self, number: int) -> Rollouts:
+        n, tokenizer = len(self._samples), self._sampler.models.tokenizer
+        own = [self._play.sequences[number * n + i][0] for i in range(n)]
+        return episodes.of_prompt(self._engine, tokenizer, self._groups[number].prompt, own)
 
     def _taken(self, numbers: Sequence[int]) -> Rollouts:
         """Returns the samples of groups, which it forgets."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import logging
@@ -48,11 +48,12 @@ class Sampler:
         prompts: PromptBatch,
         samples: Sequence[SamplingParams],
         key: jax.Array,
+        ended: Callable[[Rollouts, int], None] | None = None,
     ) -> tuple[Rollouts, Statistics]:
         """Returns episodes of every prompt, as `episodes.rollout`."""
         tokenizer, turn = self.models.tokenizer, self.max_turn_tokens
         return episodes.rollout(
-            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn
+            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended
         )
 
     def weights(self, params: Params, old: Params | None = None) -> Params:

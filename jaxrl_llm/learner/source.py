@@ -22,6 +22,7 @@ from jaxrl_llm.types import Rewards, Rollouts, Weights
 # Of a step: the one of its samples, and the one of its updates.
 StepKeys = tuple[jax.Array, jax.Array]
 Score = Callable[[Rollouts], Rewards]
+Begin = Callable[[Rollouts, int], None]  # rows, and the number of the first one when scored
 Batch = TypeVar("Batch", Rollouts, Rewards)
 
 
@@ -74,7 +75,16 @@ class SampledNow:
     (DAPO, arXiv:2503.14476, Sec. 3.2); a soft penalty on length (same, Eq. 13).
     """
 
-    def __init__(self, config: RLConfig, sampler: Sampler, prompts: PromptIterator, score: Score):
+    def __init__(
+        self,
+        config: RLConfig,
+        sampler: Sampler,
+        prompts: PromptIterator,
+        score: Score,
+        begin: Begin | None = None,
+    ):
+        """`begin` is told of the samples of a prompt before `score` is asked about them."""
+        self._begin_score = begin
         self._config = config
         self._sampler = sampler
         self._prompts = prompts
@@ -142,7 +152,8 @@ class SampledNow:
             if not self._has_compiled:
                 sampler.engine.compile_ahead(weights.params, self._samples[0].is_filtered)
                 self._has_compiled = True
-            return sampler.rollout(weights, prompts, self._samples, key)
+            of = weights, prompts, self._samples, key
+            return sampler.rollout(*of, self._begin_score)
 
     def _judged(self, rollouts: Rollouts, done: Statistics, clock: Clock) -> Samples:
         """Returns the samples of a wave with their rewards, without groups that are dropped."""

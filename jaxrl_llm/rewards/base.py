@@ -10,12 +10,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.early import EarlyCalls
 from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
 from jaxrl_llm.rewards.worker import LARGEST_SCORE
 from jaxrl_llm.sharding import hosts
@@ -117,9 +119,24 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._model_scorers = dict(model_scorers)
         terms = [*config.functions.values(), *config.cost_functions.values()]
         self._pool = RewardPool([term.function for term in terms], config)
+        self._early = EarlyCalls(self._pool)
 
     def __exit__(self, *exception) -> None:
         self._pool.close()
+        self._early.close()
+
+    def use(self, model_scorers: Mapping[str, ModelScorer]) -> None:
+        """Scores with these models from now on: the same ones, on other devices."""
+        self._model_scorers = dict(model_scorers)
+
+    def begin(self, rollouts: Rollouts, first_row: int = 0) -> None:
+        """Begins the calls for responses that `score` will be asked about, beside other work.
+
+        `first_row` is the row of the first of them then. Of one process: on several, each would
+        have to begin the same ones.
+        """
+        if jax.process_count() == 1:
+            self._early.begin([call for _, call in self._calls(rollouts, first_row)])
 
     def score(self, rollouts: Rollouts) -> Rewards:
         """Returns the score of each response; all functions share one pass over the workers.
@@ -140,7 +157,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         }
         details: list[dict[str, Any]] = [{} for _ in sources]
         values = {name: np.zeros(len(sources)) for name in terms}
-        num_calls, num_failures = self._call_functions(rollouts, applies, values, details)
+        num_calls, num_failures = self._call_functions(rollouts, values, details)
         for name, scorer in self._model_scorers.items():
             if applies[name].any():
                 scores = _checked_scores(name, scorer(rollouts), len(sources))
@@ -176,26 +193,33 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             turn_rewards=by_turn,
         )
 
-    def _call_functions(self, rollouts, applies, values, details) -> tuple[int, int]:
-        """Fills the functions' part of `values` and `details`; returns calls and failures.
-
-        Each host makes the calls of its own rows, and gets the outcomes of all.
-        """
+    def _calls(self, rollouts: Rollouts, first_row: int = 0) -> list[tuple[str, Call]]:
+        """Returns the calls of functions, each with the name of its term."""
         calls = []
         for name, term in {**self._config.functions, **self._config.cost_functions}.items():
-            for row in np.flatnonzero(applies[name]).tolist():
-                prompt = rollouts.prompts[rollouts.group_ids[row]]
+            for row, group in enumerate(rollouts.group_ids.tolist()):
+                prompt = rollouts.prompts[group]
+                if term.data_source not in ("*", prompt.data_source):
+                    continue
                 info = dict(prompt.extra_info)
                 if rollouts.logs:
                     log = rollouts.logs[row]
                     info |= {"messages": log.messages, "num_turns": log.num_turns}
                 given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
-                calls.append((name, Call(term.function, row, *given, info)))
+                calls.append((name, Call(term.function, first_row + row, *given, info)))
+        return calls
+
+    def _call_functions(self, rollouts, values, details) -> tuple[int, int]:
+        """Fills the functions' part of `values` and `details`; returns calls and failures.
+
+        Each host makes the calls of its own rows, and gets the outcomes of all.
+        """
+        calls = self._calls(rollouts)
         own_rows = hosts.own_part(len(rollouts.responses))
         own = {i: call for i, (_, call) in enumerate(calls) if call.row in own_rows}
 
         def run() -> list[tuple[int, float, Mapping[str, Any], str]]:
-            outcomes = self._pool.run(list(own.values())) if own else []
+            outcomes = self._early.finish(list(own.values())) if own else []
             return [(i, o.score, o.details, o.failure) for i, o in zip(own, outcomes, strict=True)]
 
         num_failures = 0

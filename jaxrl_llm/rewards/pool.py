@@ -25,6 +25,10 @@ from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
 logger = logging.getLogger(__name__)
 
 
+_PATIENCE_S = 0.5
+_CLOSED = "the reward pool is closed"
+
+
 class RewardError(UserError, RuntimeError):
     """A response could not be scored; the text says which, by what, and why."""
 
@@ -60,6 +64,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """
         self._functions, self._config = tuple(dict.fromkeys(functions)), config
         self._workers: list[_Worker] = []
+        self._is_closed = False
         try:
             for _ in range(config.num_workers if functions else 0):
                 self._workers.append(_Worker(self._functions, config))
@@ -73,7 +78,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the workers; the pool cannot be used afterwards."""
+        """Ends the workers; the pool cannot be used afterwards, and calls of other threads end."""
+        self._is_closed = True
         for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
@@ -83,22 +89,33 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Returns the outcome of each call; raises RewardError if one fails and that stops runs."""
-        outcomes = self.attempt(calls, stop=self._config.on_failure == "stop")
+        outcomes = self.attempt(calls, stop=self.stops)
+        self.report(calls, outcomes)
+        return outcomes
+
+    def report(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> None:
+        """Warns of calls that failed."""
         if failed := [index for index, outcome in enumerate(outcomes) if outcome.failure]:
             first = f"{_where(calls[failed[0]])}: {outcomes[failed[0]].failure}"
             said = "%d of %d reward calls failed and score %g; the first: %s"
             logger.warning(said, len(failed), len(calls), self._config.failure_score, first)
-        return outcomes
+
+    @property
+    def stops(self) -> bool:
+        """Whether a call that fails ends the run."""
+        return self._config.on_failure == "stop"
 
     def attempt(self, calls: Sequence[Call], stop: bool = False) -> list[Outcome]:
         """Returns the outcome of each call; logs no failures, raises at the first if `stop`."""
         if not self._workers:
-            raise RewardError("the reward pool is closed")
+            raise RewardError(_CLOSED)
         outcomes: dict[int, Outcome] = {}
         waiting = deque(range(len(calls)))
         repeated = set[int]()  # calls whose first process died before it read them
         try:
             while len(outcomes) < len(calls):
+                if self._is_closed:
+                    raise RewardError(_CLOSED)
                 for worker in [worker for worker in self._workers if worker.idle]:
                     try:
                         if waiting:
@@ -136,7 +153,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Waits; returns workers that answered, died, or are over their time."""
         active = [worker for worker in self._workers if not worker.idle]
         patience = max(0.0, min((w.deadline for w in active), default=0.0) - time.monotonic())
-        readable = wait([worker.connection for worker in active], patience)
+        # Not for long: another thread may close the pool.
+        readable = wait([worker.connection for worker in active], min(patience, _PATIENCE_S))
         now = time.monotonic()
         return [w for w in active if w.connection in readable or now >= w.deadline]
 
@@ -164,7 +182,11 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def _replace(self, worker: "_Worker") -> None:
         worker.end(0.0)
-        self._workers[self._workers.index(worker)] = _Worker(self._functions, self._config)
+        if self._is_closed:
+            return
+        other = self._workers[self._workers.index(worker)] = _Worker(self._functions, self._config)
+        if self._is_closed:  # meanwhile, by another thread
+            other.end(0.0)
 
 
 def _where(call: Call) -> str:

@@ -3,7 +3,8 @@
 A sequence holds the prompt, sampled tokens, and appended ones; nothing is tokenized again.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxrl_llm.rollout import play as play_lib
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.play import Play, World
 from jaxrl_llm.rollout.requests import SamplingParams, Statistics
-from jaxrl_llm.types import EpisodeLog, PromptBatch, Rollouts, Weights
+from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Rollouts, Weights
 
 
 def sampling_params(config: RolloutConfig, eos_tokens: Sequence[int]) -> SamplingParams:
@@ -41,6 +42,7 @@ def rollout(
     key: jax.Array,
     world: World | None = None,
     max_turn_tokens: int = 0,
+    ended: Callable[[Rollouts, int], None] | None = None,
 ) -> tuple[Rollouts, Statistics]:
     """Returns `len(samples)` episodes of every prompt, prompt-major, and the work for all turns.
 
@@ -51,6 +53,8 @@ def rollout(
       key: Sample i of prompt p uses `fold_in(key, p * len(samples) + i)`.
       world: What answers the policy; without it every episode has one turn.
       max_turn_tokens: Most tokens of one turn; 0: those of the whole response.
+      ended: Without a world, is called with the rows of a prompt whose samples have all ended, and
+        the number of the first, while other samples go on.
     """
     n = len(samples)
     keys = sample_keys(key, len(prompts.prompts) * n)
@@ -60,7 +64,13 @@ def rollout(
     with engine.session(prompts.longest):
         for p, prompt in enumerate(prompts.prompts):
             play.begin(prompt, p * n, keys[p * n : (p + 1) * n])
-        play.to_the_end(weights)
+        left = [n] * len(prompts.prompts)  # samples of each prompt that go on
+        for episode in play.to_the_end(weights):
+            p = episode // n
+            left[p] -= 1
+            if ended is not None and world is None and not left[p]:
+                own = [play.sequences[p * n + i][0] for i in range(n)]
+                ended(of_prompt(engine, tokenizer, prompts.prompts[p], own), p * n)
         done = engine.statistics
     logs = world.finish() if world is not None else []
     sequences = [sequence for episode in play.sequences.values() for sequence in episode]
@@ -70,6 +80,17 @@ def rollout(
 def sample_keys(key: jax.Array, count: int) -> np.ndarray:
     """Returns the raw random keys of the samples of a wave, prompt-major: `fold_in(key, i)`."""
     return np.asarray(_fold_in_each(key, np.arange(count, dtype=np.uint32)))
+
+
+def of_prompt(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    sequences: Sequence[play_lib.Sequence],
+) -> Rollouts:
+    """Returns the samples of one prompt alone."""
+    alone = [dataclasses.replace(s, episode=i) for i, s in enumerate(sequences)]
+    return as_rollouts(engine, tokenizer, PromptBatch((prompt,)), len(alone), alone)
 
 
 def as_rollouts(

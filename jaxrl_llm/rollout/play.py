@@ -7,6 +7,7 @@ read them again.
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from typing import Protocol
 
@@ -163,10 +164,10 @@ class Play:
         ended, self._ended = self._ended, []
         return ended
 
-    def to_the_end(self, weights: Weights) -> None:
-        """Plays all episodes by the same weights."""
+    def to_the_end(self, weights: Weights) -> Iterator[int]:
+        """Plays all episodes by the same weights; yields their numbers when they have ended."""
         while self.is_running:
-            self.step(weights, ahead=self._world is None)
+            yield from self.step(weights, ahead=self._world is None)
 
     def pause(self) -> None:
         """Stops what is sampled, without losing a token, until `go_on`."""

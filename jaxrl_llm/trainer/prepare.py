@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets, prompt_stream
-from jaxrl_llm.learner import distillation, planned, predict, sampler, schedule
+from jaxrl_llm.learner import distillation, layout, planned, predict, sampler, schedule
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -23,8 +24,10 @@ from jaxrl_llm.learner.sampler import Sampler
 from jaxrl_llm.learner.schedule import Schedule
 from jaxrl_llm.learner.source import SampledNow, Source
 from jaxrl_llm.learner.weights import Frozen, LearnerState
+from jaxrl_llm.metrics import statistics
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.trainer import supervised
+from jaxrl_llm.sharding import pools
+from jaxrl_llm.trainer import layouts, supervised
 from jaxrl_llm.trainer.evaluate import Evaluator
 from jaxrl_llm.trainer.run import Run
 
@@ -39,14 +42,28 @@ class Checked(NamedTuple):
     world: World | None  # what answers the policy; None: nothing does
 
 
-class Prepared(NamedTuple):
-    """The fixed side of a run."""
+class Parts(NamedTuple):
+    """What a run has whatever its layout is."""
 
+    run: Run
+    replay: Sequence[pathlib.Path]  # dumps that are learned from
+    training_set: datasets.Dataset
+    held_out: datasets.Dataset
+    world: World | None
+    scorer: rewards_lib.Scorer
+    judge: rewards_lib.Scorer  # of held-out answers
+
+
+class Prepared(NamedTuple):
+    """The fixed side of a run, while its layout lasts."""
+
+    config: RLConfig
     models: Models
     frozen: Frozen
     sampler: Sampler
     source: Source
     evaluate: Evaluator
+    parts: Parts
 
 
 def checked(
@@ -85,6 +102,8 @@ def checked(
     rewards_lib.check_sources(config.evaluation_rewards, sources, config.judged_sources)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
+    for text in layouts.scheduled(config).values():
+        layouts.checked(config, text)
     if config.trainer.schedule == "replay":
         schedule.read(pathlib.Path(config.trainer.schedule_file))
     replay_lib.check(replay, config, models.policy.shape.vocab_size)
@@ -118,17 +137,50 @@ def rl(
         judge = run.enter_context(
             rewards_lib.Scorer(config.evaluation_rewards, {}, config.judged_sources, environments)
         )
-    samples = sampler.build(config, models, frozen.base, world)
-    prompts = prompt_stream.PromptIterator(
-        training_set, config.data, config.seed, config.curriculum
+    parts = Parts(run, replay, training_set, held_out, world, scorer, judge)
+    return _on(config, models, frozen, parts), state
+
+
+def changed(
+    config: RLConfig, prepared: Prepared, state: LearnerState
+) -> tuple[Prepared, LearnerState]:
+    """Returns the run in the layout of `config`, as a restart from a checkpoint would have it.
+
+    To be called between two steps. Consumes the old weights; logs its time and memory.
+    """
+    parts, began = prepared.parts, time.perf_counter()
+    parts.run.wait_for_save()
+    models = models_lib.of_job(config, planned.meshes(config))
+    state = layout.moved_state(config, models, state)
+    frozen = layout.moved_frozen(config, models, prepared.frozen)
+    parts.scorer.use(predict.model_scorers(models, frozen))
+    found = _on(config, models, frozen, parts)
+    parts.run.replace(found.source, models.packer)
+    jax.block_until_ready(state)
+    memory = statistics.of_memory(pools.devices(models.meshes.values()))
+    peaks = {name: value for name, value in memory.items() if "max_" in name}
+    logging.info(
+        "layout %s: in %.1f s; memory in GiB: %s",
+        {role: dict(mesh.shape) for role, mesh in models.meshes.items()},
+        time.perf_counter() - began,
+        ", ".join(f"{name} {value:.2f}" for name, value in peaks.items()),
     )
-    source: Source = SampledNow(config, samples, prompts, scorer.score)
-    if config.trainer.sampling == "ahead" and not replay:
-        source = SampledAhead(
-            config, samples, prompts, scorer.score, Schedule.of(config, run.workdir)
-        )
-    if replay:
-        source = replay_lib.Replayed(replay, config, models.policy.shape.vocab_size)
+    return found, state
+
+
+def _on(config: RLConfig, models: Models, frozen: Frozen, parts: Parts) -> Prepared:
+    """Returns what a layout has."""
+    run, score, begin = parts.run, parts.scorer.score, parts.scorer.begin
+    samples = sampler.build(config, models, frozen.base, parts.world)
+    prompts = prompt_stream.PromptIterator(
+        parts.training_set, config.data, config.seed, config.curriculum
+    )
+    source: Source = SampledNow(config, samples, prompts, score, begin)
+    if parts.replay:
+        source = replay_lib.Replayed(parts.replay, config, models.policy.shape.vocab_size)
+    elif config.trainer.sampling == "ahead":
+        schedule_of_run = Schedule.of(config, run.workdir)
+        source = SampledAhead(config, samples, prompts, score, schedule_of_run, begin)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
-    evaluate = Evaluator(config, samples, held_out, judge.score, key)
-    return Prepared(models, frozen, samples, source, evaluate), state
+    evaluate = Evaluator(config, samples, parts.held_out, parts.judge.score, key)
+    return Prepared(config, models, frozen, samples, source, evaluate, parts)

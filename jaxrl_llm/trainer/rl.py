@@ -19,14 +19,13 @@ import os
 from collections.abc import Sequence
 
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.learner import batches, distillation, estimate, planned, predict, update
+from jaxrl_llm.learner import batches, planned
 from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner import source as source_lib
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics import dumps, statistics
-from jaxrl_llm.planning import devices as hardware
-from jaxrl_llm.sharding import pools
-from jaxrl_llm.trainer import prepare
+from jaxrl_llm.trainer import phases, prepare
+from jaxrl_llm.trainer.layouts import Layouts
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Weights
 
@@ -56,20 +55,22 @@ def train(
         if dumps_to_replay:
             run.total = min(run.total, len(dumps_to_replay))
         prepared, state = prepare.rl(config, run, dumps_to_replay)
-        models, frozen, sampler, source, evaluate = prepared
-        state = run.resume(state, source, models.packer)
-        lessons_of = distillation.teaching(config, models, frozen)
-        predictions_of = predict.predictor(config, models, frozen)
-        estimates_of = estimate.estimator(config, models.mesh)
-        learn = update.updater(config, models, frozen.base, state, source.meanwhile)
-        has_signal = estimate.signal_check(config)
-        devices, critic = pools.devices(models.meshes.values()), bool(state.critic.params)
-        peak_flops = hardware.peak_flops(devices)
+        state = run.resume(state, prepared.source, prepared.models.packer)
+        layouts, critic = Layouts(config, workdir), bool(state.critic.params)
+        tokenizer = prepared.models.tokenizer
+        sampler, source, evaluate = prepared.sampler, prepared.source, prepared.evaluate
+        phase = phases.of(prepared, state)
         weights = Weights(sampler.weights(state.policy.params), run.first)
         if run.evaluates(0):
             run.writer.write(0, evaluate(weights))
 
         for step in run.steps():
+            # Another mesh or placement from this step on, if one is due.
+            if layout := layouts.change(step):
+                prepared, state = prepare.changed(layout, prepared, state)
+                sampler, source, evaluate = prepared.sampler, prepared.source, prepared.evaluate
+                phase = phases.of(prepared, state)
+                weights = Weights(sampler.weights(state.policy.params), step - 1)
             clock = run.begin(step, state)
             sample_key, update_key = source_lib.step_keys(config.seed, step)
 
@@ -78,11 +79,11 @@ def train(
             rollouts, rewards = samples.rollouts, samples.rewards  # [B, T], [B]
 
             # What teachers and models predict for those tokens.
-            rollouts = lessons_of(rollouts, clock)  # lessons: [B, T, k]
-            predictions, rollouts = predictions_of(state, rollouts, clock)  # each field [B, T]
+            rollouts = phase.lessons_of(rollouts, clock)  # lessons: [B, T, k]
+            predictions, rollouts = phase.predictions_of(state, rollouts, clock)  # each [B, T]
 
             # Rewards become advantages. No model runs here.
-            estimates, state, of_estimates = estimates_of(
+            estimates, state, of_estimates = phase.estimates_of(
                 state, rollouts, rewards, predictions, clock
             )  # advantages, returns: [B, T]
             batch = batches.assemble(rollouts, predictions, estimates)
@@ -92,8 +93,8 @@ def train(
             of_rewards = statistics.of_rewards(rewards, rollouts.group_ids)
             of_updates: dict[str, float] = {}
             allowed = run.alerts.allow_update({**of_estimates, **of_rewards})
-            if allowed and has_signal(of_rewards, estimates):
-                state, of_updates = learn(step, state, rollouts, batch, update_key, clock)
+            if allowed and phase.has_signal(of_rewards, estimates):
+                state, of_updates = phase.learn(step, state, rollouts, batch, update_key, clock)
 
             # Hand the new weights to the engine.
             weights = sampler.reshard(state.policy.params, weights, step, clock)
@@ -101,7 +102,7 @@ def train(
 
             of_evaluation = evaluate(weights, clock) if run.evaluates(step) else {}
             of_tokens = functools.partial(
-                dumps.of_tokens, rollouts, rewards, predictions, estimates, models.tokenizer
+                dumps.of_tokens, rollouts, rewards, predictions, estimates, tokenizer
             )
             run.writer.write_rollouts(step, rollouts, rewards, of_tokens)
             seconds = clock.seconds()
@@ -119,12 +120,12 @@ def train(
                 **statistics.of_speed(
                     rollouts,
                     seconds,
-                    len(devices),
-                    flops=learn.flops(rollouts.lengths),
-                    peak_flops=peak_flops,
+                    len(phase.devices),
+                    flops=phase.learn.flops(rollouts.lengths),
+                    peak_flops=phase.peak_flops,
                     critic=critic,
                 ),
-                **statistics.of_memory(devices, run.planned_bytes),
+                **statistics.of_memory(phase.devices, run.planned_bytes),
                 **seconds,
             }
             run.end(step, state, numbers, of_evaluation)

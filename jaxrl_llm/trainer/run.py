@@ -118,9 +118,9 @@ class Run(contextlib.ExitStack):
                 done = "%s: all %d steps of this run are done; for more, raise trainer.num_steps"
                 logging.warning(done, self.workdir, self.total)
         config, workdir = self.config, self.workdir
+        self._tracked: dict[str, Tracked] = {}
         self.alerts = self.enter_context(Alerts(config.alerts, workdir, self.interruption.request))
-        self._tracked: dict[str, Tracked]
-        self._tracked = {"source": source, "packer": packer, "alerts": self.alerts}
+        self._tracked |= {"source": source, "packer": packer, "alerts": self.alerts}
         for name, thing in self._tracked.items():
             if name in saved:
                 thing.set_state(saved[name])
@@ -132,6 +132,16 @@ class Run(contextlib.ExitStack):
         )
         self._profiler = self.enter_context(Profiler(config.profiler, workdir / "profile"))
         return state
+
+    def replace(self, source: Tracked, packer: Tracked) -> None:
+        """Goes on with those of another layout, in the positions of the old ones."""
+        for name, thing in {"source": source, "packer": packer}.items():
+            thing.set_state(self._tracked[name].get_state())
+            self._tracked[name] = thing
+
+    def wait_for_save(self) -> None:
+        """Waits for a save that reads the arrays of the job; to be called before they move."""
+        self._saver.wait()
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps that are left, from 1; then closes the checkpoints."""

@@ -244,3 +244,30 @@ def test_episodes_with_an_environment(tmp_path, cache):
         processes.run(command, count, 8 // count, cache)
     check_same_run(tmp_path / "two/run", tmp_path / "one/run")
     assert runs.metrics(tmp_path / "two/run")[STEPS]["num_turns/max"] > 2
+
+
+def test_samples_ahead_on_halves_of_every_host_are_replayed_by_one_process(tmp_path, cache):
+    """What depended on time was process 0's to say; one process repeats it without a clock."""
+    ahead = {
+        "trainer.sampling": "ahead",
+        "trainer.max_staleness": 2,
+        "placement.choice": "by_hand",
+        "placement.pools": {"learn": {"devices": 2}, "sample": {"devices": 2}},
+        "placement.roles": {
+            **dict.fromkeys(("policy", "critic", "reference", "reward"), "learn"),
+            "rollout": "sample",
+        },
+        "mesh.data": 1,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 1,
+    }
+    for folder in ("two", "one"):
+        (tmp_path / folder).mkdir()
+    recorded = {**ahead, "trainer.schedule": "record"}
+    processes.run(arguments("grpo_tiny", tmp_path / "two", **recorded), 2, 2, cache)
+    schedule = tmp_path / "two" / "run" / "schedule.jsonl"
+    replay = {**ahead, "trainer.schedule": "replay", "trainer.schedule_file": str(schedule)}
+    processes.run(arguments("grpo_tiny", tmp_path / "one", **replay), 1, 4, cache)
+    check_same_run(tmp_path / "one/run", tmp_path / "two/run")
+    numbers = runs.metrics(tmp_path / "two/run")
+    assert numbers[STEPS]["training/off_policy/staleness/max"] > 0

@@ -167,7 +167,7 @@ class FakeRun:
             [(p.index, list(found)) for p, found in zip(prompts, scores, strict=True)]
         )
 
-    def rollout(self, weights, prompts, samples, key):
+    def rollout(self, weights, prompts, samples, key, ended=None):
         assert weights.version == 7
         self.keys.append(jax.random.key_data(key).tolist())
         self.samples.append(tuple(samples))

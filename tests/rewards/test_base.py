@@ -1,5 +1,7 @@
 """Terms, weights and costs of a scorer, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -147,3 +149,55 @@ def test_an_unknown_function_is_an_error_of_the_start():
     config = RewardsConfig(functions={"f": RewardFunctionConfig(function="absent")}, num_workers=1)
     with pytest.raises(RewardError, match="unknown reward function 'absent'"):
         Scorer(config, {})
+
+
+def part(whole, rows):
+    """Some rows, each of a prompt of its own, alone."""
+    prompts = tuple(whole.prompts[row] for row in rows)
+    made = rollouts(["a"] * len(rows), [whole.responses[row] for row in rows])
+    return dataclasses.replace(made, prompts=prompts)
+
+
+def test_calls_that_began_early_are_not_made_again(tmp_path):
+    """Scores are the same; equal answers have a call each; rows in errors are those of `score`."""
+    (tmp_path / "own.py").write_text(
+        "import os, pathlib\n"
+        "LOG = pathlib.Path(__file__).with_name('calls')\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with LOG.open('a') as file:\n"
+        "        file.write(solution_str + '\\n')\n"
+        "    return float(solution_str)\n"
+    )
+    config = RewardsConfig(
+        functions={"own": RewardFunctionConfig(function=f"{tmp_path / 'own.py'}:score")},
+        num_workers=1,
+    )
+    whole = rollouts(["a"] * 4, ["1", "1", "2", "3"])
+    with Scorer(config, {}) as scorer:
+        scorer.begin(part(whole, [0, 1]))
+        scorer.begin(part(whole, [3]), 3)
+        found = scorer.score(whole)
+        assert (tmp_path / "calls").read_text().split() == ["1", "1", "3", "2"]
+        np.testing.assert_array_equal(found.scores, [1, 1, 2, 3])
+        assert found.num_calls == 4
+        np.testing.assert_array_equal(scorer.score(whole).scores, found.scores)
+        assert len((tmp_path / "calls").read_text().split()) == 8
+        wrong = rollouts(["a"] * 2, ["1", "x"])
+        scorer.begin(part(wrong, [1]), 1)
+        with pytest.raises(RewardError, match=r"row 1, .*could not convert string to float: 'x'"):
+            scorer.score(wrong)
+
+
+def test_a_hanging_early_call_does_not_delay_the_end(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import time\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(3600)\n"
+    )
+    config = RewardsConfig(
+        functions={"own": RewardFunctionConfig(function=f"{tmp_path / 'own.py'}:score")},
+        num_workers=1,
+        timeout_s=3600.0,
+    )
+    with Scorer(config, {}) as scorer:
+        scorer.begin(rollouts(["a"], ["1"]))

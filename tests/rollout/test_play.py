@@ -57,7 +57,7 @@ def test_log_probs_are_those_of_each_version(engine):
         play.step(weights(version))
         play.pause()
         play.go_on()
-    play.to_the_end(weights(4))
+    list(play.to_the_end(weights(4)))
     spans = set()
     for (sequence,) in play.sequences.values():
         assert len(sequence.tokens) == sequence.params.max_tokens
@@ -78,7 +78,7 @@ def test_log_probs_are_those_of_each_version(engine):
 def test_a_pause_changes_no_sample(engine):
     """By the same weights, whether nothing, a part or all is thrown away."""
     plain, paused, anew = (begun(engine.another()) for _ in range(3))
-    plain.to_the_end(weights(1))
+    list(plain.to_the_end(weights(1)))
     for play, how in ((paused, False), (anew, True)):
         for _ in range(2):
             play.step(weights(1))
@@ -86,7 +86,7 @@ def test_a_pause_changes_no_sample(engine):
             ended = {number for number, (_, has_ended) in play.so_far().items() if has_ended}
             assert not play.is_running
             play.go_on(anew=how)
-        play.to_the_end(weights(1))
+        list(play.to_the_end(weights(1)))
         assert ended < play.sequences.keys()
         for number, (sequence,) in plain.sequences.items():
             (other,) = play.sequences[number]
@@ -105,7 +105,7 @@ def test_copies_go_on_elsewhere(engine):
     here.pause()
     for play in (here, elsewhere):
         play.go_on()
-        play.to_the_end(weights(2))
+        list(play.to_the_end(weights(2)))
     for number, (sequence,) in here.sequences.items():
         (other,) = elsewhere.sequences[number]
         assert other.tokens == sequence.tokens and other.versions == sequence.versions
@@ -114,7 +114,7 @@ def test_copies_go_on_elsewhere(engine):
 
 def test_stop_strings_may_begin_before_a_pause(engine):
     plain = begun(engine.another())
-    plain.to_the_end(weights(1))
+    list(plain.to_the_end(weights(1)))
     tokens = plain.sequences[0][0].tokens
     stop = TOKENIZER.decode(tokens[3:5], skip_special_tokens=True)  # the pause is between them
     assert len(stop) == 2
@@ -126,5 +126,5 @@ def test_stop_strings_may_begin_before_a_pause(engine):
     play.pause()
     assert len(sequence.tokens) < place + 1
     play.go_on()
-    play.to_the_end(weights(1))
+    list(play.to_the_end(weights(1)))
     assert sequence.tokens == tokens[: place + 1] and sequence.stopped

@@ -1,0 +1,69 @@
+"""When a run changes its layout between two steps: by its config, or by `jaxrl_llm control`."""
+
+import os
+import pathlib
+
+import jax
+from absl import logging
+
+from jaxrl_llm.config import ConfigError, RLConfig
+from jaxrl_llm.config import layout as layout_lib
+from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.learner import planned
+from jaxrl_llm.sharding import hosts
+
+
+class Layouts:
+    """The layout of each step; that of the last command or entry before it counts."""
+
+    def __init__(self, config: RLConfig, workdir: str | os.PathLike[str]):
+        self._config, self._workdir = config, pathlib.Path(workdir)
+        self._by_step = scheduled(config)
+        # Of earlier processes too: a resumed run changes where the run before did.
+        asked = layout_lib.answers(workdir) if hosts.is_first() else []
+        taken = {line["step"]: line["layout"] for line in asked if not line["refused"]}
+        told = hosts.told_by_first(sorted(taken.items()))
+        self._by_step |= {int(step): text for step, text in told}
+        self._current = ""
+
+    def change(self, step: int) -> RLConfig | None:
+        """Returns the config whose layout begins with this step, None if that does not change.
+
+        A command that cannot be followed is refused in its file and in the log.
+        """
+        asked = hosts.told_by_first(layout_lib.asked(self._workdir) if hosts.is_first() else "")
+        if asked is not None:
+            refused = ""
+            try:
+                checked(self._config, asked)
+            except ConfigError as error:
+                refused = str(error)
+                logging.warning("control: %r is refused: %s", asked, refused)
+            else:
+                self._by_step[step] = asked
+            if hosts.is_first():
+                layout_lib.answer(self._workdir, step, asked, refused)
+        begun = max((first for first in self._by_step if first <= step), default=0)
+        text = self._by_step.get(begun, "")
+        if text == self._current:
+            return None
+        self._current = text
+        return checked(self._config, text)
+
+
+def scheduled(config: RLConfig) -> dict[int, str]:
+    """Returns the layouts of `config.trainer.layouts` by their first steps."""
+    parts = (text.partition(" ") for text in config.trainer.layouts)
+    return {int(step): text.strip() for step, _, text in parts}
+
+
+def checked(config: RLConfig, text: str) -> RLConfig:
+    """Returns the config with a layout that the devices of this run can hold.
+
+    Raises:
+      ConfigError: If they cannot, or `text` is no layout.
+    """
+    found = layout_lib.changed(config, text)
+    models_lib.of_job(found, planned.meshes(found))
+    planned.check(found, jax.devices())
+    return found
