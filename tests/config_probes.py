@@ -59,6 +59,7 @@ from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.trainer import evaluate, run
+from jaxrl_llm.trainer import layouts as layouts_lib
 from jaxrl_llm.trainer import supervised as stages_lib
 from jaxrl_llm.types import (
     EpisodeLog,
@@ -745,3 +746,8 @@ def sampled_ahead(config: RLConfig):
 def source_of(config: RLConfig):
     """Which source a run has, by whether its samples may be stale."""
     return config.max_staleness, predict.is_on_policy(config), list(config.warnings())
+
+
+def layouts(config: RLConfig):
+    """Steps from which a run has other layouts."""
+    return layouts_lib.scheduled(config)

@@ -252,6 +252,7 @@ RL = {
     "config.trainer.max_staleness": (probe.sampled_ahead, 2, AHEAD),
     "config.trainer.new_weights": (probe.sampled_ahead, "keep", AHEAD),
     "config.trainer.schedule": (probe.sampled_ahead, "record", AHEAD),
+    "config.trainer.layouts": (probe.layouts, ("5 mesh.tensor=2",)),
     "config.trainer.schedule_file": (
         probe.sampled_ahead,
         "other.jsonl",
