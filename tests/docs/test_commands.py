@@ -45,6 +45,7 @@ NOT_RUN = {
     r"python benchmarks/": "measures for minutes; its file and flags are looked up here",
     r".* --help$": "shows the flags",
     r"jaxrl_llm view": "see tests/viewer/",
+    r"jaxrl_llm control": "needs a run at work; see tests/e2e/test_layouts.py",
     r".* --replay ": "see tests/learner/test_replay.py",
     r".* --dry_run$": "see tests/commands/test_line.py",
 }
