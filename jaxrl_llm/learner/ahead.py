@@ -260,8 +260,8 @@ def choice(
       last: Of each group in flight or buffer, the last version that may learn from it.
       size: Groups of a step.
 
-    >>> choice({0: 1, 1: 1, 2: 2, 3: 2}, ended=[3, 2, 1], version=0, size=1, count=1) is None
-    False
+    >>> choice({0: 1, 1: 1, 2: 2}, ended=[2, 1], version=0, size=1, count=1)
+    [1]
     >>> choice({0: 0, 1: 1}, ended=[1], version=0, size=1, count=1) is None
     True
     >>> choice({0: 0, 1: 1}, ended=[1, 0], version=0, size=1, count=1)

@@ -116,6 +116,42 @@ MODELS = {
         {"interleave_moe_layer_step": 1, "use_qk_norm": True, "vocab_size": 202048},
     ),
 }
+# What transformers would put inside `text_config`, as the file on the hub has it: beside the rest.
+AS_PUBLISHED = {
+    "Qwen2.5-VL-7B": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "image_token_id": 151655,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    }
+}
 
 if __name__ == "__main__":
     found = {}
@@ -124,6 +160,7 @@ if __name__ == "__main__":
         found[name] = config.to_diff_dict()
         found[name].pop("transformers_version", None)
         found[name]["architectures"] = [f"{cls.removesuffix('Text')}ForCausalLM"]
+    found |= AS_PUBLISHED
     path = pathlib.Path(__file__).parent / "configs.json"
     lines = (f"{json.dumps(name)}: {json.dumps(config)}" for name, config in found.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -99,7 +99,7 @@ def test_sizes_follow_from_the_plan_and_the_device():
     # With memory for all of it, nothing is computed again; with less, more is.
     assert chosen(real(), planned.elsewhere("", "h100", 1)) == ("none", 16_384)
     small = dataclasses.replace(DEVICES["v5e"], memory_bytes=4 << 30)
-    found = planned.plan(real(), planned.Target(small, 1))
+    found = planned.plan(real(), planned.Target(small, 1, ()))
     assert found.setting.config.model.remat != "none" and found.fits
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, experts, lora, modules, router, transformer
+from jaxrl_llm.models import attention, casting, experts, lora, modules, router
 from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.models import families, written_config
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.family_table import FAMILIES
-from jaxrl_llm.models.shape import Experts, Latent, Layer, RopeScaling, Shape
+from jaxrl_llm.models.shape import Experts, Latent, Layer, RopeScaling, Shape, Vision
 
 CONFIGS = json.loads((hf_checkpoints.GOLDENS / "configs.json").read_text())
 
@@ -195,6 +195,17 @@ SHAPES = {
             normalized=False,
             weighs_input=True,
         ),
+        **UNTIED,
+    ),
+    "Qwen2.5-VL-7B": shape(
+        "qwen2_5_vl",
+        (152064, 3584, 18944),
+        (28, 28, 4, 128),
+        max_positions=128000,
+        rope_theta=1e6,
+        qkv_bias=True,
+        rope_sections=(16, 24, 24),
+        vision=Vision(32, 1280, 16, 3420, (7, 15, 23, 31)),
         **UNTIED,
     ),
 }
