@@ -69,7 +69,9 @@ APART = {"placement": {"choice": "hybrid"}, "mesh": {"fsdp": 1}}
     ("case", "text", "settings"),
     [
         ("grpo", "mesh.fsdp=1 mesh.tensor=2", TENSOR),
-        ("ppo", "placement.choice=hybrid mesh.fsdp=1", APART),
+        pytest.param(
+            "ppo", "placement.choice=hybrid mesh.fsdp=1", APART, marks=pytest.mark.nightly
+        ),
         ("ahead", "mesh.fsdp=1 mesh.tensor=2", TENSOR),
         pytest.param("lora", "mesh.fsdp=1 mesh.tensor=2", TENSOR, marks=pytest.mark.nightly),
     ],
