@@ -14,6 +14,7 @@ from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.learner.source import Samples
 from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
 from jaxrl_llm.types import Prompt, Rewards, Rollouts, Weights
 
@@ -86,7 +87,7 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int) -> Samples:
         if not all("prompt_tokens" in row for row in rows):
             remedy = "write dumps with --config.metrics.rollout_tokens=True"
             raise refuse("holds no tokens", remedy)
-        samples = _samples(rows)
+        samples = _samples(rows, config.max_sequence_tokens)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -106,7 +107,8 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int) -> Samples:
     return samples
 
 
-def _samples(rows: Sequence[Mapping[str, Any]]) -> Samples:
+def _samples(rows: Sequence[Mapping[str, Any]], most: int) -> Samples:
+    """Returns the samples of a dump's rows, as wide as if sequences had up to `most` tokens."""
     groups = sorted({row["group"] for row in rows})
     first_rows = {group: next(r for r in rows if r["group"] == group) for group in groups}
     prompts = tuple(
@@ -121,10 +123,12 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> Samples:
         for row in first_rows.values()
     )
     lengths = [len(row["prompt_tokens"]) + len(row["tokens"]) for row in rows]
+    # As wide as they were sampled: other shapes are other programs, which round in other ways.
+    width = max(episodes.padded_width(max(lengths), most), *lengths)
 
     def whole(name: str, dtype: Any) -> np.ndarray:
         """Returns what is said of the answers' tokens as [B, T]."""
-        found = np.zeros((len(rows), max(lengths)), dtype)
+        found = np.zeros((len(rows), width), dtype)
         for at, row in enumerate(rows):
             begin = len(row["prompt_tokens"])
             if len(row[name]) != len(row["tokens"]):

@@ -105,7 +105,7 @@ def as_rollouts(
     text = lambda s: str(tokenizer.decode(s.tokens, skip_special_tokens=True))  # noqa: E731
     starts = [len(s.prompt) for s in sequences]
     ends = [start + len(s.tokens) for start, s in zip(starts, sequences, strict=True)]
-    shape = (len(sequences), bucket(max(ends), smallest=32, largest=engine.max_tokens))
+    shape = (len(sequences), padded_width(max(ends), engine.max_tokens))
     rollouts = Rollouts(
         tokens=np.zeros(shape, np.int32),
         response_mask=np.zeros(shape, bool),
@@ -135,3 +135,8 @@ def as_rollouts(
 @jax.jit
 def _fold_in_each(key, indices):
     return jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(indices)
+
+
+def padded_width(longest: int, most: int) -> int:
+    """Returns T of rollouts [B, T] whose longest sequence has so many tokens, of `most` at most."""
+    return bucket(longest, smallest=32, largest=most)
