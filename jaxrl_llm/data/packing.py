@@ -8,12 +8,14 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding.mesh import constrain
 
 # At this length attention costs as much as the other matmuls of a token.
@@ -212,6 +214,8 @@ class Microbatch:
     # What a teacher says of each token, as `types.Lessons`; [R, W, 0]: nothing.
     listed: Int[Array, "*M R W k"]
     listed_log_probs: Float[Array, "*M R W k"]
+    # `pipeline.Passed`: what stages made of the rows before the rest of the network reads them.
+    passed: Any = ()
 
     @property
     def scores_everything(self) -> bool:
@@ -253,13 +257,31 @@ class PackedBatch:
     count: Int[Array, ""]  # microbatches that hold tokens; the rest is padding
     chosen: Bool[Array, " B"]  # sequences of this batch
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether microbatches are [turns, stages, ...], as `on_stages` returns them."""
+        return self.microbatches.rows.ndim == 3
 
-def accumulate(packed: PackedBatch, function, like):
-    """Returns the sum of `function(microbatch)` over a batch, shaped and typed as `like`."""
+    def on_stages(self, stages: int) -> "PackedBatch":
+        """Returns the microbatches in turns: those of a turn are worked on at the same time."""
+
+        def turned(a: Array) -> Array:
+            return a.reshape(a.shape[0] // stages, stages, *a.shape[1:])
+
+        microbatches = jax.tree.map(turned, self.microbatches)
+        return PackedBatch(microbatches, -(-self.count // stages), self.chosen)
+
+
+def accumulate(packed: PackedBatch, function, like=None):
+    """Returns the sum of `function(microbatch)` over a batch, typed as `like`, if that is given."""
+    if packed.in_turns:
+        each = mesh_lib.on_stages(function)
+        function = lambda m: jax.tree.map(lambda a: a.sum(0), each(m))  # noqa: E731
     microbatches = packed.microbatches
+    first = jax.tree.map(lambda a: a[0], microbatches)
+    like = jax.eval_shape(function, first) if like is None else like
     if microbatches.rows.shape[0] == 1:
-        part = function(jax.tree.map(lambda a: a[0], microbatches))
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), function(first), like)
 
     def body(i, total):
         part = function(jax.tree.map(lambda a: a[i], microbatches))
@@ -281,6 +303,8 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
     zero elsewhere.
     """
     microbatches = packed.microbatches
+    if packed.in_turns:
+        function = mesh_lib.on_stages(function)
     of_sequences, of_rows = jax.eval_shape(function, jax.tree.map(lambda a: a[0], microbatches))
     count = microbatches.rows.shape[0]
     blank = (
@@ -296,4 +320,7 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
             jax.tree.map(lambda whole, part: whole.at[i].set(part), total[1], of_rows),
         )
 
-    return jax.lax.fori_loop(0, packed.count, body, blank)
+    of_sequences, of_rows = jax.lax.fori_loop(0, packed.count, body, blank)
+    if packed.in_turns:
+        of_rows = jax.tree.map(lambda a: jax.lax.collapse(a, 0, 2), of_rows)
+    return of_sequences, of_rows

@@ -22,6 +22,7 @@ from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
+from jaxrl_llm.models import shape as shape_lib
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import filling
@@ -132,6 +133,7 @@ def build(
     """
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
+    _check_stages(config, meshes)
     mesh = meshes["policy"]
     policy = network(config, shape, "lm", mesh)
     return Models(
@@ -153,6 +155,7 @@ def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Pa
         attention_parity=flops.attention_parity(policy.shape) if share else 0,
         max_scored=config.max_scored_tokens,
         fewest_tokens=filling.fewest_tokens(meshes["policy"].devices.flat[0].platform, split[1]),
+        stages=meshes["policy"].shape["stage"],
     )
 
 
@@ -208,15 +211,49 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
         raise ConfigError(f"config.mesh.expert: {has} {ways} devices; use {fits if num else 1}")
 
 
+def _check_stages(config: JobConfig, meshes: Mapping[str, Mesh]) -> None:
+    """Raises ConfigError if roles have other stages than the policy, or microbatches are too few.
+
+    Weights of one network go from role to role, as they are stacked.
+    """
+    stages = meshes["policy"].shape["stage"]
+    for role, mesh in meshes.items():
+        if role != "rollout" and mesh.shape["stage"] != stages:
+            raise ConfigError(
+                f"config.placement: the mesh of the {role} has {mesh.shape['stage']} stages, the"
+                f" policy's has {stages}; use the same mesh.stage for all pools"
+            )
+    if isinstance(config, RLConfig):
+        name, sequences = "minibatch_size", config.minibatch_size
+    elif isinstance(config, SupervisedConfig):
+        name, sequences = "batch_size", config.trainer.batch_size
+    else:
+        return
+    rows = math.lcm(*(mesh_lib.row_shards(m)[0] for r, m in meshes.items() if r != "rollout"))
+    if stages > 1 and sequences < stages * rows:
+        fits = next(n for n in range(stages, 0, -1) if n == 1 or n * rows <= sequences)
+        raise ConfigError(
+            f"config.mesh.stage: {stages} stages need as many microbatches, and trainer.{name}="
+            f"{sequences} makes {sequences // rows} with a row for each of {rows} devices; use"
+            f" mesh.stage={fits}, or trainer.{name} >= {stages * rows}"
+        )
+
+
 def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot share the heads of a model."""
+    """Raises ConfigError if the mesh cannot share the heads, or the layers, of a model."""
+    stages, rounds = mesh.shape["stage"], config.mesh.stage_rounds
+    if found := shape_lib.problem(shape, stages, rounds):
+        raise ConfigError(f"config.mesh.stage: {found}")
     sizes = shape.num_heads, mesh.shape["tensor"], mesh.shape["sequence"]
     if found := sequence_attention.problem(config.mesh.sequence_attention, *sizes, shape.rings):
         raise ConfigError(f"config.mesh.sequence: {found}")
 
 
 def network(config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], mesh: Mesh) -> Network:
-    """Returns the network of one role, for devices like those of `mesh`."""
+    """Returns the network of one role, for devices and stages like those of `mesh`."""
+    stages = mesh.shape["stage"]
+    rounds = config.mesh.stage_rounds if stages > 1 else 1
+    shape = dataclasses.replace(shape, stages=stages, rounds=rounds)
     model, platform = config.model, mesh.devices.flat[0].platform
     return Network(
         shape,
