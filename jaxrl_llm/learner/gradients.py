@@ -22,6 +22,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 Found = tuple[Float[Array, ""], Mapping[str, Any]]
+# loss(params, microbatch) -> (its part of the batch's loss, arrays to be summed by name)
 Loss = Callable[[Params, Microbatch], Found]
 
 

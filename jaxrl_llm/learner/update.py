@@ -38,8 +38,6 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch, Rollouts
 
 Metrics = Mapping[str, Float[Array, ""]]
-# loss(params, microbatch) -> (its part of the minibatch's loss, arrays to be summed by name)
-Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
 
 
 def take_update(
@@ -48,7 +46,7 @@ def take_update(
     num_updates: int,
     packed: PackedBatch,
     reader: Reader,
-    loss: Loss,
+    loss: gradients_lib.Loss,
     compute_dtype: str,
     prefix: str,
     max_kl: float = math.inf,
