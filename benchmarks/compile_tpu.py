@@ -75,7 +75,8 @@ def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[
         "rollout": {"max_response_tokens": setting.tokens // 2},
         "trainer": {
             "prompts_per_step": setting.sequences // 8,
-            "max_tokens_per_microbatch": setting.tokens * setting.sequences
+            "max_tokens_per_microbatch": setting.tokens
+            * setting.sequences
             // (row_shards * setting.microbatches),
         },
         "rewards": {"functions": {"length": {"function": "length"}}},

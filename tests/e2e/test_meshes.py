@@ -144,7 +144,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     assert_same_run(found, workdir, wanted, tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_with_other_stages(tmp_path):
     """Two steps on two stages, the third on four of them in another order, then on none."""
     saved = {"checkpoint": {"every": 1}, "model": {**MODEL, "num_layers": 4}}

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, experts, lora, router, transformer
+from jaxrl_llm.models import attention, casting, experts, lora, modules, router
 from jaxrl_llm.models.shape import Experts, Latent, Layer, Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -66,7 +66,7 @@ def test_a_layer_is_what_its_experts_return():
 
     def run(x):
         layer = jax.tree.map(lambda a: a[0], params["layers"]["1"])
-        block = transformer._merged(NETWORK, "block", layer, KINDS[1])
+        block = modules.merged(NETWORK, "block", layer, KINDS[1])
         there = jnp.ones(x.shape[:2], bool)
         return block.mlp(x, router.Routing(there, sequences=there[..., None]))
 
