@@ -18,12 +18,14 @@ from jaxrl_llm.types import Prompt, PromptBatch
 def _engine(own: Engine, max_tokens: int, num_samples: int) -> Engine:
     """Returns an engine for sequences of `max_tokens`, not for those of the run."""
     network, mesh = own.network, own.mesh
+    num_slots, cache_tokens = cache.fitting(network, mesh, max_tokens, num_samples)
     return Engine(
         network,
         mesh,
-        num_slots=cache.fitting_slots(network, mesh, max_tokens, num_samples),
+        num_slots=num_slots,
         max_tokens=max_tokens,
         layout=own.layout,
+        cache_tokens=cache_tokens,
     )
 
 

@@ -271,6 +271,13 @@ class RLConfig(JobConfig):
                 f" data.max_prompt_tokens + rollout.max_response_tokens ="
                 f" {self.max_sequence_tokens}; use at least that",
             )
+        if self.max_sequence_tokens > self.rollout.cache_tokens > 0:
+            yield (
+                "rollout.cache_tokens",
+                f"{self.rollout.cache_tokens} cannot hold one sequence of"
+                f" data.max_prompt_tokens + rollout.max_response_tokens ="
+                f" {self.max_sequence_tokens}; use at least that, or 0",
+            )
         if self.curriculum.choice and self.data.stream:
             message = "all prompts must be known, but data.stream reads them when they are drawn"
             yield "curriculum.choice", f"{message}; set data.stream=False, or leave the choice out"

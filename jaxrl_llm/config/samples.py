@@ -22,6 +22,9 @@ from jaxrl_llm.config.ranges import (
 MIN_TEMPERATURE = 1e-4
 NUM_PRODUCTS = 90 * 90  # of two numbers of two digits
 PIECE_TOKENS = 2048  # of a prompt, read at one time
+# Of a page of the KV cache. Larger ones are read faster, smaller ones waste less behind the end of
+# a sequence; a TPU reads 128 numbers at one time.
+_PAGE_TOKENS = {"cpu": 32, "tpu": 128}
 Temperature = Annotated[float, Range(f"0 or [{MIN_TEMPERATURE}, 1000]", "0: greedy")]
 Token = Annotated[int, Range("[0, 2147483647]")]  # and in the vocabulary
 Weight = Annotated[float, Range("[0, 1000000]")]
@@ -145,6 +148,10 @@ class RolloutConfig(Group):
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Sequences decoded at the same time; 0: chosen from the workload and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
+    # Tokens in the KV cache of all sequences that are decoded; those that samples of a prompt
+    # share count once. 0: as many as the memory holds, or slots times the longest. When it is full,
+    # the sequence that began last waits and is read again.
+    cache_tokens: Annotated[int, Range("[0, 1099511627776]", "0: chosen")] = 0
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
@@ -291,22 +298,50 @@ class EvaluationConfig(Group):
             yield "samples_per_prompt", f"{message}; set evaluation.temperature above 0"
 
 
-def chosen_slots(
+def chosen_room(
     num_sequences: int,
+    max_tokens: int,
     platform: str,
     num_devices: int,
     free_bytes: float,
-    needed_bytes: Callable[[int], float],
-) -> int:
-    """Returns how many sequences are decoded at the same time if the config does not say.
+    cache_bytes: Callable[[int, int], float],
+    logits_bytes: Callable[[int], float],
+) -> tuple[int, int]:
+    """Returns how many sequences are decoded at the same time, and how many tokens they may have.
 
     The sequences of a step, at most 64 on a CPU and 256 elsewhere (more do not decode faster). The
     number is halved until they need a quarter of the memory that is free on a device when the
-    engine is made. The devices of a CPU count as 4 GiB together.
+    engine is made, if each has half of `max_tokens`: so many it has on average, from its first
+    token to its last, if all are longest. Tokens for all of them to be longest at one time, or as
+    many as that memory holds. The devices of a CPU count as 4 GiB together.
+
+    Args:
+      cache_bytes: Of (tokens of all sequences, sequences) on a device.
+      logits_bytes: Of so many sequences.
     """
     if platform == "cpu":
         free_bytes = (4 << 30) / num_devices
+    room = 0.25 * free_bytes
     slots = min(num_sequences, 64 if platform == "cpu" else 256)
-    while slots > 1 and needed_bytes(slots) > 0.25 * free_bytes:
+    while slots > 1 and cache_bytes(slots * max_tokens // 2, slots) + logits_bytes(slots) > room:
         slots = -(-slots // 2)
-    return slots
+    most = slots * max_tokens
+    of_token = cache_bytes(most, slots) / most
+    held = min(most, max(room - logits_bytes(slots), 0.0) / of_token)
+    return slots, max(int(held), max_tokens)
+
+
+def cache_pages(
+    num_tokens: int, platform: str, max_tokens: int, num_slots: int, num_shards: int
+) -> tuple[int, int]:
+    """Returns the number of a cache's pages, and the tokens of each.
+
+    The cache holds about `num_tokens`; 0: so many that every slot may hold a sequence of
+    `max_tokens`, and never more. Each shard of the slots holds one of them at least, which could
+    not end otherwise.
+    """
+    page = _PAGE_TOKENS.get(platform, 64)
+    per_slot = -(-max_tokens // page)
+    most = per_slot * num_slots // num_shards
+    wanted = -(-num_tokens // (page * num_shards)) or most
+    return num_shards * max(per_slot, min(wanted, most)), page

@@ -93,7 +93,10 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
     sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
-    num_slots = config.rollout.num_slots or cache.fitting_slots(network, target, *sizes)
+    num_slots, cache_tokens = config.rollout.num_slots, config.rollout.cache_tokens
+    if not num_slots:
+        num_slots, fitting = cache.fitting(network, target, *sizes)
+        cache_tokens = cache_tokens or fitting
     return Sampler(
         models=models,
         engine=Engine(
@@ -105,6 +108,7 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
             speculation=speculation,
             layout=layout,
             keeps_routes=config.router.replay in ("compare", "rollout"),
+            cache_tokens=cache_tokens,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         resharder=resharder(policy, network, pools.staging(mesh, target), layout),

@@ -287,11 +287,11 @@ def _score(setting: Setting, head: Head) -> Parts:
 
 def _decode(setting: Setting) -> Parts:
     shape, rollout = setting.policy, setting.config.rollout
-    width = setting.config.max_sequence_tokens
-    cache = setting.cache_bytes(setting.num_slots, width)
+    cache = setting.cache_bytes(setting.num_slots, setting.cache_tokens / setting.num_slots)
     slots = max(1, setting.num_slots // setting.row_shards)
     positions = 1 + rollout.speculation.draft_tokens
-    recent = cache * rollout.chunk_steps * positions / width  # not yet joined to the cache
+    # Not yet joined to the cache.
+    recent = setting.cache_bytes(setting.num_slots, rollout.chunk_steps * positions)
     vocab = setting.split(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0

@@ -60,16 +60,19 @@ def engine(
     """
     own, max_tokens = source.sampler.engine, model.max_tokens
     network, mesh = own.network, own.mesh
-    most = 16 if source.models.platform == "cpu" else 64
+    most, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
+    if not num_slots:
+        num_slots, cache_tokens = cache.fitting(network, mesh, max_tokens, most, draft_tokens)
     return Engine(
         network,
         mesh,
-        num_slots=num_slots or cache.fitting_slots(network, mesh, max_tokens, most, draft_tokens),
+        num_slots=num_slots,
         max_tokens=max_tokens,
         chunk_steps=chunk_steps,
         layout=own.layout,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
+        cache_tokens=cache_tokens,
     )
 
 

@@ -67,6 +67,6 @@ def test_pieces_of_a_prompt_are_the_prompt(name):
 def test_latents_are_all_that_is_kept():
     network, _, _ = made("latents")
     assert network.shape.cached == (1, 20, 0)
-    held = cache.empty(network.shape, 3, [LIMIT], "float32")
-    assert held.values == () and [k.shape for (k,) in held.keys] == [(3, 1, 20, LIMIT)] * 2
-    assert cache.cache_bytes(network, ONE, 3, LIMIT) == sum(k.nbytes for (k,) in held.keys)
+    held = cache.empty(network.shape, 3, LIMIT, "float32")
+    assert held.values == () and [k.shape for k in held.keys] == [(3, 1, 20, LIMIT)] * 2
+    assert cache.cache_bytes(network, ONE, 3 * LIMIT, 3) == sum(k.nbytes for k in held.keys)
