@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engine_work import LIMIT, ONE, engine_of, request
+from engine_work import LIMIT, ONE, assert_same, engine_of, request
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import cache, prefill
+from jaxrl_llm.rollout import attending, cache, prefill
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams
 
 
@@ -45,6 +46,21 @@ def test_log_probs_are_those_of_a_whole_pass(name):
     for row, (prompt, c) in zip(wanted, samples, strict=True):
         assert len(c.tokens) == 30
         np.testing.assert_allclose(c.log_probs, row[len(prompt) :][:30], atol=5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_of_all_kinds_read_pages_where_they_lie(name, monkeypatch):
+    network, _, rollout = made(name)
+    random = np.random.default_rng(0)
+    requests = [
+        request(random, length, [SamplingParams(25)] * count, seed)
+        for seed, (length, count) in enumerate([(5, 2), (30, 1), (17, 2)])
+    ]
+    wanted = engine_of(num_slots=4, network=network).generate(rollout, requests)
+    monkeypatch.setattr(attending, "reader_for", lambda network, platform: "loop")
+    engine = Engine(network, ONE, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
+    assert_same(engine.generate(rollout, requests), wanted)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
