@@ -124,7 +124,7 @@ def _samples(rows: Sequence[Mapping[str, Any]], most: int) -> Samples:
     )
     lengths = [len(row["prompt_tokens"]) + len(row["tokens"]) for row in rows]
     # As wide as they were sampled: other shapes are other programs, which round in other ways.
-    width = max(episodes.padded_width(max(lengths), most), *lengths)
+    width = max(max(lengths), episodes.padded_width(max(lengths), most))
 
     def whole(name: str, dtype: Any) -> np.ndarray:
         """Returns what is said of the answers' tokens as [B, T]."""

@@ -75,11 +75,11 @@ def positions(
     return found
 
 
-def window_order(grid: Grid, vision: Vision) -> tuple[Int[np.ndarray, " slots"], int]:
+def window_order(grid: Grid, vision: Vision) -> Int[np.ndarray, " slots"]:
     """Returns the vector of an image (in reading order) at each place of its windows, -1: none.
 
-    Also the number of windows. Windows are in reading order, and so are the vectors of each; one at
-    the right or lower edge may be partly, and is then last places, empty.
+    Windows are in reading order, and so are the vectors of each. The last places of a window at the
+    right or lower edge may be empty.
     """
     side = vision.window
     high, wide = grid.merged(vision)
@@ -89,7 +89,7 @@ def window_order(grid: Grid, vision: Vision) -> tuple[Int[np.ndarray, " slots"],
     cut = numbers.reshape(count[0], side, count[1], side).swapaxes(1, 2)
     windows = cut.reshape(-1, side * side)
     kept = np.argsort(windows < 0, axis=1, kind="stable")  # the vectors first
-    return np.take_along_axis(windows, kept, 1).reshape(-1), len(windows)
+    return np.take_along_axis(windows, kept, 1).reshape(-1)
 
 
 def num_places(grid: Grid, vision: Vision) -> int:
@@ -148,7 +148,7 @@ def in_rows(
     unit = vision.merge_size**2
     vectors = []
     for number, ((grid, pixels), (row, start)) in enumerate(zip(images, starts, strict=True), 1):
-        order, _ = window_order(grid, vision)
+        order = window_order(grid, vision)
         at = np.flatnonzero(order >= 0)
         wanted = order[at]
         inside = start + (at[:, None] * unit + np.arange(unit)).reshape(-1)

@@ -129,13 +129,21 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         """Scores with these models from now on: the same ones, on other devices."""
         self._model_scorers = dict(model_scorers)
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether `begin` is of use: there are functions, and one process.
+
+        Several processes would have to begin the same calls.
+        """
+        has_functions = bool(self._config.functions or self._config.cost_functions)
+        return has_functions and jax.process_count() == 1
+
     def begin(self, rollouts: Rollouts, first_row: int = 0) -> None:
         """Begins the calls for responses that `score` will be asked about, beside other work.
 
-        `first_row` is the row of the first of them then. Of one process: on several, each would
-        have to begin the same ones.
+        `first_row` is the row of the first of them then.
         """
-        if jax.process_count() == 1:
+        if self.begins_early:
             self._early.begin([call for _, call in self._calls(rollouts, first_row)])
 
     def score(self, rollouts: Rollouts) -> Rewards:

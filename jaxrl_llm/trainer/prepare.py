@@ -170,7 +170,8 @@ def changed(
 
 def _on(config: RLConfig, models: Models, frozen: Frozen, parts: Parts) -> Prepared:
     """Returns what a layout has."""
-    run, score, begin = parts.run, parts.scorer.score, parts.scorer.begin
+    run, score = parts.run, parts.scorer.score
+    begin = parts.scorer.begin if parts.scorer.begins_early else None
     samples = sampler.build(config, models, frozen.base, parts.world)
     prompts = prompt_stream.PromptIterator(
         parts.training_set, config.data, config.seed, config.curriculum
