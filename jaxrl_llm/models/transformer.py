@@ -11,7 +11,7 @@ layers (`Shape.stacks`), its leaves are [L, ...]. The rollout copy is a tuple of
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_
 from jaxrl_llm.models.block import Block, Ends
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
 from jaxrl_llm.models.low_precision import quantized
+from jaxrl_llm.models.modules import Params
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
 from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.router import Routed, Routing
@@ -34,12 +35,12 @@ from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
-Params = dict[str, Any]  # nested dict of arrays
-
 ROUTE_DTYPE = jnp.int16  # of numbers of experts, of which -1 is none
 
 # Platforms on which decode steps multiply faster than by `PLAIN`: a function of mesh and dtype.
-DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {"cpu": on_cpu}
+DECODE_PRODUCTS: dict[str, Callable[[Mesh, str], Products]] = {
+    "cpu": on_cpu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +91,14 @@ class Network:
 
         Some are transposed, or rounded.
         """
-        quantization = self.products.quantization
-        as_given = dataclasses.replace(PLAIN, quantization=quantization)
+        as_given = dataclasses.replace(PLAIN, quantization=self.products.quantization)
         plain, ours = (
             modules.axes(
                 modules.definition(dataclasses.replace(self, products=products), "block", kind)[1]
             )
             for products in (as_given, self.products)
         )
-        layer = quantized(layer, quantization, self.compute_dtype)
+        layer = quantized(layer, as_given.quantization, self.compute_dtype)
         turn = lambda a, given, wanted: a if given == wanted else a.T  # noqa: E731
         return jax.tree.map(turn, layer, plain, ours)
 
