@@ -124,13 +124,13 @@ def test_a_weighted_sum_that_no_float_holds_is_refused():
         scorer._reward_terms = {term: type(values.functions[term])(function="length", weight=1e38)}
         from jaxrl_llm.rewards.pool import Outcome
 
-        scorer._pool.run = lambda calls: [Outcome(1e30) for _ in calls]
+        scorer._early.finish = lambda calls: [Outcome(1e30) for _ in calls]
         rollouts = type(
             "Rollouts",
             (),
             {
                 "responses": ("x",),
-                "group_ids": [0],
+                "group_ids": np.array([0]),
                 "logs": (),
                 "prompts": [
                     type("Prompt", (), {"data_source": "s", "ground_truth": "", "extra_info": {}})
