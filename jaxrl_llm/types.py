@@ -18,6 +18,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
+class Picture:
+    """An image in a sequence, as its file came."""
+
+    contents: bytes
+    digest: str  # of these
+    grid: tuple[int, int]  # rows and columns of the vectors that stand for it, one token each
+    start: int = 0  # its first token in the sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """One row of a dataset, ready to be answered."""
 
@@ -31,6 +45,7 @@ class Prompt:
     # other variables of the template.
     messages: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    images: tuple[Picture, ...] = ()  # in the order of their tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Example(NamedTuple):
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]  # which tokens bear loss
+    images: tuple[Picture, ...] = ()
 
 
 class Pair(NamedTuple):

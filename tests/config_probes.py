@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
-from jaxrl_llm.data import datasets, prompt_stream, streams
+from jaxrl_llm.data import datasets, prompt_stream, shapes, streams
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import (
@@ -292,6 +292,14 @@ def stages(config: RLConfig):
 def pairs(config: RLConfig):
     """What reward and cost models without a folder learn from."""
     return {name: own.data for name, own in stages_lib._with_pairs(config).items()}
+
+
+def towers(config):
+    """What reads the images of a random model."""
+    models = models_lib.of_job(config)
+    return models.gallery.tower, models.pictures.patches(
+        models.pictures.read(shapes.drawing("probe")[0], "here")
+    )[0]
 
 
 def networks(config):

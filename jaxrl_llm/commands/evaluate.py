@@ -49,7 +49,9 @@ def main(options: Evaluate) -> None:
         if config.agent.is_used:
             world = stack.enter_context(World(config.agent, tokenizer))
             sampler, options_of = dataclasses.replace(sampler, world=world), world.options
-        held_out = datasets.load_dataset(config.data, tokenizer, "eval", config.seed, options_of)
+        held_out = datasets.load_dataset(
+            config.data, tokenizer, "eval", config.seed, options_of, source.models.pictures
+        )
         scorer = stack.enter_context(
             rewards_lib.Scorer(only_functions, {}, environments, bool(environments))
         )

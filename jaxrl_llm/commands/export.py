@@ -6,6 +6,7 @@ from jaxrl_llm import errors
 from jaxrl_llm.commands.options import Export
 from jaxrl_llm.learner import saved
 from jaxrl_llm.models import families, huggingface, peft_folder
+from jaxrl_llm.sharding import hosts
 
 
 def main(options: Export) -> None:
@@ -19,13 +20,18 @@ def main(options: Export) -> None:
         peft_folder.save(options.out, found.network, params, path)
         logging.info("the adapters after step %d are in %s", step, options.out)
         return
+    network, weights = found.network, found.whole(params)
+    if models.gallery is not None and network.head == "lm":
+        network, weights = models.gallery.joined(network, weights)
     huggingface.save(
         options.out,
-        found.network,
-        found.whole(params),
+        network,
+        weights,
         tokenizer=models.tokenizer,
         source_config=families.read_config(path) if path else None,
         dtype=options.dtype or None,
         eos_token_ids=models.eos_tokens,
     )
+    if models.pictures is not None and hosts.is_first():
+        models.pictures.save(options.out)
     logging.info("the weights after step %d are in %s", step, options.out)

@@ -7,6 +7,26 @@ from jaxrl_llm.config.ranges import Count, Every, File, Folder, Group, Name, Pro
 Width = Annotated[int, Range("[1, 16777216]")]
 
 
+class VisionConfig(Group):
+    """The tower of a random model that reads images; that of a folder is as the folder says."""
+
+    hidden_size: Width = 64
+    num_layers: Annotated[int, Range("[1, 1024]")] = 2
+    num_heads: Annotated[int, Range("[1, 65536]")] = 4
+    mlp_size: Width = 128
+    patch_size: Annotated[int, Range("[1, 1024]")] = 4  # pixels a side; four patches are a token
+    window_size: Annotated[int, Range("[1, 65536]")] = 16  # pixels a side
+
+    def rules(self) -> Problems:
+        if self.hidden_size % (4 * self.num_heads):
+            message = (
+                f"heads of {self.hidden_size} / {self.num_heads} dims; a multiple of 4 is needed"
+            )
+            yield "num_heads", message
+        if self.window_size < 2 * self.patch_size:
+            yield "window_size", f"less than the {2 * self.patch_size} pixels of one token"
+
+
 class ModelConfig(Group):
     """The policy network: a Hugging Face folder, or random weights of a given shape."""
 
@@ -14,7 +34,7 @@ class ModelConfig(Group):
     tokenizer: Folder = ""  # folder; "": `path`, or the built-in character tokenizer
     chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
     # Shape of a random model; not used with `path`.
-    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = "qwen2"
+    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl"] = "qwen2"
     hidden_size: Width = 64
     num_layers: Annotated[int, Range("[1, 1024]")] = 2
     num_heads: Annotated[int, Range("[1, 65536]")] = 4
@@ -24,6 +44,7 @@ class ModelConfig(Group):
     # Of families with experts: in each layer, and visited by each token.
     num_experts: Annotated[int, Range("[1, 32767]")] = 4
     experts_per_token: Annotated[int, Range("[1, 32767]")] = 2
+    vision: VisionConfig = VisionConfig()  # of family "qwen2_5_vl"
     rope_theta: Annotated[float, Range("[1, 1e+12]")] = 10_000.0
     tie_embeddings: bool = True
     # Dtypes and memory.

@@ -30,7 +30,7 @@ Weight = Annotated[float, Range("[0, 1000000]")]
 class DataConfig(Group):
     """The source of prompts."""
 
-    task: Literal["arithmetic", "stories", "products", "gsm8k", "files"] = "arithmetic"
+    task: Literal["arithmetic", "stories", "products", "shapes", "gsm8k", "files"] = "arithmetic"
     train_files: tuple[File, ...] = ()  # parquet, jsonl or json, or folders of them
     # How often rows of each of `train_files` come, relative to the others. Empty: as they are.
     train_weights: tuple[Weight, ...] = ()
@@ -50,7 +50,8 @@ class DataConfig(Group):
     chat_template: bool = True  # False: message contents are joined by newlines
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
     # The built-in tasks: sums of digits, and of word problems, with step-by-step solutions; and
-    # products of two numbers of two digits, with a calculator.
+    # products of two numbers of two digits, with a calculator; and drawn shapes to be counted, for
+    # models that read images.
     arithmetic_terms: Annotated[int, Range("[2, 16]")] = 3
     arithmetic_train_prompts: Annotated[int, Range("[1, 1000000]")] = 512
     arithmetic_eval_prompts: Annotated[int, Range("[1, 1000000]")] = 128

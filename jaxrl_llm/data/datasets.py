@@ -8,25 +8,29 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data import shapes
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, read_rows
 from jaxrl_llm.data.formats import example_of, pair_of
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
 from jaxrl_llm.data.masks import Dialogue, example
 from jaxrl_llm.data.mixtures import Shares
+from jaxrl_llm.data.pictures import Pictures, expanded, of_row, refuse_pairs, refuse_to_cut
 from jaxrl_llm.data.streaming import Made, StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, longest, streamed_parts
 from jaxrl_llm.data.tasks import (
     Split,
     files_of,
+    misread_answer,
     prompt_row,
     task_rows,
     worked_product,
-    worked_sum,
+    wrong_answer,
 )
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
@@ -78,18 +82,20 @@ def load_dataset(
     split: Split,
     seed: int,
     options_of: Options | None = None,
+    pictures: Pictures | None = None,
 ) -> Dataset:
     """Returns the prompts of a split, tokenized, of at most `max_prompt_tokens`.
 
     `options_of` tells from a row's `extra_info` what its template shows beside its own options,
-    such as `tools`; with it, prompts keep what they were made of. `seed` draws the prompts of the
-    arithmetic task; use the same one for both splits. Where long prompts are not cut, a text that
+    such as `tools`; with it, prompts keep what they were made of. `pictures` prepares
+    images; without it a row with some is a DataError. `seed` draws the prompts of the arithmetic
+    task; use the same one for both splits. Where long prompts are not cut, a text that
     is too long by its number of characters is not tokenized. A prompt that is empty, or too long
     while `long_rows` is "error", is a DataError, and so is that no prompt is left. With
     `config.stream` training prompts are read when they are drawn.
     """
     if split == "train" and config.stream:
-        made = functools.partial(_streamed_prompt, config, tokenizer, options_of)
+        made = functools.partial(_streamed_prompt, config, tokenizer, options_of, pictures)
         rule = "are longer than data.max_prompt_tokens"
         rows = _streamed(config, made, config.max_prompt_tokens, rule)
         first = (part.first(_NUM_FIRST) for part in streamed_parts(rows))
@@ -98,6 +104,8 @@ def load_dataset(
     if options_of is not None:
         rows_of_task = [_with_options(row, options_of) for row in rows_of_task]
     wheres = [row.get("where", f"{split} split, row {i}") for i, row in enumerate(rows_of_task)]
+    pairs_of = zip(rows_of_task, wheres, strict=True)
+    rows_of_task = [of_row(row, pictures, where) for row, where in pairs_of]
     texts = [_text(config, tokenizer, row) for row in rows_of_task]
     bound = token_bound(tokenizer)
     fewest = [bound(text) for text in texts]  # tokens of each, at least
@@ -112,9 +120,9 @@ def load_dataset(
             indices = [index for index, _ in pairs]
             found = prompt_tokens(tokenizer, [texts[i] for i in indices], config.chat_template)
             for i, tokens in zip(indices, found, strict=True):
-                fewest[i] = len(tokens)
                 given = rows_of_task[i], texts[i], tokens, i, wheres[i]
-                if (prompt := _prompt(config, tokenizer, *given)) is not None:
+                prompt, fewest[i] = _prompt(config, tokenizer, pictures, *given)
+                if prompt is not None:
                     prompts.append(prompt)
                 advance(len(texts[i]))
     if not prompts:
@@ -147,25 +155,30 @@ def _text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> s
 def _prompt(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    pictures: Pictures | None,
     row: Row,
     text: str,
     tokens: Tokens,
     index: int,
     where: str,
-) -> Prompt | None:
-    """Returns a prompt, cut if it is to be, or None if it is dropped."""
+) -> tuple[Prompt | None, int]:
+    """Returns a prompt, cut if it is to be, or None if it is dropped; and its tokens before."""
     if not tokens:
         raise DataError(f"{where}: the prompt has no tokens; leave the row out")
-    if not _fits(config, where, len(tokens)):
-        return None
+    tokens, images = expanded(pictures, tokens, row.get("pictures", ()), where)
+    whole = len(tokens)
+    if not _fits(config, where, whole):
+        return None, whole
+    refuse_to_cut(images, whole, config.max_prompt_tokens, "data.max_prompt_tokens", where)
     if len(tokens) > config.max_prompt_tokens:
         tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
         text = str(tokenizer.decode(list(tokens)))
     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
-    prompt = Prompt(tokens, text, row["data_source"], truth, info, index)
-    if not row.get("goes_on"):
-        return prompt
-    return dataclasses.replace(prompt, messages=tuple(row["prompt"]), options=row["options"])
+    prompt = Prompt(tokens, text, row["data_source"], truth, info, index, images=images)
+    if row.get("goes_on"):
+        more = {"messages": tuple(row["prompt"]), "options": row["options"]}
+        prompt = dataclasses.replace(prompt, **more)
+    return prompt, whole
 
 
 def _fits(config: DataConfig, where: str, num_tokens: int, at_least: str = "") -> bool:
@@ -183,16 +196,17 @@ def _streamed_prompt(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     options_of: Options | None,
+    pictures: Pictures | None,
     row: Row,
     where: str,
     index: int,
 ) -> Prompt | None:
-    row = prompt_row(config, row, where)
+    row = of_row(prompt_row(config, row, where), pictures, where)
     if options_of is not None:
         row = _with_options(row, options_of)
     text = _text(config, tokenizer, row)
     (tokens,) = prompt_tokens(tokenizer, [text], config.chat_template)
-    return _prompt(config, tokenizer, row, text, tokens, index, where)
+    return _prompt(config, tokenizer, pictures, row, text, tokens, index, where)[0]
 
 
 def _streamed(config: DataConfig, made: Made[T], longest: int, rule: str) -> Rows[T]:
@@ -217,6 +231,7 @@ def worked_examples(
     split: Split,
     seed: int,
     max_tokens: int = 0,
+    pictures: Pictures | None = None,
 ) -> Rows[Example]:
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
@@ -226,19 +241,23 @@ def worked_examples(
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
-        made = functools.partial(_example, config, tokenizer, max_tokens)
+        made = functools.partial(_example, config, tokenizer, max_tokens, pictures)
         return _of_files(config, split, made, max_tokens)
-    prompts = load_dataset(config, tokenizer, split, seed).prompts
+    prompts = load_dataset(config, tokenizer, split, seed, pictures=pictures).prompts
     if config.task == "products":
         return _worked_products(config, tokenizer, prompts, seed)
     texts = [prompt.extra_info["answer"] for prompt in prompts]
+    if config.task == "shapes":
+        texts = [
+            shapes.taught(prompt.extra_info, config.arithmetic_errors, seed) for prompt in prompts
+        ]
     if config.task == "arithmetic" and config.arithmetic_errors:
         prompts, texts = prompts * 4, texts * 4
         for i, prompt in enumerate(prompts):
             attempt = i * 4 // len(prompts)
             draw = random.Random(f"teacher {seed} {attempt} {prompt.extra_info['question']}")
             if draw.random() < config.arithmetic_errors:
-                texts[i] = _wrong_answer(prompt, seed, attempt)
+                texts[i] = wrong_answer(prompt.extra_info, seed, attempt)
     return _examples(prompts, _responses(tokenizer, texts))
 
 
@@ -287,8 +306,8 @@ def preference_pairs(
     prompts = load_dataset(config, tokenizer, split, seed).prompts
     chosen = _responses(tokenizer, [prompt.extra_info["answer"] for prompt in prompts])
     salt = f"{name} {seed}".strip()
-    wrong = [_wrong_answer(prompt, salt) for prompt in prompts]
-    wrong += [_misread_answer(prompt, salt) for prompt in prompts]
+    wrong = [wrong_answer(prompt.extra_info, salt) for prompt in prompts]
+    wrong += [misread_answer(prompt.extra_info, salt) for prompt in prompts]
     answers = zip(chosen * 2, _responses(tokenizer, wrong), strict=True)
     return [
         Pair(*_examples([prompt] * 2, both))
@@ -328,11 +347,23 @@ def _example(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     most: int,
+    pictures: Pictures | None,
     row: Row,
     where: str,
     index: int,
 ) -> Example | None:
-    found = example(tokenizer, example_of(row, where, config.prompt_column), config.chat_template)
+    dialogue = example_of(row, where, config.prompt_column)
+    checked = {"prompt": dialogue.messages, "images": row.get("images")}
+    checked = of_row(checked, pictures, where)
+    dialogue = dialogue._replace(messages=checked["prompt"])
+    found = example(tokenizer, dialogue, config.chat_template)
+    if pictures is not None:
+        counts, images = pictures.placed(found.tokens, checked.get("pictures", ()), where)
+        tokens, mask = (tuple(np.repeat(values, counts).tolist()) for values in found[:2])
+        found = Example(tokens, mask, images)
+    if most and config.long_rows != "drop":
+        setting = "trainer.max_sequence_tokens"
+        refuse_to_cut(found.images, len(found.tokens), most, setting, where)
     return shortened(found, most, config.long_rows, where)
 
 
@@ -345,36 +376,20 @@ def _pair(
     index: int,
 ) -> Pair | None:
     both = pair_of(row, where, config.prompt_column)
+    refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
     found = Pair(*(example(tokenizer, one, config.chat_template) for one in both))
     return shortened_pair(found, most, config.long_rows, where)
 
 
 def _examples(prompts: Sequence[Prompt], responses: Sequence[Tokens]) -> list[Example]:
     return [
-        Example(prompt.tokens + answer, (False,) * len(prompt.tokens) + (True,) * len(answer))
+        Example(
+            prompt.tokens + answer,
+            (False,) * len(prompt.tokens) + (True,) * len(answer),
+            prompt.images,
+        )
         for prompt, answer in zip(prompts, responses, strict=True)
     ]
-
-
-def _wrong_answer(prompt: Prompt, seed: int | str, attempt: int = 0) -> str:
-    draw = random.Random(f"wrong answer {seed} {attempt} {prompt.extra_info['question']}")
-    digits = _digits(prompt)
-    step = draw.randrange(len(digits) - 1)
-    right = sum(digits[: step + 2])
-    errors = [error for error in range(-9, 10) if error and right + error >= 0]
-    return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
-
-
-def _misread_answer(prompt: Prompt, seed: int | str) -> str:
-    draw = random.Random(f"misread answer {seed} {prompt.extra_info['question']}")
-    digits = _digits(prompt)
-    index = draw.randrange(len(digits))
-    digits[index] = draw.choice([digit for digit in range(10) if digit != digits[index]])
-    return worked_sum(digits)
-
-
-def _digits(prompt: Prompt) -> list[int]:
-    return [int(digit) for digit in prompt.extra_info["question"].rstrip("=").split("+")]
 
 
 def _responses(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:

@@ -119,7 +119,7 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
         )
     reward_model = _mapping(row, "reward_model", where)
     ground_truth = reward_model.pop("ground_truth", None)
-    used = {"data_source", prompt_column, "reward_model", "extra_info"}
+    used = {"data_source", prompt_column, "reward_model", "extra_info", "images"}
     others = {name: row[name] for name in row if name not in used} | {"reward_model": reward_model}
     extra_info = _mapping(row, "extra_info", where)
     for name, value in others.items():
@@ -130,6 +130,7 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
         "prompt": checked_messages(row.get(prompt_column), f"{where}: {prompt_column}"),
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": extra_info,
+        **({"images": row["images"]} if row.get("images") is not None else {}),
     }
 
 
@@ -165,16 +166,37 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
         # A template may read more (`tool_calls`, `name`); parquet holds null for what is missing.
         message = without_nulls(message)
         calls = message.get("tool_calls")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            _check_parts(parts, f"{where}: message {number}")
         for key in ("role", "content"):
+            if key == "content" and isinstance(parts, list):
+                continue
             if not is_text(message.get(key)) and not (calls and key == "content" not in message):
                 raise DataError(
                     f"{where} {rule}, {key} of message {number} must be a text,"
                     f" got {message.get(key)!r:.60}"
                 )
         messages.append(message)
-    if not any(message.get("tool_calls") or message["content"].strip() for message in messages):
+    if not any(message.get("tool_calls") or _says(message["content"]) for message in messages):
         raise DataError(f"{where} is empty; write one, or leave the row out")
     return messages
+
+
+def _says(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def _check_parts(parts: list[Any], where: str) -> None:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image", "image_url"):
+            raise DataError(
+                f"{where}: a part of the content has type {kind!r}; only 'text', 'image' and"
+                " 'image_url' are known"
+            )
+        if kind == "text" and not is_text(part.get("text")):
+            raise DataError(f"{where}: a part of type 'text' needs a text")
 
 
 def without_nulls(value: Any) -> Any:

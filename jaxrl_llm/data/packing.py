@@ -8,6 +8,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,10 @@ class Microbatch:
     # What a teacher says of each token, as `types.Lessons`; [R, W, 0]: nothing.
     listed: Int[Array, "*M R W k"]
     listed_log_probs: Float[Array, "*M R W k"]
+    # Of rows with images, see `models.sights.Sights`; [R, W, 0]: there are none.
+    parts: Int[Array, "*M R W parts"]  # rotary positions
+    seen: Int[Array, "*M R W one"]  # which of `PackedBatch.vectors` stands there; -1: none
+    vectors: Float[Array, "*M vectors D"]  # those of the batch, once it is one microbatch; else 0
 
     @property
     def scores_everything(self) -> bool:
@@ -244,6 +249,10 @@ class Microbatch:
         return target.at[self.sequences].set(values, mode="drop")
 
 
+def _no_vectors() -> Any:  # the device takes them as they are
+    return np.zeros((0, 0), np.float32)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
@@ -252,17 +261,24 @@ class PackedBatch:
     microbatches: Microbatch  # every field with a leading dim M
     count: Int[Array, ""]  # microbatches that hold tokens; the rest is padding
     chosen: Bool[Array, " B"]  # sequences of this batch
+    # Of the images of all its sequences.
+    vectors: Float[Array, "vectors D"] = dataclasses.field(default_factory=_no_vectors)
+
+    def at(self, index: int | Int[Array, ""]) -> Microbatch:
+        """Returns one microbatch."""
+        found = jax.tree.map(lambda a: a[index], self.microbatches)
+        return dataclasses.replace(found, vectors=self.vectors)
 
 
 def accumulate(packed: PackedBatch, function, like):
     """Returns the sum of `function(microbatch)` over a batch, shaped and typed as `like`."""
     microbatches = packed.microbatches
     if microbatches.rows.shape[0] == 1:
-        part = function(jax.tree.map(lambda a: a[0], microbatches))
+        part = function(packed.at(0))
         return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
 
     def body(i, total):
-        part = function(jax.tree.map(lambda a: a[i], microbatches))
+        part = function(packed.at(i))
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
@@ -281,7 +297,7 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
     zero elsewhere.
     """
     microbatches = packed.microbatches
-    of_sequences, of_rows = jax.eval_shape(function, jax.tree.map(lambda a: a[0], microbatches))
+    of_sequences, of_rows = jax.eval_shape(lambda: function(packed.at(0)))
     count = microbatches.rows.shape[0]
     blank = (
         jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), of_sequences),
@@ -289,7 +305,7 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
     )
 
     def body(i, total):
-        microbatch = jax.tree.map(lambda a: a[i], microbatches)
+        microbatch = packed.at(i)
         of_sequences, of_rows = function(microbatch)
         return (
             jax.tree.map(microbatch.put, total[0], of_sequences),

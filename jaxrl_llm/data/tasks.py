@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.config.samples import NUM_PRODUCTS
+from jaxrl_llm.data import shapes
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, checked_row, is_text, read_rows
 from jaxrl_llm.data.formats import template_options
+from jaxrl_llm.data.pictures import MARK
 
 Split = Literal["train", "eval"]
 
@@ -67,6 +69,29 @@ def worked_sum(digits: list[int], wrong_step: int = -1, error: int = 0) -> str:
         steps.append(f"{total}+{digit}={result}")
         total = result
     return f"{','.join(steps)}#{total}"
+
+
+def wrong_answer(row: Mapping[str, Any], seed: int | str, attempt: int = 0) -> str:
+    """Returns the worked answer to a sum, by its `extra_info`, with an error in one step."""
+    draw = random.Random(f"wrong answer {seed} {attempt} {row['question']}")
+    digits = _digits(row)
+    step = draw.randrange(len(digits) - 1)
+    right = sum(digits[: step + 2])
+    errors = [error for error in range(-9, 10) if error and right + error >= 0]
+    return worked_sum(digits, wrong_step=step, error=draw.choice(errors))
+
+
+def misread_answer(row: Mapping[str, Any], seed: int | str) -> str:
+    """Returns the worked answer to a sum in which one digit is another."""
+    draw = random.Random(f"misread answer {seed} {row['question']}")
+    digits = _digits(row)
+    index = draw.randrange(len(digits))
+    digits[index] = draw.choice([digit for digit in range(10) if digit != digits[index]])
+    return worked_sum(digits)
+
+
+def _digits(row: Mapping[str, Any]) -> list[int]:
+    return [int(digit) for digit in row["question"].rstrip("=").split("+")]
 
 
 def _products_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
@@ -156,6 +181,20 @@ def _stories_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return rows
 
 
+def _shapes_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
+    """Returns drawn images with the question how many shapes they show, from 1 to 9."""
+    count = config.arithmetic_eval_prompts if split == "eval" else config.arithmetic_train_prompts
+    rows = []
+    for index in range(count):
+        image, number = shapes.drawing(f"shapes {seed} {split} {index}")
+        question = f"{MARK}How many?"
+        extra_info = {"split": split, "index": index, "question": question}
+        extra_info |= {"answer": f"#{number}"}
+        row = _row("shapes", question, str(number), extra_info)
+        rows.append({**row, "images": [image]})
+    return rows
+
+
 def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     """Returns the rows of GSM8K's own files: JSON lines with `question` and `answer`.
 
@@ -210,6 +249,7 @@ TASKS = {
     "arithmetic": _arithmetic_rows,
     "stories": _stories_rows,
     "products": _products_rows,
+    "shapes": _shapes_rows,
     "gsm8k": _gsm8k_rows,
     "files": _file_rows,
 }

@@ -27,6 +27,9 @@ ROLE_TOKENS = ("<system>", "<user>", "<assistant>", "<tool>")
 # 8 special tokens and 96 characters: a vocabulary of 104 splits over 2, 4 and 8 devices.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>", *ROLE_TOKENS)
 CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
+# With images: their tokens, and five that make 112 of a vocabulary of 104.
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_UNUSED_TOKENS = tuple(f"<unused{number}>" for number in range(5))
 CHARACTER_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}"
@@ -43,14 +46,27 @@ _KEEPING = frozenset(
 _KEEPING |= {"FixedLength", "WhitespaceSplit", "Whitespace", "BertPreTokenizer"}
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+_PLAIN_CONTENT = "{{ message['content'] }}"
+_CONTENT_OF_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+)
+
+
+def character_tokenizer(images: bool = False) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each printable ASCII character and the newline.
 
     Its chat template begins every message with a token for its role and ends it with `<eos>`. It
     writes calls of tools as Llama 3 does, and does not show tools. Any other character becomes
-    `<unk>`.
+    `<unk>`. With `images` contents may have parts of images, written as Qwen2.5-VL writes them.
     """
-    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
+    more = IMAGE_TOKENS + _UNUSED_TOKENS if images else ()
+    names = SPECIAL_TOKENS + CHARACTERS + more
+    vocabulary = {token: index for index, token in enumerate(names)}
+    template = CHARACTER_TEMPLATE
+    if images:
+        template = template.replace(_PLAIN_CONTENT, _CONTENT_OF_PARTS)
     # Byte-pair encoding without merges leaves single characters.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
@@ -60,19 +76,23 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         bos_token="<bos>",
-        additional_special_tokens=list(ROLE_TOKENS),
+        additional_special_tokens=[*ROLE_TOKENS, *more],
         clean_up_tokenization_spaces=False,
-        chat_template=CHARACTER_TEMPLATE,
+        chat_template=template,
     )
 
 
-def load_tokenizer(path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, chat_template: str = "", images: bool = False
+) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
+
+    `images` says whether that of characters has tokens for them.
 
     `chat_template`, unless "", is a file with a Jinja template that replaces the tokenizer's own.
     A file that is missing or broken, or no end-of-sequence token, is a DataError.
     """
-    tokenizer = _of_folder(path) if path else character_tokenizer()
+    tokenizer = _of_folder(path) if path else character_tokenizer(images)
     if chat_template:
         try:
             tokenizer.chat_template = pathlib.Path(chat_template).read_text(encoding="utf-8")
@@ -148,6 +168,8 @@ def prompt_text(
     the tokenizer puts around plain text.
     """
     if not chat_template:
+        if any(isinstance(message.get("content"), list) for message in prompt):
+            raise DataError("images need a chat template; set data.chat_template=True")
         return "\n".join(message.get("content", "") for message in prompt)
     return str(rendered(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
 

@@ -19,14 +19,18 @@ from jaxrl_llm.config import (
     SupervisedConfig,
 )
 from jaxrl_llm.config.placement import ROLES
+from jaxrl_llm.data.pictures import Pictures
 from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.gallery import Gallery
 from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.planning import filling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
+
+_TOWER = 3  # folded into the seed for the weights of a random tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +46,8 @@ class Models:
     policy: Network
     value: Network  # one number for each token or sequence: critics, reward and cost models
     packer: Packer
+    pictures: Pictures | None = None  # prepares images; None: the model reads text alone
+    gallery: Gallery | None = None  # what its tower sees in them, and the tower's weights
 
     @property
     def mesh(self) -> Mesh:
@@ -69,7 +75,13 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     # Tokenizers take seconds to import, and plans need none.
     from jaxrl_llm.data import tokenizer as tokenizer_lib
 
-    return tokenizer_lib.load_tokenizer(config.tokenizer or config.path, config.chat_template)
+    path = config.tokenizer or config.path
+    return tokenizer_lib.load_tokenizer(path, config.chat_template, _reads_images(config))
+
+
+def _reads_images(config: ModelConfig) -> bool:
+    """Returns whether a random model reads images."""
+    return not config.path and config.family == "qwen2_5_vl"
 
 
 def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Models:
@@ -88,7 +100,32 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
         eos |= set(families.eos_token_ids(model.path))
     else:
         shape = random_model(model, len(tokenizer))
-    return build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
+    models = build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
+    return models if shape.vision is None else _with_tower(config, models, shape)
+
+
+def _with_tower(config: JobConfig, models: Models, shape: Shape) -> Models:
+    """Returns models whose images a frozen tower reads; its weights come with the first image."""
+    assert shape.vision is not None
+    path, vision, mesh = config.model.path, shape.vision, models.mesh
+    if path:
+        pictures = Pictures.of_folder(path, vision.image_token)
+    else:
+        token: Any = models.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        vision = dataclasses.replace(vision, image_token=token)
+        sizes = vision.patch_size, vision.merge_size, vision.frames
+        pictures = Pictures.of_sizes(*sizes, token)
+    whole = dataclasses.replace(models.policy, shape=dataclasses.replace(shape, vision=vision))
+
+    def load() -> Params:
+        places = train_shardings(whole, mesh)["vision"]
+        if path:
+            return huggingface.load(path, whole, {"vision": places}, part="vision")["vision"]
+        key = jax.random.fold_in(jax.random.key(config.seed), _TOWER)
+        return jax.jit(whole.tower.init, out_shardings=places)(key)
+
+    gallery = Gallery(whole.tower, pictures, mesh, load)
+    return dataclasses.replace(models, pictures=pictures, gallery=gallery)
 
 
 def one_mesh(config: JobConfig, devices: Sequence[Any] = ()) -> dict[str, Mesh]:
@@ -133,6 +170,7 @@ def build(
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
     mesh = meshes["policy"]
+    shape = dataclasses.replace(shape, vision=None)  # it is frozen, and beside the decoder
     policy = network(config, shape, "lm", mesh)
     return Models(
         meshes=meshes,

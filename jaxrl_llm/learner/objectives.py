@@ -19,7 +19,7 @@ from jaxrl_llm.data import datasets, packing, streams
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.data.streams import Rows
 from jaxrl_llm.data.tasks import Split
-from jaxrl_llm.learner import predict, routing
+from jaxrl_llm.learner import predict, routing, wide
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
@@ -45,8 +45,12 @@ class Batch:
     packed: PackedBatch
 
     @classmethod
-    def of(cls, rows: Sequence[Row], packer: Packer, width: int = 0) -> "Batch":
+    def of(
+        cls, rows: Sequence[Row], packer: Packer, width: int = 0, models: Models | None = None
+    ) -> "Batch":
         """Returns rows as right-padded arrays, packed; sequences of a row share a packed row.
+
+        With `models` whose tower reads images, those of the rows are in it.
 
         `width` is of the arrays and the packed rows; 0: as the longest row needs.
         """
@@ -62,6 +66,10 @@ class Batch:
         groups = np.repeat(np.arange(len(rows)), in_row)
         together = packing.Beginnings(groups, np.zeros_like(groups), together=in_row > 1)
         packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
+        if models is not None and models.gallery is not None:
+            images = [example.images for example in sequences]
+            found = models.gallery.of_sequences(images, lengths, width)
+            packed = wide.carried(packed, models.mesh, **found)
         # They go to the devices with the program.
         on_host: tuple[Any, Any, Any] = tokens, lengths, mask
         blank: Any = np.zeros(tokens.shape, np.float32)
@@ -90,6 +98,7 @@ class Objective:
     loss: Callable[[Params, Microbatch, Batch], tuple[Array, Mapping[str, Array]]]
     # How much a batch counts in a mean over several.
     weight: Callable[[Batch], float]
+    models: Models
     # log_probs(params, microbatch, batch): of all tokens [b, T]; where a reference is asked for
     log_probs: Callable[[Params, Microbatch, Batch], Float[Array, "b T"]] | None = None
 
@@ -99,7 +108,8 @@ def sft(config: JobConfig, models: Models) -> Objective:
 
     def rows(split: Split) -> Rows[Row]:
         given = config.data, models.tokenizer, split, config.seed, config.max_sequence_tokens
-        return streams.mapped(datasets.worked_examples(*given), lambda example: (example,))
+        found = datasets.worked_examples(*given, pictures=models.pictures)
+        return streams.mapped(found, lambda example: (example,))
 
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
         told = _told(config, models.policy, microbatch, batch)
@@ -109,7 +119,7 @@ def sft(config: JobConfig, models: Models) -> Objective:
         return _with_routers(config, found, routed, batch)
 
     weight = lambda batch: float(batch.mask.sum())  # noqa: E731
-    return Objective("sft", models.policy, models.mesh, rows, loss, weight)
+    return Objective("sft", models.policy, models.mesh, rows, loss, weight, models)
 
 
 def reward_model(
@@ -134,7 +144,7 @@ def reward_model(
         return _with_routers(config, found, routed, batch)
 
     mesh = models.meshes["reward"]
-    return Objective("reward_model", models.value, mesh, rows, loss, _num_pairs)
+    return Objective("reward_model", models.value, mesh, rows, loss, _num_pairs, models)
 
 
 def dpo(config: JobConfig, models: Models) -> Objective:
@@ -165,7 +175,7 @@ def dpo(config: JobConfig, models: Models) -> Objective:
         }
         return _with_routers(config, (value, {**metrics, **sums}), routed, batch)
 
-    return Objective("dpo", models.policy, models.mesh, rows, loss, _num_pairs, log_probs)
+    return Objective("dpo", models.policy, models.mesh, rows, loss, _num_pairs, models, log_probs)
 
 
 def _pairs_of(config: JobConfig, models: Models, split: Split, name: str = "") -> Rows[Pair]:
@@ -271,7 +281,6 @@ def measurement(objective: Objective):
             found = objective.loss(params, microbatch, batch)[1]
             return {name: value for name, value in found.items() if name != "routers"}
 
-        first = jax.tree.map(lambda a: a[0], batch.packed.microbatches)
-        return packing.accumulate(batch.packed, one, jax.eval_shape(one, first))
+        return packing.accumulate(batch.packed, one, jax.eval_shape(one, batch.packed.at(0)))
 
     return measure

@@ -23,6 +23,7 @@ from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.likeliest import likeliest_tokens
 from jaxrl_llm.models.places import Chosen, Everywhere, Places
 from jaxrl_llm.models.router import Routed, Routing
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -37,7 +38,9 @@ def _read(
     routing: Routing | None = None,
 ):
     """Returns packed tokens, hidden states [R, W, D], the weight of the head, routers' doings."""
-    packed = microbatch.packed(tokens)
+    packed, sights = microbatch.packed(tokens), None
+    if microbatch.parts.shape[-1]:
+        sights = Sights(microbatch.parts, microbatch.seen[..., 0], microbatch.vectors)
     hidden, routed = network.read(
         params,
         packed,
@@ -46,6 +49,7 @@ def _read(
         prefix_ids=microbatch.prefix_ids,
         key_blocks=microbatch.key_blocks,
         routing=routing,
+        sights=sights,
     )
     return packed, hidden, network.head_weight(params), routed
 
@@ -229,6 +233,8 @@ def predictor(
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock):
         routing_lib.check_routes(config.router, rollouts)
         packed = models.packer.pack_rollouts(rollouts)
+        if models.gallery is not None:
+            packed = wide.carried(packed, mesh, **models.gallery.of_rollouts(rollouts))
         about = rollouts.tokens, rollouts.lengths, packed
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros

@@ -51,9 +51,12 @@ class Sampler:
         ended: Callable[[Rollouts, int], None] | None = None,
     ) -> tuple[Rollouts, Statistics]:
         """Returns episodes of every prompt, as `episodes.rollout`."""
-        tokenizer, turn = self.models.tokenizer, self.max_turn_tokens
+        tokenizer, turn, gallery = self.models.tokenizer, self.max_turn_tokens, self.models.gallery
+        if gallery is not None:  # all at once: few calls of the tower
+            gallery.vectors(image for prompt in prompts.prompts for image in prompt.images)
+        see = None if gallery is None else gallery.sights
         return episodes.rollout(
-            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended
+            self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended, see
         )
 
     def weights(self, params: Params, old: Params | None = None) -> Params:

@@ -63,7 +63,7 @@ def take_update(
 
     gradient = jax.value_and_grad(of_variables, has_aux=True)
     variables = casting.variables(role.params, compute_dtype)
-    first = jax.tree.map(lambda a: a[0], packed.microbatches)
+    first = packed.at(0)
     like = jax.eval_shape(gradient, variables, first)
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
     (value, metrics), gradients = packing.accumulate(
@@ -147,6 +147,8 @@ class Updater:
             # Before any update: the policy's devices make the copies for others, and would make
             # them only after the updates before.
             spread, fields = self.spread(batch), _wide_fields(rollouts)
+            if self.models.gallery is not None:
+                fields |= self.models.gallery.of_rollouts(rollouts)
             for packed, update_key in minibatches(self.config, packer, rollouts, key):
                 if fields:
                     packed = wide.carried(packed, self.homes["policy"], **fields)

@@ -17,11 +17,16 @@ from jaxrl_llm.sharding import hosts
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _DIMS = (None, "batch", "length", None)
-_FIELDS = ("routes", "listed", "listed_log_probs")  # of a microbatch
+_FIELDS = ("routes", "listed", "listed_log_probs", "parts", "seen")  # of a microbatch
 
 
-def carried(packed: PackedBatch, mesh: Mesh, **fields: Shaped[np.ndarray, "B T _"]) -> PackedBatch:
-    """Returns a batch, from the host, with wide fields of its sequences by name."""
+def carried(packed: PackedBatch, mesh: Mesh, **fields: Shaped[np.ndarray, "..."]) -> PackedBatch:
+    """Returns a batch, from the host, with wide fields [B, T, _] of its sequences by name.
+
+    And with the `vectors` [n, D] of its images, if these are among them.
+    """
+    vectors: Any = fields.pop("vectors", packed.vectors)
+    packed = dataclasses.replace(packed, vectors=vectors)
     m: Any = packed.microbatches
     owners = np.abs(m.segment_ids) - 1
 

@@ -65,6 +65,7 @@ def load(
     network: Network,
     shardings: Any = None,
     dtype: Any = None,
+    part: str = "",
 ) -> Params:
     """Returns the parameters stored in a model folder.
 
@@ -76,6 +77,7 @@ def load(
       shardings: Of each parameter; None is the first local device.
       dtype: Of the parameters; None is `network.param_dtype`. Biases that select experts are
         float32: a rounded one selects others.
+      part: The branch of the tree to read, such as "vision"; "": all of it.
 
     Raises:
       CheckpointFormatError: If anything is missing, cut short, or does not fit the network;
@@ -91,7 +93,8 @@ def load(
         split = traverse_util.flatten_dict(shardings)
     dtype = np.dtype(jnp.dtype(dtype or network.param_dtype))
     arrays = {}
-    for name in console.each(f"loading {folder}", names):
+    wanted = [name for name in names if not part or name.path[0] == part]
+    for name in console.each(f"loading {folder}", wanted):
         shape, sharding = leaves[name.path].shape, split[name.path]
         if name.name in absent:
             read = functools.partial(_zeros, dtype=dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from jaxrl_llm.models.shape import Vision
 
 FEWEST = 256  # patches of a row of the tower; rows are as wide, twice as wide, ...
-MOST = 1 << 14  # of a row that holds several images; an image may need more
+MOST = 1 << 11  # of a row that holds several images: attention compares all of a row
 
 
 class Grid(NamedTuple):

@@ -260,6 +260,22 @@ def random_model(config: ModelConfig, vocab_size: int) -> Shape:
     experts = None
     if config.family in ("mixtral", "qwen3_moe"):
         experts = Experts(config.num_experts, config.experts_per_token, config.mlp_size)
+    vision: Vision | None = None
+    sections: tuple[int, ...] = ()
+    if config.family == "qwen2_5_vl":
+        tower = config.vision
+        vision = Vision(
+            num_layers=tower.num_layers,
+            hidden_size=tower.hidden_size,
+            num_heads=tower.num_heads,
+            mlp_size=tower.mlp_size,
+            full_layers=tuple(range(1, tower.num_layers, 2)),
+            window_size=tower.window_size,
+            patch_size=tower.patch_size,
+        )
+        rest = config.head_size // 2
+        side = rest * 3 // 8
+        sections = (rest - 2 * side, side, side)
     return Shape(
         family=config.family,
         vocab_size=vocab_size,
@@ -270,9 +286,11 @@ def random_model(config: ModelConfig, vocab_size: int) -> Shape:
         head_size=config.head_size,
         mlp_size=config.mlp_size,
         rope_theta=config.rope_theta,
-        qkv_bias=config.family == "qwen2",
+        qkv_bias=config.family in ("qwen2", "qwen2_5_vl"),
         qk_norm=config.family in ("qwen3", "qwen3_moe"),
         tie_embeddings=config.tie_embeddings,
         layers=(Layer(experts=True),) * config.num_layers if experts else (),
         experts=experts,
+        rope_sections=sections,
+        vision=vision,
     )

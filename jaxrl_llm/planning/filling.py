@@ -69,6 +69,8 @@ def filled(
         segment_ids, prefix_ids, key_blocks, positions, sequences, rows, starts, beginnings,
         shared, scored, before, np.zeros((*shape, 0), np.int16),
         np.zeros((*shape, 0), np.int32), np.zeros((*shape, 0), np.float32),
+        np.zeros((*shape, 0), np.int32), np.zeros((*shape, 0), np.int32),
+        np.zeros((shape[0], 0, 0), np.float32),
     )  # fmt: skip
     return Microbatch(*on_host)
 

@@ -43,6 +43,7 @@ def rollout(
     world: World | None = None,
     max_turn_tokens: int = 0,
     ended: Callable[[Rollouts, int], None] | None = None,
+    see: play_lib.See | None = None,
 ) -> tuple[Rollouts, Statistics]:
     """Returns `len(samples)` episodes of every prompt, prompt-major, and the work for all turns.
 
@@ -55,12 +56,13 @@ def rollout(
       max_turn_tokens: Most tokens of one turn; 0: those of the whole response.
       ended: Without a world, is called with the rows of a prompt whose samples have all ended, and
         the number of the first, while other samples go on.
+      see: What images are to sequences; needed for prompts with images.
     """
     n = len(samples)
     keys = sample_keys(key, len(prompts.prompts) * n)
     if world is not None:
         prompts = world.begin(prompts, n)
-    play = Play(engine, samples, world, max_turn_tokens)
+    play = Play(engine, samples, world, max_turn_tokens, see)
     with engine.session(prompts.longest):
         for p, prompt in enumerate(prompts.prompts):
             play.begin(prompt, p * n, keys[p * n : (p + 1) * n])

@@ -7,15 +7,19 @@ read them again.
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from typing import Protocol
 
 import numpy as np
 
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Completion, Request, SamplingParams
-from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Weights
+from jaxrl_llm.types import EpisodeLog, Picture, Prompt, PromptBatch, Weights
+
+# See(images, tokens): what images are to a sequence of so many tokens; None: it has none.
+See = Callable[[Several[Picture], int], Sights | None]
 
 
 class Following(Protocol):
@@ -64,6 +68,7 @@ class Sequence:
     prompt: tuple[int, ...]
     params: SamplingParams
     key: np.ndarray
+    images: tuple[Picture, ...] = ()
     tokens: list[int] = dataclasses.field(default_factory=list)
     chosen: list[bool] = dataclasses.field(default_factory=list)  # sampled, not appended
     log_probs: list[float] = dataclasses.field(default_factory=list)
@@ -79,7 +84,7 @@ class Sequence:
 
     def anew(self) -> "Sequence":
         """Returns it without a token of the response."""
-        return Sequence(self.episode, self.prompt, self.params, self.key)
+        return Sequence(self.episode, self.prompt, self.params, self.key, self.images)
 
     def take(self, sampled: Completion) -> None:
         """Takes in a turn, or a part of one."""
@@ -116,14 +121,16 @@ class Play:
         samples: Several[SamplingParams],
         world: World | None = None,
         max_turn_tokens: int = 0,
+        see: See | None = None,
     ):
         """
         Args:
           samples: How each sample of a prompt is drawn; `max_tokens` bounds all turns together.
           world: What answers the policy; without it every episode has one turn.
           max_turn_tokens: Most tokens of one turn; 0: those of the whole response.
+          see: What images are to sequences; needed for prompts with images.
         """
-        self._engine, self._world = engine, world
+        self._engine, self._world, self._see = engine, world, see
         self._samples, self._max_turn_tokens = samples, max_turn_tokens
         self.sequences: dict[int, list[Sequence]] = {}  # of each episode
         self._running: dict[tuple[int, int], tuple[Sequence, Completion]] = {}
@@ -139,7 +146,7 @@ class Play:
     def begin(self, prompt: Prompt, number: int, keys: np.ndarray) -> None:
         """Submits the first turns of a prompt's episodes, from `number` on; they read it once."""
         together = [
-            Sequence(number + i, prompt.tokens, params, key)
+            Sequence(number + i, prompt.tokens, params, key, prompt.images)
             for i, (params, key) in enumerate(zip(self._samples, keys, strict=True))
         ]
         self.sequences |= {sequence.episode: [sequence] for sequence in together}
@@ -275,6 +282,7 @@ class Play:
             keeps=self._world is not None,
             continues=continues,
             begun=first.begun,
+            sights=self._see(first.images, len(so_far)) if self._see else None,
         )
         number = self._engine.submit(request)
         completions = self._engine.completions(number)

@@ -99,7 +99,9 @@ class HeldOut:
         self._objective, self._complete = objective, complete
         self._measure = objectives.measurement(objective)
         width, starts = objectives.width_of(rows), range(0, len(rows), batch_size)
-        self._batches = [Batch.of(rows[i : i + batch_size], packer, width) for i in starts]
+        self._batches = [
+            Batch.of(rows[i : i + batch_size], packer, width, objective.models) for i in starts
+        ]
 
     def __call__(self, trained: Params, base: Params, clock: Clock) -> dict[str, float]:
         """Returns `val/NAME` for each metric of the objective, a mean over all rows."""

@@ -14,7 +14,7 @@ from jaxrl_llm.agents.world import World
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import curriculum, datasets, prompt_stream
-from jaxrl_llm.learner import distillation, layout, planned, predict, sampler, schedule
+from jaxrl_llm.learner import distillation, gallery, layout, planned, predict, sampler, schedule
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import replay as replay_lib
 from jaxrl_llm.learner import weights as weights_lib
@@ -90,9 +90,11 @@ def checked(
         models.tokenizer,
         seed=config.seed,
         options_of=options_of,
+        pictures=models.pictures,
     )
     training_set = load("train")
     curriculum.check(config.curriculum, training_set.prompts)
+    gallery.check(config, training_set.prompts, bool(replay))
     supervised.check_pairs(config)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:

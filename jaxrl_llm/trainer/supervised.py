@@ -122,7 +122,9 @@ def _checked(config: SupervisedConfig) -> _Checked:
         _check_longest(config, held_out)
         if isinstance(config, PolicyConfig) and config.evaluation.functions:
             tokenizer, seed = models.tokenizer, config.seed
-            prompts = datasets.load_dataset(config.data, tokenizer, "eval", seed)
+            prompts = datasets.load_dataset(
+                config.data, tokenizer, "eval", seed, pictures=models.pictures
+            )
             rewards_lib.check(config.as_rl().rewards, prompts.prompts)
             models_lib.check_stop_tokens(config.as_rl(), models.policy.shape)
     return _Checked(
@@ -151,7 +153,8 @@ def learn(
         run.writer.write(0, evaluate(state, 0, Clock()))
     for step in run.steps():
         clock = run.begin(step, state)
-        batch = Batch.of(stream.take(config.trainer.batch_size), packer)
+        taken = stream.take(config.trainer.batch_size)
+        batch = Batch.of(taken, packer, models=objective.models)
         batch = complete(batch, clock)
         run.hold()
         with clock("update") as watch, jax.set_mesh(mesh):

@@ -121,6 +121,7 @@ DATA = {
     "config.data.arithmetic_errors": (probe.examples_before_rl, 0.9),
     "config.model.chat_template": (probe.prompts, "none.jinja", {"model.tokenizer": "FOLDER"}),
 }
+IMAGES = {"model.family": "qwen2_5_vl"}
 SHARED = {
     "config.model.path": (probe.networks, "none"),
     "config.model.tokenizer": (probe.networks, "none"),
@@ -133,6 +134,12 @@ SHARED = {
     "config.model.mlp_size": (probe.networks, 32),
     "config.model.num_experts": (probe.networks, 5, {"model.family": "mixtral"}),
     "config.model.experts_per_token": (probe.networks, 1, {"model.family": "mixtral"}),
+    "config.model.vision.hidden_size": (probe.towers, 32, IMAGES),
+    "config.model.vision.num_layers": (probe.towers, 1, IMAGES),
+    "config.model.vision.num_heads": (probe.towers, 2, IMAGES),
+    "config.model.vision.mlp_size": (probe.towers, 32, IMAGES),
+    "config.model.vision.patch_size": (probe.towers, 2, IMAGES),
+    "config.model.vision.window_size": (probe.towers, 8, IMAGES),
     "config.model.rope_theta": (probe.networks, 500.0),
     "config.model.tie_embeddings": (probe.networks, False),
     "config.model.param_dtype": (probe.networks, "bfloat16"),

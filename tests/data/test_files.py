@@ -99,7 +99,7 @@ def test_no_column_is_lost():
         ({"prompt": ["hi"]}, "message 1 is str"),
         ({"prompt": [{"content": "x"}]}, "role of message 1 must be a text, got None"),
         ({"prompt": [{"role": "user"}]}, "content of message 1 must be a text, got None"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of message 1"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "has type 'audio'"),
         ({"prompt": "half a character \ud83d"}, "content of message 1 must be a text"),
         ({"data_source": None}, "row 7: data_source must be a text"),
         ({"data_source": ""}, "row 7: data_source must be a text"),

@@ -55,7 +55,7 @@ def config(tmp_path):
 
 def shown(tokenizer, found):
     """Returns the text of an example, and of its tokens that bear loss."""
-    masked = [token for token, bears in zip(*found, strict=True) if bears]
+    masked = [token for token, bears in zip(found.tokens, found.mask, strict=True) if bears]
     return tokenizer.decode(found.tokens), tokenizer.decode(masked)
 
 
