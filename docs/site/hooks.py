@@ -59,7 +59,7 @@ def on_files(files, config):
         for target in linked(page.src_uri, text):
             made[address_of(target)] = source_page(target)
             if target.endswith(".md"):  # a document outside of docs/: its own links too
-                for other in linked(address_of(target), rewritten_root(target)):
+                for other in linked(address_of(target), made[address_of(target)]):
                     made.setdefault(address_of(other), source_page(other))
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
@@ -110,31 +110,32 @@ def source_page(path: str) -> str:
         names = sorted(p.name for p in file.iterdir() if p.suffix == ".py")
         return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
     if path.endswith(".md"):
-        return rewritten_root(path)
+        return as_in_site(path, file.read_text())
     if path.endswith(".ipynb"):
-        return f"# {path}\n\n" + "\n\n".join(cells(json.loads(file.read_text())))
+        return f"# {path}\n\n" + "\n\n".join(cells(path))
     if path.endswith(".png"):
         return f"# {path}\n"
     language = LANGUAGES.get(file.suffix, "")
     return f"# {path}\n\n````{language}\n{file.read_text()}\n````\n"
 
 
-def rewritten_root(path: str) -> str:
-    """Returns a document of the repository's root with links as seen from its page in the site."""
+def as_in_site(path: str, text: str) -> str:
+    """Returns text of a file of the repository with links as seen from the file's page."""
+    here = posixpath.join("docs", posixpath.dirname(address_of(path)))
 
     def replaced(match: re.Match[str]) -> str:
-        link = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
-        inside = link.removeprefix("docs/") if link.startswith("docs/") else f"../{link}"
-        return f"{match[1]}../{inside}{match[3] or ''})"
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
+        return f"{match[1]}{posixpath.relpath(target, here)}{match[3] or ''})"
 
-    return LINK.sub(replaced, (ROOT / path).read_text())
+    return LINK.sub(replaced, text)
 
 
-def cells(notebook: dict) -> Iterator[str]:
+def cells(path: str) -> Iterator[str]:
     """Yields the cells of a notebook as Markdown."""
-    for cell in notebook["cells"]:
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
         text = "".join(cell["source"])
-        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        is_text = cell["cell_type"] == "markdown"
+        yield as_in_site(path, text) if is_text else f"```python\n{text}\n```"
 
 
 def api() -> str:
