@@ -172,7 +172,8 @@ class RolloutConfig(Group):
 class RewardFunctionConfig(Group):
     """One reward function and its weight in the score."""
 
-    function: str = ""  # arithmetic, gsm8k, math, code, format, length; or an import or file path
+    # arithmetic, gsm8k, math, exact_match, code, format, length; or an import or file path.
+    function: str = ""
     weight: Real = 1.0
     data_source: Name = "*"  # rows that it scores; "*": all
 

@@ -150,7 +150,8 @@ class SampledNow:
             hosts.agree("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
             if not self._has_compiled:
-                sampler.engine.compile_ahead(weights.params, self._samples[0].is_filtered)
+                filtered, continues = self._samples[0].is_filtered, sampler.world is not None
+                sampler.engine.compile_ahead(weights.params, filtered, continues)
                 self._has_compiled = True
             of = weights, prompts, self._samples, key
             return sampler.rollout(*of, self._begin_score)

@@ -7,6 +7,7 @@ Worker processes import this module, so it must not import jax.
 
 import inspect
 import re
+import string
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,26 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: In
     return {"score": float(bool(numbers) and answer == ground_truth), "pred": answer}
 
 
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
+    """Returns 1.0 as `score` if the answer is one of those in the ground truth, else 0.0.
+
+    The answer is the text in the last `<answer>...</answer>`. It is compared as in SQuAD (arXiv
+    1606.05250): without case, punctuation, articles and spaces that are more than one. The ground
+    truth is a text, a list of texts, or a mapping with such a list as `target` (Search-R1's rows).
+    """
+    found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
+    answer = _normalized(found[-1]) if found else ""
+    wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    texts = [wanted] if isinstance(wanted, str) else list(wanted or ())
+    right = bool(answer) and answer in {_normalized(str(text)) for text in texts}
+    return {"score": float(right), "pred": answer}
+
+
+def _normalized(text: str) -> str:
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
 def formatted(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> float:
     """Returns 1.0 if the solution contains a match of `extra_info["format_regex"]`, else 0.0.
 
@@ -63,6 +84,7 @@ REWARD_FUNCTIONS: Mapping[str, Any] = {
     "arithmetic": f"{__name__}:arithmetic",
     "gsm8k": f"{__name__}:gsm8k",
     "math": "jaxrl_llm.rewards.math:math_answer",
+    "exact_match": f"{__name__}:exact_match",
     "code": "jaxrl_llm.rewards.code:code",
     "format": f"{__name__}:formatted",
     "length": f"{__name__}:length",

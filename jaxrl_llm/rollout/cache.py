@@ -150,9 +150,9 @@ def add(
 def of_slots(cache: Cache, slots: Int[Array, " n"], window: int) -> Cache:
     """Returns the first positions of these slots; those past the last one get any row."""
     last = jax.tree.leaves(cache)[0].shape[0] - 1
-    return jax.tree.map(
-        lambda block: block[jnp.minimum(slots, last)], front(cache, last + 1, window)
-    )
+    # In this order: a CPU would copy the positions of all slots first.
+    taken = jax.tree.map(lambda block: block[jnp.minimum(slots, last)], cache)
+    return front(taken, len(slots), window)
 
 
 def join(cache: Cache, recent: Recent, end: int, slots: Int[Array, " S"] | None = None) -> Cache:

@@ -28,7 +28,8 @@ from jaxrl_llm.rollout.requests import (
 )
 from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler
 
-_MOST_AHEAD = 8  # programs
+_MOST_AHEAD = 8  # programs, and where turns follow, which need nearly all of them:
+_MOST_OF_TURNS = 32
 _ONE = SamplingParams(max_tokens=1)
 
 
@@ -120,14 +121,14 @@ class Engine:
         with jax.set_mesh(self.mesh):
             self._state = program.call(params, self._state or self.jitted.empty())
 
-    def compile_ahead(self, params: Params, filtered: bool) -> None:
+    def compile_ahead(self, params: Params, filtered: bool, continues: bool = False) -> None:
         """Compiles all programs that decode, if they are few, so that no later call waits for one.
 
         Many are compiled when they are needed: most runs need only some. `filtered` as
-        `SamplingParams.is_filtered`.
+        `SamplingParams.is_filtered`; `continues`: also those that read what follows a sample.
         """
-        decoding = self.jitted.programs(0, 0, [filtered])
-        if len(decoding) <= _MOST_AHEAD:
+        decoding = self.jitted.programs(0, 0, [filtered], continues)
+        if len(decoding) <= (_MOST_OF_TURNS if continues else _MOST_AHEAD):
             for program in decoding:
                 self.compile(params, program)
         self._state = None
@@ -243,9 +244,10 @@ class Engine:
     def _extend(self, params: Params, continuing: list[Sample], version: int) -> None:
         """Reads what samples add to the tokens that their slots hold."""
         at = {sample: sample.shared for sample in continuing}  # the next token to read
+        sampled: list[tuple[list[Sample | None], programs.Outputs]] = []  # read when all is begun
         while at:
-            rows, width = inputs.continuation_size(max(len(s.prompt) - n for s, n in at.items()))
-            rows = min(rows, self.num_slots)
+            longest = max(len(s.prompt) - n for s, n in at.items())
+            rows, width = inputs.continuation_size(longest, len(at), self.num_slots)
             part = list(at.items())[:rows]
             pieces = [sample.prompt[n : n + width] for sample, n in part]
             ends = [n + width >= len(sample.prompt) for sample, n in part]
@@ -270,11 +272,13 @@ class Engine:
                 for row, (sample, _) in enumerate(part):
                     sample.completion.routes.append(visited[row, : len(pieces[row])])
             entered = [s if end else None for (s, _), end in zip(part, ends, strict=True)]
-            self._scheduler.take_first(entered, jax.device_get(outputs), version)
+            sampled.append((entered, outputs))
             for (sample, n), end in zip(part, ends, strict=True):
                 at[sample] = n + width
                 if end:
                     del at[sample]
+        for entered, outputs in sampled:
+            self._scheduler.take_first(entered, jax.device_get(outputs), version)
 
     def _window(self, longest: int) -> int:
         return min(n for n in self.jitted.windows if n >= min(longest, self.max_tokens))

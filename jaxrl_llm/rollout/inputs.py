@@ -21,8 +21,8 @@ from jaxrl_llm.rollout.sampling import SamplerState
 
 MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
 SMALLEST_WIDTH = 32
-# (rows, tokens) that continuations are read in.
-_CONTINUATIONS = (8, 32), (8, 128), (2, 512)
+# (rows, tokens) that continuations are read in: narrow ones first, of these those with few rows.
+_CONTINUATIONS = (8, 32), (32, 32), (8, 128), (2, 512)
 
 
 def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> int:
@@ -121,9 +121,20 @@ def put_sights(rows: Sights, seen: Sights, row: int, at: int, begin: int, end: i
         into.vectors[places] = np.asarray(seen.vectors)[wanted[wanted >= 0]]
 
 
-def continuation_size(length: int) -> tuple[int, int]:
-    """Returns (rows, tokens) of a program that reads so many tokens, or a piece of them."""
-    return next((size for size in _CONTINUATIONS if size[1] >= length), _CONTINUATIONS[-1])
+def continuation_sizes(num_slots: int) -> list[tuple[int, int]]:
+    """Returns the (rows, tokens) of programs that read what follows samples."""
+    return list(dict.fromkeys((min(rows, num_slots), width) for rows, width in _CONTINUATIONS))
+
+
+def continuation_size(length: int, count: int, num_slots: int) -> tuple[int, int]:
+    """Returns (rows, tokens) of a program that reads so many tokens of so many samples.
+
+    It reads a part of them where they are more.
+    """
+    sizes = continuation_sizes(num_slots)
+    width = next((width for _, width in sizes if width >= length), sizes[-1][1])
+    rows = [rows for rows, each in sizes if each == width]
+    return max([rows[0], *(each for each in rows if each <= count)]), width
 
 
 def continuation(

@@ -125,13 +125,18 @@ class Jitted:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated)
 
     def programs(
-        self, num_prompts: int, prompt_tokens: int, filters: Sequence[bool] = (False,)
+        self,
+        num_prompts: int,
+        prompt_tokens: int,
+        filters: Sequence[bool] = (False,),
+        continues: bool = False,
     ) -> list[Program]:
         """Returns what to compile ahead of requests, short and few ones first.
 
         Nothing compiles later while up to `num_prompts` prompts of up to `prompt_tokens` are read
         together, unless a request wants the likeliest tokens. `filters` are the values of
-        `SamplingParams.is_filtered`, each with its own programs.
+        `SamplingParams.is_filtered`, each with its own programs; `continues`: whether requests
+        continue samples.
         """
         shapes = {
             shape
@@ -151,6 +156,12 @@ class Jitted:
                     f"decoding of {slots} slots x {window} tokens{after}",
                     functools.partial(self._generate_nothing, slots, window, filtered),
                 )
+            sizes = inputs.continuation_sizes(self._num_slots) if continues else []
+            for (rows, width), window in itertools.product(sizes, self.windows):
+                found[filtered, self._num_slots, window, 2, width, rows] = Program(
+                    f"reading {width} tokens after {window} in {rows} slots{after}",
+                    functools.partial(self._extend_nothing, rows, width, window, filtered),
+                )
         moving = [Program("moving samples", self._move_nothing)] if found else []
         return moving + [found[order] for order in sorted(found)]
 
@@ -166,6 +177,20 @@ class Jitted:
             nobody = inputs.admission([], size, self._num_slots)
             state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)
         return state
+
+    def _extend_nothing(
+        self,
+        rows: int,
+        width: int,
+        window: int,
+        filtered: bool,
+        params: Params,
+        state: DecodeState,
+    ) -> DecodeState:
+        nothing = inputs.continuation([], [], rows, width)
+        nobody = inputs.admission([], rows, self._num_slots)
+        switches = {"window": window, "filtered": filtered, "num_top": 0}
+        return self.extend(params, state, nothing, nobody, **switches)[0]
 
     def _generate_nothing(
         self,

@@ -201,7 +201,10 @@ def extend(
         history = history.at[a.slots[:, None], at].set(more.tokens, mode="drop")
         history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
     end = sum(block.shape[3] for block in state.cache.keys[0])
-    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, a.slots)
+    # A layer's new keys do not depend on what was read of it. If they were written before, the
+    # compiler would copy the whole cache: they wait for the end. This is 0, which it cannot know.
+    after = (x[0, 0, 0] > jnp.inf).astype(jnp.int32)
+    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, a.slots + after)
     state = dataclasses.replace(state, cache=cache, history=history)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 

@@ -56,6 +56,22 @@ def test_gsm8k(solution, truth, expected):
 @pytest.mark.parametrize(
     "solution, truth, expected",
     [
+        ("<answer>The  Eiffel Tower.</answer>", "eiffel tower", 1.0),
+        ("<answer>Rome</answer> no <answer> Paris</answer>", ["Lyon", "PARIS"], 1.0),
+        ("<answer>Rome</answer>", {"target": ["rome", "Roma"]}, 1.0),
+        ("<answer>Rome or Paris</answer>", "Paris", 0.0),
+        ("<answer>the</answer>", "a", 0.0),  # nothing is left of either
+        ("Paris", "Paris", 0.0),
+        ("<answer>Paris</answer>", None, 0.0),
+    ],
+)
+def test_exact_match(solution, truth, expected):
+    assert score("exact_match", solution, truth) == expected
+
+
+@pytest.mark.parametrize(
+    "solution, truth, expected",
+    [
         (r"so it is \boxed{\frac12}", "0.5", 1.0),
         ("The final answer is 1,234.", "1234", 1.0),
         (r"\boxed{x^2+1}", "1+x^2", 1.0),

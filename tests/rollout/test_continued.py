@@ -130,6 +130,31 @@ def test_on_a_mesh():
     assert_same(played(engine_with(4, mesh), rollout_params(mesh)), wanted)
 
 
+def test_turns_wait_for_no_compiler_and_copy_no_cache():
+    engine = engine_with(8)
+    engine.compile_ahead(rollout_params(), filtered=False, continues=True)
+    compiled = (engine.jitted.extend, engine.jitted.generate, engine.jitted.move)
+    counts = [program._cache_size() for program in compiled]
+    played(engine, rollout_params())
+    assert [program._cache_size() for program in compiled] == counts
+    # What is read and written in one program is not copied. More slots need no more memory.
+    needed = []
+    for num_slots in (16, 64):
+        jitted = engine_with(num_slots).jitted
+        arguments = inputs.continuation([], [], 8, 32), inputs.admission([], 8, num_slots)
+        with jax.set_mesh(ONE):
+            program = jitted.extend.lower(
+                rollout_params(),
+                jitted.abstract_state,
+                *arguments,
+                window=LIMIT,
+                filtered=False,
+                num_top=0,
+            ).compile()
+        needed.append(program.memory_analysis().temp_size_in_bytes)
+    assert needed[1] < 1.1 * needed[0]  # the cache of 64 is four times as large
+
+
 def test_long_additions_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(inputs, "_CONTINUATIONS", ((3, 4), (2, 6)))
     engine = engine_with(8)
