@@ -467,7 +467,7 @@ def step(config: RLConfig):
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
     engine = types.SimpleNamespace(compile_ahead=lambda *of: None)
-    sampler = types.SimpleNamespace(engine=engine, models=models, rollout=rollout)
+    sampler = types.SimpleNamespace(engine=engine, models=models, rollout=rollout, world=None)
     stream = types.SimpleNamespace(
         batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
     )

@@ -177,8 +177,7 @@ def extend(
     )
     places = more.kept[:, None] + jnp.arange(width)
     positions = jnp.where(jnp.arange(width) < more.lengths[:, None], places, NOWHERE)
-    dtype = state.cache.keys[0][0].dtype
-    recent = cache_lib.no_recent(network.shape, count, width, dtype)
+    recent = cache_lib.no_recent(network.shape, count, width, state.cache.keys[0][0].dtype)
     in_cache = jnp.arange(window) < more.kept[:, None]
     x, keys, values, routes = _forward(
         network,
@@ -201,10 +200,9 @@ def extend(
         history = history.at[a.slots[:, None], at].set(more.tokens, mode="drop")
         history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
     end = sum(block.shape[3] for block in state.cache.keys[0])
-    # A layer's new keys do not depend on what was read of it. If they were written before, the
-    # compiler would copy the whole cache: they wait for the end. This is 0, which it cannot know.
-    after = (x[0, 0, 0] > jnp.inf).astype(jnp.int32)
-    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, a.slots + after)
+    # Keys written before the old ones are read would copy the cache; what it adds to slots is 0.
+    at = a.slots + (x[0, 0, 0] > jnp.inf)
+    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, at)
     state = dataclasses.replace(state, cache=cache, history=history)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 

@@ -151,7 +151,8 @@ class FakeRun:
         compiled = self.compiled = []
         engine = types.SimpleNamespace(compile_ahead=lambda *of: compiled.append(of))
         models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-        sampler = types.SimpleNamespace(engine=engine, models=models, rollout=self.rollout)
+        fields = {"engine": engine, "models": models, "world": None}
+        sampler = types.SimpleNamespace(rollout=self.rollout, **fields)
         self.source = SampledNow(config, sampler, self, self.score)
         self.score_of = score
         self.next = 0
@@ -182,7 +183,7 @@ class FakeRun:
         samples = self.source.take(Weights({}, 7), jax.random.key(0), clock)
         assert set(clock.seconds()) == {"timing_s/gen", "timing_s/reward", "timing_s/step"}
         assert samples.engine.decode_tokens == 5 * len(self.taken)
-        assert self.compiled == [({}, True)]  # once, for samples that are filtered
+        assert self.compiled == [({}, True, False)]  # once: samples are filtered, nothing answers
         return samples.rollouts, samples.rewards
 
 
