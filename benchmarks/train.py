@@ -36,7 +36,7 @@ def measure(arguments) -> None:
         return seconds
 
     model = side_by_side.model_folder(arguments.models[0])
-    work = Work(model, arguments.microbatch_tokens)
+    work = Work(*_of_folder(model, arguments.microbatch_tokens))
     first, *updates = timed(work.update, 1 + arguments.warmup + arguments.steps)
     updates = updates[arguments.warmup :]
     scores = timed(work.score, 1 + arguments.steps)[1:]
@@ -69,33 +69,38 @@ def _matmul_gflops(timed) -> float:
     return 20 * 2 * 4096 * 512 * 1280 / min(seconds) / 1e9
 
 
-class Work:
-    """The sequences of one step, and the programs that train on them."""
+def _of_folder(model: pathlib.Path, microbatch_tokens: int):
+    """Returns the config of this benchmark with the model of a folder, and the run's models."""
+    from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
+    from jaxrl_llm.learner import models as models_lib
 
-    def __init__(self, model: pathlib.Path, microbatch_tokens: int):
+    settings = default_config_dict()
+    settings.model.path = str(model)
+    settings.rewards.functions.length = {"function": "length"}
+    settings.algorithm.recipe = "grpo"
+    settings.algorithm.samples_per_prompt = 4
+    settings.algorithm.kl_in = "loss"
+    settings.algorithm.kl_coef = 0.04
+    settings.data.max_prompt_tokens = PROMPT_TOKENS
+    settings.rollout.max_response_tokens = NEW_TOKENS
+    settings.trainer.prompts_per_step = SEQUENCES // 4
+    settings.trainer.max_tokens_per_microbatch = microbatch_tokens
+    settings.trainer.optimizer.learning_rate = 1e-6
+    with side_by_side.own_tokenizer(model) as folder:
+        settings.model.tokenizer = folder
+        config = from_config_dict(settings)
+        return config, models_lib.of_job(config)
+
+
+class Work:
+    """The sequences of one step, each as long as may be, and the programs that train on them."""
+
+    def __init__(self, config, models):
         import numpy as np
 
-        from jaxrl_llm.config.bridge import default_config_dict, from_config_dict
-        from jaxrl_llm.learner import models as models_lib
         from jaxrl_llm.learner import predict, update, weights
         from jaxrl_llm.types import Rollouts
 
-        settings = default_config_dict()
-        settings.model.path = str(model)
-        settings.rewards.functions.length = {"function": "length"}
-        settings.algorithm.recipe = "grpo"
-        settings.algorithm.samples_per_prompt = 4
-        settings.algorithm.kl_in = "loss"
-        settings.algorithm.kl_coef = 0.04
-        settings.data.max_prompt_tokens = PROMPT_TOKENS
-        settings.rollout.max_response_tokens = NEW_TOKENS
-        settings.trainer.prompts_per_step = SEQUENCES // 4
-        settings.trainer.max_tokens_per_microbatch = microbatch_tokens
-        settings.trainer.optimizer.learning_rate = 1e-6
-        with side_by_side.own_tokenizer(model) as folder:
-            settings.model.tokenizer = folder
-            config = from_config_dict(settings)
-            models = models_lib.of_job(config)
         policy = weights.initial_policy(config, models)
         frozen = weights.frozen(config, models, policy, {})
         self._config, self._models = config, models
@@ -105,8 +110,9 @@ class Work:
         self._of_policy, _ = predict.scoring_programs(config, models)
 
         random = np.random.default_rng(0)
-        shape = (SEQUENCES, PROMPT_TOKENS + NEW_TOKENS)
-        mask = np.broadcast_to(np.arange(shape[1]) >= PROMPT_TOKENS, shape).copy()
+        shape = (config.sequences_per_step, config.max_sequence_tokens)
+        prompts, group = config.trainer.prompts_per_step, config.algorithm.samples_per_prompt
+        mask = np.broadcast_to(np.arange(shape[1]) >= config.data.max_prompt_tokens, shape).copy()
         self._advantages = np.where(mask, random.standard_normal((shape[0], 1)), 0.0)
         self._rollouts = Rollouts(
             tokens=random.integers(2, models.policy.shape.vocab_size, shape, np.int32),
@@ -114,7 +120,7 @@ class Work:
             rollout_log_probs=np.where(mask, -6.0, 0.0).astype(np.float32),
             versions=np.zeros(shape, np.int32),
             lengths=np.full(shape[0], shape[1], np.int32),
-            group_ids=np.repeat(np.arange(SEQUENCES // 4, dtype=np.int32), 4),
+            group_ids=np.repeat(np.arange(prompts, dtype=np.int32), group),
             stopped=np.zeros(shape[0], bool),
             prompts=(),
             responses=("",) * shape[0],
