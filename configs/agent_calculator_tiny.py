@@ -22,7 +22,7 @@ def get_config():
     config.data.task = "products"
     config.data.arithmetic_train_prompts = 7000
     config.data.arithmetic_errors = 0.75
-    config.data.max_prompt_tokens = 16
+    config.data.max_prompt_tokens = 40
     config.rollout.max_response_tokens = 112
     config.agent.tools = ("calculator",)
     config.agent.max_turns = 3

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl_llm.agents import on_ray as agents_on_ray
 from jaxrl_llm.agents import pool as agents_pool
 from jaxrl_llm.agents.episode import Episode
 from jaxrl_llm.agents.world import World
@@ -54,6 +55,7 @@ from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.models.router import Routed
 from jaxrl_llm.models.shape import random_model
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards import on_ray as reward_on_ray
 from jaxrl_llm.rewards import pool as reward_pool
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
@@ -520,6 +522,10 @@ class _Worker:
         pass
 
 
+def _asked(where, actor, count, cores, *given, at_once=1):
+    raise _SeenError(where, count, cores)
+
+
 def scores(config: RLConfig):
     """Scores and costs of some responses, and the processes that they are asked of."""
     found = []
@@ -532,11 +538,13 @@ def scores(config: RLConfig):
         with (
             mock.patch.object(reward_pool, "_Worker", worker),
             mock.patch.object(reward_pool, "wait", lambda connections, patience: connections),
-            rewards_lib.Scorer(wanted, models, (), bool(config.agent.environments)) as scorer,
+            mock.patch.object(reward_on_ray, "Workers", _asked),
         ):
             try:
-                found.append((worker.made, vars(scorer.score(of_wave))))
-            except RewardError as error:
+                given = wanted, models, (), bool(config.agent.environments)
+                with rewards_lib.Scorer(*given) as scorer:
+                    found.append((worker.made, vars(scorer.score(of_wave))))
+            except (RewardError, _SeenError) as error:
                 found.append((worker.made, str(error)))
     return found
 
@@ -561,6 +569,12 @@ def agents(config: RLConfig):
         return agents_pool._Process(connection, os.open(os.devnull, os.O_RDONLY))
 
     settings = config.agent
+    if settings.ray_workers:
+        try:
+            with mock.patch.object(agents_on_ray, "Workers", _asked):
+                World(settings, tokenizer_lib.character_tokenizer())
+        except _SeenError as seen:
+            return seen.args
     described = {
         "tools": {name: [add] for name in settings.tools[:1]},
         "environments": {name: [] for name in settings.environments},
@@ -575,7 +589,7 @@ def agents(config: RLConfig):
     ):
         for number in range(3):
             world._pool.ask(number, {"do": "start"}, {"do": "call"})
-        deadlines = [process.deadline for process in world._pool._processes.values()]
+        deadlines = [process.deadline for process in world._pool._processes]
         own = Episode(world._rules, PROMPTS[0], 0)
         call = '{"name": "add", "parameters": {}}'
         turns = []

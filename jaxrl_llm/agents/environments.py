@@ -5,7 +5,8 @@ An environment is any object with some of these methods, all of which may be `as
     start(row)       the messages that follow the prompt, or a text of the user, or nothing
     step(message)    the answer to a turn of the policy that calls no tool: a `Step`, messages, a
                      text of the user, or nothing: the episode ends
-    reward()         what the whole episode is worth, asked at its end
+    reward()         what the whole episode is worth, asked at its end; with an argument `messages`
+                     it gets those after the prompt
     close()          gives back what it holds
 
 Its other public methods are tools. A class with `reset` in place of `start` is meant as TRL's
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.algorithms import lookup
+from jaxrl_llm.config.agent import ADAPTERS as NAMES
 
 Message = Mapping[str, Any]
 
@@ -68,15 +70,18 @@ class Environment:
         messages = as_messages(found)
         return Step(messages, done=not messages)
 
-    async def reward(self) -> float:
-        """Returns the reward of the episode; 0 if the object has none.
+    async def reward(self, messages: Sequence[Message]) -> float:
+        """Returns the reward of the episode, whose messages follow the prompt; 0 without one.
 
         TypeError or ValueError if it is no finite number.
         """
         for name in ("reward", "get_reward"):
             found = getattr(self.inner, name, None)
+            if callable(found):
+                asks = "messages" in inspect.signature(found).parameters
+                found = found(messages=messages) if asks else found()
             if found is not None:
-                return checked_reward(await settled(found() if callable(found) else found))
+                return checked_reward(await settled(found))
         return 0.0
 
     async def close(self) -> None:
@@ -89,16 +94,17 @@ def made(name: str, address: str) -> Environment:
 
     Raises what the lookup, the adapter's package or the user's code raises.
     """
-    adapter = ADAPTERS.get(name)
-    if adapter:
-        return Environment(lookup.resolve(adapter, {}, "adapter")(address))
-    return Environment(lookup.resolve(name, {}, "environment")())
+    made = found(name)
+    return Environment(made(address) if name in ADAPTERS else made())
+
+
+def found(name: str) -> Callable[..., Any]:
+    """Returns what makes an adapter's or a user's environments; raises as `made`."""
+    return lookup.resolve(ADAPTERS.get(name, name), {}, "environment")
 
 
 # Their modules import packages of their own (extras of this project).
-ADAPTERS: Mapping[str, str] = {
-    name: f"jaxrl_llm.agents.adapters.{name}:make" for name in ("gymnasium", "mcp", "openenv")
-}
+ADAPTERS: Mapping[str, str] = {name: f"jaxrl_llm.agents.adapters.{name}:make" for name in NAMES}
 
 
 async def settled(value: Any) -> Any:

@@ -137,7 +137,7 @@ class Episode:
 
     def rewarded(self) -> Talk:
         """Asks the environment what the episode is worth."""
-        answer = yield {"do": "reward"}
+        answer = yield {"do": "reward", "messages": self.log.messages}
         if kind := answer.get("problem"):
             return {"reward": 0.0, "errors": {f"reward_{kind}": 1}}
         return {"reward": answer["reward"], "errors": {}}

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.agents.additions import Addition
 from jaxrl_llm.agents.episode import NOTHING, Episode, Rules, Talk
-from jaxrl_llm.agents.pool import AgentError, Pool
+from jaxrl_llm.agents.on_ray import pool_of
+from jaxrl_llm.agents.pool import AgentError
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch
@@ -30,7 +31,7 @@ class World(contextlib.AbstractContextManager["World"]):
     def __init__(self, config: AgentConfig, tokenizer: PreTrainedTokenizerBase):
         """Starts the processes; AgentError if a tool or an environment cannot be used."""
         self._config, self._tokenizer = config, tokenizer
-        self._pool = Pool(config)
+        self._pool = pool_of(config)
         try:
             self._rules = Rules(config, tokenizer, self._pool.describe())
             self._check()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.config.ranges import Count, File, Group, Name, Problems, Range
 
-ADAPTERS = ("gymnasium", "mcp", "openenv")
+ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 READY_TOOLS = ("calculator", "python", "search")
 # Values of a row's `agent_name` that mean: tools and no environment; one answer without either.
 TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
@@ -15,9 +15,9 @@ TOOLS_ALONE, SINGLE_TURN = "tool_agent", "single_turn_agent"
 class EnvironmentConfig(Group):
     """One kind of environment; rows choose it by their column `agent_name` (docs/agents.md)."""
 
-    # A class or function of yours that makes one; or gymnasium, mcp, openenv.
+    # A class or function of yours that makes one; or gymnasium, mcp, openenv, verifiers.
     environment: Name = ""
-    # For adapters: the id of an environment, the command or the address of a server.
+    # For adapters: the id of an environment or a taskset, the command or the address of a server.
     address: Name = ""
 
     def rules(self) -> Problems:
@@ -52,8 +52,13 @@ class AgentConfig(Group):
     timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call or step
     # Of an episode, all calls and steps together.
     max_tool_s: Annotated[float, Range("(0, inf]", "inf: no limit")] = float("inf")
-    # Episodes with a process at the same time; others wait for theirs.
+    # At the same time; episodes without one wait.
     num_processes: Annotated[int, Range("[1, 65536]")] = 256
+    # More than 1: episodes run as coroutines beside each other in a process; for `async` code that
+    # waits most of the time.
+    episodes_per_process: Annotated[int, Range("[1, 65536]")] = 1
+    # Workers of a Ray cluster in place of this host; the processes above are those of each.
+    ray_workers: Annotated[int, Range("[0, 65536]", "0: this host")] = 0
     # Address space of a process.
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
     visible: tuple[Name, ...] = ()  # environment variables that tools and environments may see

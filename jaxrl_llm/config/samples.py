@@ -206,6 +206,8 @@ class RewardsConfig(Group):
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     environment_weight: Real = 1.0  # of what environments give (docs/agents.md)
     num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
+    # Workers of a Ray cluster in place of this host; the processes above are those of each.
+    ray_workers: Annotated[int, Range("[0, 65536]", "0: this host")] = 0
     timeout_s: Annotated[float, Range("[0.01, 1000000]")] = 10.0  # of one call
     # Address space of a worker process.
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0

@@ -24,6 +24,7 @@ from jaxrl_llm.data.pictures import Pictures, expanded, of_row, refuse_pairs, re
 from jaxrl_llm.data.streaming import Made, StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, longest, streamed_parts
 from jaxrl_llm.data.tasks import (
+    CALCULATOR,
     Split,
     files_of,
     misread_answer,
@@ -236,8 +237,8 @@ def worked_examples(
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
-    time wrong in one step with that probability; of the products that is the share of wrong guesses
-    without the calculator. Rows of files with more than `max_tokens` (0: any
+    time wrong in one step with that probability; of the products that is the share whose result is
+    wrong. Rows of files with more than `max_tokens` (0: any
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
@@ -273,7 +274,8 @@ def _worked_products(
         wrong = draw if draw.random() < config.arithmetic_errors else None
         asked = {"role": "user", "content": prompt.extra_info["question"]}
         messages = [asked, *worked_product(prompt.extra_info, wrong)]
-        dialogue = Dialogue(messages, 1, {}, f"products, row {prompt.index}")
+        options = {"tools": [CALCULATOR]}
+        dialogue = Dialogue(messages, 1, options, f"products, row {prompt.index}")
         made.append(example(tokenizer, dialogue, config.chat_template))
     return made
 

@@ -114,21 +114,49 @@ def _products_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
     return rows
 
 
+# What worked products show of the ready tool of this name, which is defined on a floor above.
+CALCULATOR: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes the value of an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers, + - * / // % **, brackets, pi, e, sqrt, exp, log, sin,"
+                    " cos, tan, floor, ceil, abs, round, min and max, for example"
+                    ' "(3 + 4) * 12".',
+                }
+            },
+            "required": ["expression"],
+        },
+        "return": {"type": "string", "description": "The value."},
+    },
+}
+_GUESSES = 0.25  # share of guesses among the wrong answers
+
+
 def worked_product(row: Mapping[str, Any], wrong: random.Random | None = None) -> list[Row]:
     """Returns the answer to a product's prompt: a call of the calculator, its reply, the result.
 
-    With `wrong` it is a guess, a wrong one.
+    With `wrong` the result is wrong: of a call with another operator, or sometimes a guess.
     """
-    truth = row["answer"].removeprefix("#")
+    expression, result = row["expression"], int(row["answer"].removeprefix("#"))
+    if wrong is not None and wrong.random() < _GUESSES:
+        guess = abs(result + wrong.choice([e for e in range(-999, 1000) if e]))
+        return [{"role": "assistant", "content": f"#{guess}"}]
     if wrong is not None:
-        guess = str(int(truth) + wrong.choice([e for e in range(-999, 1000) if e]))
-        return [{"role": "assistant", "content": f"#{guess.lstrip('-')}"}]
-    function = {"name": "calculator", "arguments": {"expression": row["expression"]}}
+        a, b = map(int, expression.split("*"))
+        sign, result = wrong.choice([("+", a + b), ("-", a - b)])
+        expression = f"{a}{sign}{b}"
+    function = {"name": "calculator", "arguments": {"expression": expression}}
     call = {"type": "function", "id": "000000000", "function": function}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "calculator", "tool_call_id": call["id"], "content": truth},
-        {"role": "assistant", "content": f"#{truth}"},
+        {"role": "tool", "name": "calculator", "tool_call_id": call["id"], "content": str(result)},
+        {"role": "assistant", "content": f"#{result}"},
     ]
 
 

@@ -31,7 +31,9 @@ CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _UNUSED_TOKENS = tuple(f"<unused{number}>" for number in range(5))
 CHARACTER_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% for tool in tools or [] %}<system>{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(', ') }}){{ eos_token }}{% endfor %}"
+    "{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}"
     "{% for call in message['tool_calls'] %}"
     '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
@@ -57,9 +59,10 @@ _CONTENT_OF_PARTS = (
 def character_tokenizer(images: bool = False) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each printable ASCII character and the newline.
 
-    Its chat template begins every message with a token for its role and ends it with `<eos>`. It
-    writes calls of tools as Llama 3 does, and does not show tools. Any other character becomes
-    `<unk>`. With `images` contents may have parts of images, written as Qwen2.5-VL writes them.
+    Its chat template begins every message with a token for its role and ends it with `<eos>`. Of
+    tools it shows the names, with those of their arguments, and writes calls as Llama 3 does. Any
+    other character becomes `<unk>`. With `images` contents may have parts of images, written as
+    Qwen2.5-VL writes them.
     """
     more = IMAGE_TOKENS + _UNUSED_TOKENS if images else ()
     names = SPECIAL_TOKENS + CHARACTERS + more

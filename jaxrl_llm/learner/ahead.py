@@ -210,7 +210,8 @@ class SampledAhead(SampledNow):
         step, size = weights.version + 1, self._config.trainer.prompts_per_step
         with self._watch.waiting(), clock("gen"):
             if not self._has_compiled:
-                self._engine.compile_ahead(weights.params, self._samples[0].is_filtered)
+                filtered, continues = self._samples[0].is_filtered, self._sampler.world is not None
+                self._engine.compile_ahead(weights.params, filtered, continues)
                 self._has_compiled = True
             if wave:
                 self._begin(step, wave, 0, num_prompts)

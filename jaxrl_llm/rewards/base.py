@@ -18,7 +18,8 @@ from jaxrl_llm.config.algorithm import is_import_path
 from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from jaxrl_llm.rewards import functions
 from jaxrl_llm.rewards.early import EarlyCalls
-from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+from jaxrl_llm.rewards.on_ray import pool_of
+from jaxrl_llm.rewards.pool import Call, RewardError
 from jaxrl_llm.rewards.worker import LARGEST_SCORE
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import Prompt, Rewards, Rollouts
@@ -53,8 +54,8 @@ def check(
         except ValueError as error:
             raise RewardError(str(error)) from error
         return
-    one = dataclasses.replace(config, num_workers=1)
-    with RewardPool([term.function for term in terms.values()], one) as pool:
+    one = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
+    with pool_of([term.function for term in terms.values()], one) as pool:
         for name, term in users.items():
             calls = [
                 Call(term.function, p.index, p.data_source, text, p.ground_truth, p.extra_info)
@@ -118,7 +119,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             raise RewardError(f"config.rewards: {shared} name a reward and a cost; rename one")
         self._model_scorers = dict(model_scorers)
         terms = [*config.functions.values(), *config.cost_functions.values()]
-        self._pool = RewardPool([term.function for term in terms], config)
+        self._pool = pool_of([term.function for term in terms], config)
         self._early = EarlyCalls(self._pool)
 
     def __exit__(self, *exception) -> None:

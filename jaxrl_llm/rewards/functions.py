@@ -22,8 +22,12 @@ RewardFunction = Callable[..., Result | Awaitable[Result]]
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if all text after the first `#` is the ground truth, else 0.0.
 
-    White space around it is ignored. A policy can neither guess twice nor go on for ever.
+    White space around it is ignored. A policy can neither guess twice nor go on for ever. Of an
+    episode with tools or an environment the policy's last turn counts.
     """
+    if messages := extra_info.get("messages"):
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        solution_str = said[-1] if said else ""
     _, _, answer = solution_str.partition("#")
     return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.errors import UserError
@@ -25,8 +25,8 @@ from jaxrl_llm.rewards.worker import MAX_ANSWER_BYTES
 logger = logging.getLogger(__name__)
 
 
-_PATIENCE_S = 0.5
-_CLOSED = "the reward pool is closed"
+PATIENCE_S = 0.5  # between two looks whether another thread has closed the pool
+CLOSED = "the reward pool is closed"
 
 
 class RewardError(UserError, RuntimeError):
@@ -108,14 +108,14 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def attempt(self, calls: Sequence[Call], stop: bool = False) -> list[Outcome]:
         """Returns the outcome of each call; logs no failures, raises at the first if `stop`."""
         if not self._workers:
-            raise RewardError(_CLOSED)
+            raise RewardError(CLOSED)
         outcomes: dict[int, Outcome] = {}
         waiting = deque(range(len(calls)))
         repeated = set[int]()  # calls whose first process died before it read them
         try:
             while len(outcomes) < len(calls):
                 if self._is_closed:
-                    raise RewardError(_CLOSED)
+                    raise RewardError(CLOSED)
                 for worker in [worker for worker in self._workers if worker.idle]:
                     try:
                         if waiting:
@@ -135,11 +135,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                         continue
                     outcomes[index] = outcome or self._failed("two processes died before it began")
                     if outcomes[index].failure and stop:
-                        raise RewardError(
-                            f"{_where(calls[index])}: {outcomes[index].failure}\n"
-                            "Correct the function, or set rewards.on_failure='score' to give such"
-                            f" responses {self._config.failure_score:g}"
-                        )
+                        self._stop(calls[index], outcomes[index])
         except KeyboardInterrupt:  # the run ends: start no process for calls that will not come
             self.close()
             raise
@@ -149,12 +145,19 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 self._replace(worker)
         return [outcomes[index] for index in range(len(calls))]
 
+    def _stop(self, call: Call, outcome: Outcome) -> NoReturn:
+        raise RewardError(
+            f"{_where(call)}: {outcome.failure}\n"
+            "Correct the function, or set rewards.on_failure='score' to give such responses"
+            f" {self._config.failure_score:g}"
+        )
+
     def _workers_with_news(self) -> list["_Worker"]:
         """Waits; returns workers that answered, died, or are over their time."""
         active = [worker for worker in self._workers if not worker.idle]
         patience = max(0.0, min((w.deadline for w in active), default=0.0) - time.monotonic())
         # Not for long: another thread may close the pool.
-        readable = wait([worker.connection for worker in active], min(patience, _PATIENCE_S))
+        readable = wait([worker.connection for worker in active], min(patience, PATIENCE_S))
         now = time.monotonic()
         return [w for w in active if w.connection in readable or now >= w.deadline]
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 from transformers.utils import get_json_schema
 
+from jaxrl_llm.agents import pool as agents_pool
 from jaxrl_llm.agents.pool import AgentError, Pool
 from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.processes.supervisor import descendants
@@ -128,6 +129,65 @@ def test_more_episodes_than_processes_take_turns():
         assert found == dict.fromkeys(range(6), "1")
 
 
+SHARED = tuple(f"{FILE}:{name}" for name in ("meet", "Notes", "stall", "misbehave"))
+
+
+def shared(**settings):
+    given = {"tools": SHARED, "environments": {}, "default": "", "episodes_per_process": 64}
+    return Pool(config(**{"timeout_s": 0.5, **given, **settings}))
+
+
+def answers(pool, requests):
+    """Returns what comes back to requests of episodes that are all open at the same time."""
+    for episode, request in requests.items():
+        pool.ask(episode, {**begin(names=SHARED), "seed": episode}, request)
+    found = {}
+    while len(found) < len(requests):
+        found.update(pool.collect(5.0))
+    return {e: (a.get("problem", ""), a.get("text", "")) for e, a in sorted(found.items())}
+
+
+def test_many_episodes_are_coroutines_of_one_process():
+    with shared() as pool, shared(episodes_per_process=1, timeout_s=20.0) as alone:
+        assert set(answers(pool, dict.fromkeys(range(64), call("meet", count=64)))) == set(
+            range(64)
+        )
+        assert len(pool._processes) == 1
+        numbers = answers(pool, dict.fromkeys(range(64), call("draw")))
+        first = dict.fromkeys(range(3), call("draw"))
+        assert answers(alone, first) == {e: numbers[e] for e in first}
+        hanging = {
+            e: call("stall", how=h) for e, h in enumerate(("wait", "loop", "sleep", "stubborn"))
+        }
+        others = dict.fromkeys(range(4, 64), call("draw"))
+        found = answers(pool, {**hanging, **others})
+        said = "no answer within 0.5 s; its state is lost"
+        assert [found[e] for e in hanging] == [("timeout", said)] * 4
+        for episode in others:  # they keep what they had
+            assert found[episode][1].startswith(numbers[episode][1][:-1])
+        again = answers(pool, dict.fromkeys(range(4), call("draw")))
+        assert again == {e: numbers[e] for e in range(4)}
+        assert len(pool._processes) == 1
+        for episode in range(64):
+            pool.end(episode)
+        assert not pool._processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "request_of_one", [call("stall", how="deaf"), call("misbehave", how="leave")]
+)
+def test_what_ends_a_shared_process_costs_its_episodes_their_state(monkeypatch, request_of_one):
+    monkeypatch.setattr(agents_pool, "_BEGIN_S", 1.0)
+    with shared() as pool:
+        numbers = answers(pool, dict.fromkeys(range(3), call("draw")))
+        (problem, said), *_ = answers(pool, {0: request_of_one}).values()
+        assert problem in ("timeout", "ended") and "its state is lost" in said
+        lost = ("ended", "its process has ended; its state is lost")
+        assert answers(pool, dict.fromkeys(range(1, 3), call("draw"))) == {1: lost, 2: lost}
+        assert answers(pool, dict.fromkeys(range(3), call("draw"))) == numbers
+
+
 def test_environments_of_both_kinds(pool):
     start = begin("Counter", (), start=5)
     text = {"messages": [{"role": "user", "content": "It is 5."}]}
@@ -135,7 +195,7 @@ def test_environments_of_both_kinds(pool):
     assert asked(pool, 20, call("increase", by=3), start) == {"text": "8"}
     over = {"messages": [], "done": True, "reward": 0.0}
     assert asked(pool, 20, {"do": "step", "message": {"content": "x"}}, start) == over
-    assert asked(pool, 20, {"do": "reward"}, start) == {"reward": 8.0}
+    assert asked(pool, 20, {"do": "reward", "messages": []}, start) == {"reward": 8.0}
     guess = begin("Guess", (), number=7)
 
     def step(text):
@@ -146,7 +206,7 @@ def test_environments_of_both_kinds(pool):
     assert step("6") == no
     assert "finite" in step("nan")["text"]
     assert step("7") == {"messages": [], "done": True, "reward": 1.0}
-    assert asked(pool, 21, {"do": "reward"}, guess) == {"reward": 0.0}
+    assert asked(pool, 21, {"do": "reward", "messages": []}, guess) == {"reward": 0.0}
 
 
 @pytest.mark.parametrize(

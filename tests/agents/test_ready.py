@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jaxrl_llm.agents import ready, tools
+from jaxrl_llm.data import tasks
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,10 @@ from jaxrl_llm.agents import ready, tools
 )
 def test_calculator(expression, value):
     assert ready.calculator(expression) == value
+
+
+def test_worked_products_show_this_calculator():
+    assert tools.schema(ready.calculator) == tasks.CALCULATOR
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import random
+import signal
 import sys
 import time
+
+import numpy as np
 
 _NUM_CALLS = 0
 
@@ -75,6 +79,58 @@ def misbehave(how: str) -> object:
     if how == "raise":
         raise KeyError(how)
     return "did it"
+
+
+_PRESENT = 0
+
+
+async def meet(count: int) -> int:
+    """Waits until so many are there at the same time.
+
+    Args:
+        count: How many.
+    """
+    global _PRESENT
+    _PRESENT += 1
+    while count > _PRESENT:
+        await asyncio.sleep(0.001)
+    return _PRESENT
+
+
+class Notes:
+    """Keeps its calls, and draws numbers."""
+
+    def __init__(self):
+        self.numbers = []
+
+    async def draw(self) -> list[int]:
+        """Draws a number and waits, while others draw theirs."""
+        self.numbers.append(random.randrange(1000))
+        await asyncio.sleep(0.001)
+        self.numbers.append(int(np.random.randint(1000)))
+        return self.numbers
+
+
+async def stall(how: str) -> str:
+    """Does not answer.
+
+    Args:
+        how: In which way.
+    """
+    if how == "loop":
+        while True:
+            pass
+    if how == "sleep":
+        time.sleep(1000)
+    while how == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(1000)
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            if how != "stubborn":
+                raise
 
 
 def undocumented(a: int):

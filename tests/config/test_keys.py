@@ -392,6 +392,8 @@ RL = {
     "config.agent.timeout_s": (probe.agents, 3.0, TOOLS),
     "config.agent.max_tool_s": (probe.agents, 3.0, TOOLS),
     "config.agent.num_processes": (probe.agents, 2, TOOLS),
+    "config.agent.episodes_per_process": (probe.agents, 2, TOOLS),
+    "config.agent.ray_workers": (probe.agents, 2, TOOLS),
     "config.agent.memory_gib": (probe.agents, 3.0, TOOLS),
     "config.agent.visible": (probe.agents, ("HOME",), TOOLS),
     "config.agent.corpus": (
@@ -401,6 +403,7 @@ RL = {
     ),
     "config.rewards.environment_weight": (probe.scores, 3.0, WORLD),
     "config.rewards.num_workers": (probe.scores, 3),
+    "config.rewards.ray_workers": (probe.scores, 3),
     "config.rewards.timeout_s": (probe.scores, 3.0),
     "config.rewards.memory_gib": (probe.scores, 3.0),
     "config.rewards.environment": (probe.scores, ("HOME",)),

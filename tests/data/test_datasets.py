@@ -1,6 +1,8 @@
 """The length filter, streams that resume where they were, and answers that are right or wrong."""
 
+import collections
 import json
+import re
 
 import pytest
 
@@ -155,6 +157,26 @@ def test_worked_examples_are_the_prompts_with_their_answers(tokenizer):
         assert tokenizer.decode(response[:-1]) == prompt.extra_info["answer"]
     held_out = {prompt.tokens for prompt in load_dataset(SUMS, tokenizer, "eval", 7).prompts}
     assert not held_out & {prompt for prompt, _ in pairs}
+
+
+def test_worked_products_are_right_as_often_as_asked_and_copied_without_fault(tokenizer):
+    wanted = {"arithmetic_train_prompts": 800, "arithmetic_errors": 0.75}
+    config = DataConfig(task="products", **wanted)
+    kinds = collections.Counter()
+    for example in worked_examples(config, tokenizer, "train", 0):
+        text = tokenizer.decode(example.tokens)
+        tool, asked = "<bos><system>calculator(expression)<eos><user>", r"(\d\d)\*(\d\d)=<eos>"
+        a, b, said = re.fullmatch(rf"{re.escape(tool)}{asked}(.*)", text).groups()
+        call = rf"<assistant>\{{.*: \"{a}([-+*]){b}\"\}}\}}<eos><tool>(-?\d+)<eos>"
+        if called := re.fullmatch(rf"{call}<assistant>#(-?\d+)<eos>", said):
+            sign, reply, answer = called.groups()
+            assert reply == answer == str(eval(f"{a}{sign}{b}"))
+        else:
+            sign = ""
+            assert int(re.fullmatch(r"<assistant>#(\d+)<eos>", said)[1]) != int(a) * int(b)
+        kinds[sign] += 1
+    assert 160 < kinds["*"] < 240 and 110 < kinds[""] < 190  # 200 and 150
+    assert min(kinds["+"], kinds["-"]) > 180  # 225
 
 
 def test_worked_examples_of_gsm8k(tokenizer, tmp_path):

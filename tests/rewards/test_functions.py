@@ -31,6 +31,13 @@ def test_arithmetic(solution, expected):
     assert score("arithmetic", solution, "9") == expected
 
 
+@pytest.mark.parametrize(("last", "expected"), [("#9", 1.0), ("#8#9", 0.0), ("", 0.0)])
+def test_arithmetic_of_an_episode_is_about_its_last_turn(last, expected):
+    said = [("assistant", "#7"), ("tool", "#9"), ("assistant", last)]
+    messages = [{"role": role, "content": content} for role, content in said]
+    assert score("arithmetic", f"#7#9{last}", "9", {"messages": messages}) == expected
+
+
 @pytest.mark.parametrize(
     "solution, truth, expected",
     [

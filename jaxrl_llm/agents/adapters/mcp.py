@@ -27,19 +27,25 @@ class Server:
     async def connect(self) -> None:
         """Connects and asks for the server's tools."""
         await self._stack.enter_async_context(self._client)
-        cursor: str | None = None
-        while True:
-            found = await self._client.list_tools(cursor=cursor)
-            self.tools |= {tool.name: _tool(self._client, tool) for tool in found.tools}
-            cursor = found.next_cursor
-            if not cursor:
-                return
+        self.tools = await tools_of(self._client)
 
     async def close(self) -> None:
         await self._stack.aclose()
 
 
-def _tool(client: mcp.Client, described: Any) -> Callable[..., Any]:
+async def tools_of(client: mcp.Client, prefix: str = "") -> dict[str, Callable[..., Any]]:
+    """Returns the tools of a server by their names, which begin with `prefix` in the end."""
+    found: dict[str, Callable[..., Any]] = {}
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found |= {prefix + tool.name: _tool(client, tool, prefix) for tool in page.tools}
+        cursor = page.next_cursor
+        if not cursor:
+            return found
+
+
+def _tool(client: mcp.Client, described: Any, prefix: str) -> Callable[..., Any]:
     async def call(**arguments: Any) -> str:
         result = await client.call_tool(described.name, arguments)
         text = "\n".join(part.text for part in result.content if part.type == "text")
@@ -50,7 +56,7 @@ def _tool(client: mcp.Client, described: Any) -> Callable[..., Any]:
     call.json_schema = {  # type: ignore[attr-defined]
         "type": "function",
         "function": {
-            "name": described.name,
+            "name": prefix + described.name,
             "description": described.description or "",
             "parameters": described.input_schema,
         },
