@@ -92,7 +92,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         answer = self._answer_of(process.connection)
         process.close()
         self._check(answer)
-        return answer
+        return {name: answer[name] for name in ("tools", "environments")}
 
     def _answer_of(self, connection: Connection) -> Answer:
         if not connection.poll(START_TIMEOUT_S):
@@ -110,8 +110,8 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def ask(self, episode: int, begin: Mapping[str, Any], request: Mapping[str, Any]) -> None:
         """Sends a request of an episode, that has none open; its answer comes by `collect`.
 
-        `begin` is the request that a new process of this episode answers first; the request that
-        equals it is answered by that answer.
+        `begin` is the request "start" that a new process of this episode answers first; a request
+        "start" is answered by that answer.
         """
         self._begins[episode] = begin
         if episode in self._lost:
@@ -161,6 +161,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 send(process.connection, {"number": 0, "episode": episode, "do": "end"})
         self._next.pop(episode, None)
         self._lost.discard(episode)
+        self._known = [known for known in self._known if known[0] != episode]
         self._waiting = collections.deque(w for w in self._waiting if w[0] != episode)
         self._fill()
 
@@ -177,10 +178,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             episode, request = self._waiting.popleft()
             process.episodes.add(episode)
             self._homes[episode] = process
-            begin = self._begins[episode]
-            if request is not begin:
+            if not _begins(request):
                 self._next[episode] = request
-            self._send(episode, begin)
+            self._send(episode, self._begins[episode])
 
     def _leave(self, episode: int) -> _Process | None:
         process = self._homes.pop(episode, None)
@@ -191,7 +191,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def _send(self, episode: int, request: Mapping[str, Any]) -> None:
         process, now = self._homes[episode], time.monotonic()
         if not (self._is_shared and process.asked):  # others' answers are a sign of life, too
-            process.deadline = now + self._patience_s(request is self._begins[episode])
+            process.deadline = now + self._patience_s(_begins(request))
         self._num_asked += 1
         process.asked[self._num_asked] = episode, now
         with contextlib.suppress(OSError):  # it has ended; `collect` finds that out
@@ -254,6 +254,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             theirs.close()
             os.close(read)
         return _Process(ours, alive)
+
+
+def _begins(request: Mapping[str, Any]) -> bool:
+    return request["do"] == "start"
 
 
 def lost(problem: str, said: str, seconds: float) -> Answer:
