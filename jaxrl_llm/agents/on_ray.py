@@ -17,15 +17,20 @@ _MOST_EPISODES = 1 << 20
 class PoolOfWorker:
     """What a Ray worker holds: a pool that any number of episodes ask at the same time."""
 
+    def __init__(self) -> None:
+        self._answers: dict[int, asyncio.Future[Answer]] = {}  # that episodes wait for
+        self._task: asyncio.Task[None] | None = None
+        self._is_open = asyncio.Event()  # Ray may begin calls in any order
+        self._problem = ""
+
     def open(self, config: AgentConfig) -> str:
         """Makes the pool; returns what is wrong."""
-        self._open: dict[int, asyncio.Future[Answer]] = {}
-        self._task: asyncio.Task[None] | None = None
         try:
             self._pool = Pool(config)
         except AgentError as error:
-            return str(error)
-        return ""
+            self._problem = str(error)
+        self._is_open.set()
+        return self._problem
 
     async def describe(self) -> tuple[dict[str, Any], str]:
         """Returns what `Pool.describe` returns, and what is wrong."""
@@ -34,25 +39,31 @@ class PoolOfWorker:
         except AgentError as error:
             return {}, str(error)
 
-    async def ask(self, episode: int, begin: Mapping[str, Any], request: Mapping[str, Any]):
+    async def ask(
+        self, episode: int, begin: Mapping[str, Any], request: Mapping[str, Any]
+    ) -> Answer:
         """Returns the answer to a request of an episode; as `Pool.ask`."""
-        answer = self._open[episode] = asyncio.get_running_loop().create_future()
+        await self._is_open.wait()
+        if self._problem:
+            return lost("ended", self._problem, 0.0)
+        answer = self._answers[episode] = asyncio.get_running_loop().create_future()
         self._pool.ask(episode, begin, request)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._collect())
         return await answer
 
     async def _collect(self) -> None:
-        while self._open:
+        while self._answers:
             for episode, answer in self._pool.collect(0.0):
-                self._open.pop(episode).set_result(answer)
+                self._answers.pop(episode).set_result(answer)
             await asyncio.sleep(_LOOK_S)
 
     async def end(self, episode: int) -> None:
         """Ends an episode."""
-        if answer := self._open.pop(episode, None):
+        if answer := self._answers.pop(episode, None):
             answer.cancel()
-        self._pool.end(episode)
+        if self._is_open.is_set() and not self._problem:
+            self._pool.end(episode)
 
 
 class RayPool(contextlib.AbstractContextManager["RayPool"]):

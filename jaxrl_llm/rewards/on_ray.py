@@ -14,14 +14,17 @@ class PoolOfWorker:
 
     def open(self, functions: Sequence[str], config: RewardsConfig) -> str:
         """Makes the pool; returns what is wrong."""
+        self._problem = ""
         try:
             self._pool = RewardPool(functions, config)
         except RewardError as error:
-            return str(error)
-        return ""
+            self._problem = str(error)
+        return self._problem
 
     def attempt(self, calls: Sequence[Call]) -> tuple[list[Outcome], str]:
         """Returns what `RewardPool.attempt` returns, and what is wrong."""
+        if self._problem:
+            return [], self._problem
         try:
             return self._pool.attempt(calls), ""
         except RewardError as error:
