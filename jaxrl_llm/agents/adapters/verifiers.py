@@ -127,7 +127,7 @@ def rows(address: str, name: str) -> Iterator[dict[str, Any]]:
     for task in _taskset(address):
         prompt = [message.model_dump(exclude_none=True) for message in _prompt(task.data)]
         yield {
-            "data_source": f"verifiers/{address.partition(' ')[0]}",
+            "data_source": address.partition(" ")[0],
             "prompt": prompt,
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"agent_name": name, "idx": task.data.idx},
