@@ -37,11 +37,16 @@ class Setting:
     arguments_gb: float
     temporary_gb: float
     compile_s: float
+    microbatches: int = 1
 
     @property
     def name(self) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         return f"{self.model}, {self.topology}, {mesh}, {self.sequences} x {self.tokens}"
+
+
+def _stages(stages: int, rounds: int, fsdp: int) -> dict[str, int]:
+    return {"stage": stages, "stage_rounds": rounds, "fsdp": fsdp}
 
 
 SETTINGS = (
@@ -54,6 +59,9 @@ SETTINGS = (
     Setting("Qwen3-30B-A3B", "v5p:4x4x4", {"fsdp": 16, "expert": 4}, 64, 4096, 5.73, 8.36, 379),
     Setting("DeepSeek-V3", "v5p:8x8x8", {"fsdp": 64, "expert": 8}, 512, 4096, 15.78, 40.37, 378),
     Setting("gemma-3-27b", "v5p:2x2x4", {"fsdp": 16}, 16, 4096, 20.28, 19.23, 239),
+    Setting("Llama-3.1-8B", "v5p:2x2x2", _stages(2, 16, 4), 16, 4096, 13.62, 9.22, 193, 4),
+    Setting("Llama-3.1-70B", "v5p:4x4x4", _stages(4, 20, 16), 128, 4096, 14.41, 23.28, 137, 8),
+    Setting("Llama-3.1-70B", "v5p:4x4x4", _stages(4, 1, 16), 128, 4096, 14.41, 80.27, 297, 8),
 )
 
 
@@ -67,7 +75,9 @@ def compiled(setting: Setting, overrides: dict[str, dict[str, object]]) -> dict[
         "rollout": {"max_response_tokens": setting.tokens // 2},
         "trainer": {
             "prompts_per_step": setting.sequences // 8,
-            "max_tokens_per_microbatch": setting.tokens * setting.sequences // row_shards,
+            "max_tokens_per_microbatch": setting.tokens
+            * setting.sequences
+            // (row_shards * setting.microbatches),
         },
         "rewards": {"functions": {"length": {"function": "length"}}},
         "mesh": dict(setting.mesh),

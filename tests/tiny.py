@@ -32,7 +32,9 @@ NETWORK = Network(SHAPE)
 def make_mesh(**sizes: int):
     """Returns a mesh of as many of the fake devices as the sizes multiply to."""
     config = MeshConfig(**{"fsdp": 1, **sizes})
-    count = config.data * config.fsdp * config.expert * config.sequence * config.tensor
+    count = (
+        config.stage * config.data * config.fsdp * config.expert * config.sequence * config.tensor
+    )
     return mesh_lib.make_mesh(config, jax.devices()[:count])
 
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -165,15 +165,18 @@ class Saver:
         logging.warning("%s; going on without this checkpoint", error)
 
     def restore(
-        self, abstract_state: Tree, partial: bool = False, step: int = 0
+        self,
+        abstract_state: Tree | Callable[[Json], Tree],
+        partial: bool = False,
+        step: int = 0,
     ) -> tuple[Tree, Json, int]:
         """Returns (state, extra, step) of the newest undamaged step.
 
         Damaged steps newer than it are moved aside (`damaged.STEP`) with a warning, so that the run
-        can write them again. `abstract_state` has the shardings that the arrays shall have. With
-        `partial`, arrays that it lacks are not read. A `step` above 0 is the newest to look at.
-        Raises CheckpointError if no step is undamaged, or the saved arrays have other names, shapes
-        or dtypes than `abstract_state`.
+        can write them again. `abstract_state` has the shardings that the arrays shall have, or is a
+        function that returns it for the saved `extra`. With `partial`, arrays that it lacks are not
+        read. A `step` above 0 is the newest to look at. Raises CheckpointError if no step is
+        undamaged, or the saved arrays have other names, shapes or dtypes than `abstract_state`.
         """
         self.wait()
         steps = [s for s in self._manager.all_steps() if not step or s <= step]
@@ -224,8 +227,8 @@ def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:
         raise _write_error(folder, error) from error
 
 
-def load_tree(path: PathLike, abstract_tree: Tree) -> tuple[Tree, Json]:
-    """Returns what `save_tree` wrote, split as `abstract_tree`, or raises CheckpointError."""
+def load_tree(path: PathLike, abstract_tree: Tree | Callable[[Json], Tree]) -> tuple[Tree, Json]:
+    """Returns what `save_tree` wrote, split as `Saver.restore`, or raises CheckpointError."""
     folder = epath.Path(os.path.abspath(path))
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such folder")
@@ -265,9 +268,13 @@ def _meta(folder: epath.Path) -> Json:
     return {"best": {}, **ocp.JsonCheckpointHandler().restore(folder / "meta")}
 
 
-def _restored(folder: epath.Path, abstract: Tree, partial: bool = False) -> tuple[Tree, Json]:
+def _restored(
+    folder: epath.Path, abstract: Tree | Callable[[Json], Tree], partial: bool = False
+) -> tuple[Tree, Json]:
     """Returns the arrays and the JSON part of a complete step."""
-    meta, wanted = _meta(folder), _named(abstract)
+    meta = _meta(folder)
+    abstract = abstract(meta["extra"]) if callable(abstract) else abstract
+    wanted = _named(abstract)
     compared = {k: v for k, v in meta["arrays"].items() if k in wanted or not partial}
     described = _described(wanted)
     differing = [

@@ -46,11 +46,14 @@ class ProcessesConfig(Group):
 class MeshConfig(Group):
     """Sizes of the mesh axes; one axis may be -1: all remaining devices."""
 
+    stage: Axis = 1  # layers, which microbatches pass one stage after another
     data: Axis = 1
     fsdp: Axis = -1
     expert: Axis = 1  # experts; what has none is split as by fsdp
     sequence: Axis = 1
     tensor: Axis = 1
+    # Times that a microbatch goes around all stages: more keep them busier, and send more.
+    stage_rounds: Annotated[int, Range("[1, 1024]")] = 1
     # Attention of rows that are split by length: all-to-all over heads, or ring attention.
     sequence_attention: Literal["all_to_all", "ring"] = "all_to_all"
     # How rollout weights are split: by the tensor axis, as in training, over all model axes, or
@@ -59,11 +62,13 @@ class MeshConfig(Group):
     on_host: tuple[Name, ...] = ()  # in host memory between uses: "optimizer", "reference"
 
     def rules(self) -> Problems:
-        sizes = {
-            name: getattr(self, name) for name in ("data", "fsdp", "expert", "sequence", "tensor")
-        }
+        axes = "stage", "data", "fsdp", "expert", "sequence", "tensor"
+        sizes = {name: getattr(self, name) for name in axes}
         if sum(size == -1 for size in sizes.values()) > 1:
             yield "fsdp", f"at most one axis may be -1 (the rest), got {sizes}"
+        if self.rollout == "train" and self.stage != 1:
+            message = "'train': weights that are split over stages do not sample"
+            yield "rollout", f"{message}; use another, or mesh.stage=1"
         if unknown := set(self.on_host) - {"optimizer", "reference"}:
             yield "on_host", f"unknown {sorted(unknown)}; known: 'optimizer', 'reference'"
 
@@ -72,6 +77,7 @@ class PoolConfig(Group):
     """A pool: its number of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
 
     devices: Axis = -1  # on all hosts together, the same number on each
+    stage: PoolAxis = 0
     data: PoolAxis = 0
     fsdp: PoolAxis = 0
     expert: PoolAxis = 0
@@ -104,6 +110,9 @@ class PlacementConfig(Group):
         for pool in self.pools:
             if pool not in self.roles.values():
                 yield f"pools.{pool}", "no role lives there, its devices would be idle"
+            only = {role for role, home in self.roles.items() if home == pool}
+            if only == {"rollout"} and self.pools[pool].stage not in (0, 1):
+                yield f"pools.{pool}.stage", "an engine has no stages; use data, and stage=1"
         if sum(pool.devices == -1 for pool in self.pools.values()) > 1:
             yield "pools", "at most one pool may have devices=-1 (the rest)"
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding.mesh import constrain
 
 # At this length attention costs as much as the other matmuls of a token.
@@ -217,6 +218,8 @@ class Microbatch:
     parts: Int[Array, "*M R W parts"]  # rotary positions
     seen: Int[Array, "*M R W one"]  # which of `PackedBatch.vectors` stands there; -1: none
     vectors: Float[Array, "*M vectors D"]  # those of the batch, once it is one microbatch; else 0
+    # `pipeline.Passed`: what stages made of the rows before the rest of the network reads them.
+    passed: Any = ()
 
     @property
     def scores_everything(self) -> bool:
@@ -265,17 +268,33 @@ class PackedBatch:
     vectors: Float[Array, "vectors D"] = dataclasses.field(default_factory=_no_vectors)
 
     def at(self, index: int | Int[Array, ""]) -> Microbatch:
-        """Returns one microbatch."""
+        """Returns one microbatch; of those in turns, one turn without vectors."""
         found = jax.tree.map(lambda a: a[index], self.microbatches)
-        return dataclasses.replace(found, vectors=self.vectors)
+        return found if self.in_turns else dataclasses.replace(found, vectors=self.vectors)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether microbatches are [turns, stages, ...], as `on_stages` returns them."""
+        return self.microbatches.rows.ndim == 3
+
+    def on_stages(self, stages: int) -> "PackedBatch":
+        """Returns the microbatches in turns: those of a turn are worked on at the same time."""
+
+        def turned(a: Array) -> Array:
+            return a.reshape(a.shape[0] // stages, stages, *a.shape[1:])
+
+        microbatches = jax.tree.map(turned, self.microbatches)
+        return PackedBatch(microbatches, -(-self.count // stages), self.chosen, self.vectors)
 
 
-def accumulate(packed: PackedBatch, function, like):
-    """Returns the sum of `function(microbatch)` over a batch, shaped and typed as `like`."""
-    microbatches = packed.microbatches
-    if microbatches.rows.shape[0] == 1:
-        part = function(packed.at(0))
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), part, like)
+def accumulate(packed: PackedBatch, function, like=None):
+    """Returns the sum of `function(microbatch)` over a batch, typed as `like`, if that is given."""
+    if packed.in_turns:
+        each = mesh_lib.on_stages(function)
+        function = lambda m: jax.tree.map(lambda a: a.sum(0), each(m))  # noqa: E731
+    like = jax.eval_shape(lambda: function(packed.at(0))) if like is None else like
+    if packed.microbatches.rows.shape[0] == 1:
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), function(packed.at(0)), like)
 
     def body(i, total):
         part = function(packed.at(i))
@@ -296,9 +315,10 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
     Of a pair of [b, T] and [R, W, _] arrays: the first as one [B, T], the second as [M, R, W, _],
     zero elsewhere.
     """
-    microbatches = packed.microbatches
+    if packed.in_turns:
+        function = mesh_lib.on_stages(function)
     of_sequences, of_rows = jax.eval_shape(lambda: function(packed.at(0)))
-    count = microbatches.rows.shape[0]
+    count = packed.microbatches.rows.shape[0]
     blank = (
         jax.tree.map(lambda a: jnp.zeros((num_sequences, width), a.dtype), of_sequences),
         jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), of_rows),
@@ -312,4 +332,7 @@ def both_ways(packed: PackedBatch, function, num_sequences: int, width: int):
             jax.tree.map(lambda whole, part: whole.at[i].set(part), total[1], of_rows),
         )
 
-    return jax.lax.fori_loop(0, packed.count, body, blank)
+    of_sequences, of_rows = jax.lax.fori_loop(0, packed.count, body, blank)
+    if packed.in_turns:
+        of_rows = jax.tree.map(lambda a: jax.lax.collapse(a, 0, 2), of_rows)
+    return of_sequences, of_rows

@@ -42,6 +42,7 @@ class Packer:
     attention_parity: int = 0
     max_scored: int = 0  # most scored tokens of a sequence; 0: not known
     fewest_tokens: int = 3072  # on a device, below which a microbatch is slow
+    stages: int = 1  # of the layers; as many microbatches are made at least, some of padding
     _most_rows: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def get_state(self) -> dict[str, int]:
@@ -72,6 +73,8 @@ class Packer:
         # A run may go on on another mesh, whose rows divide otherwise.
         kind = f"{num_sequences} in rows of {width} over {shards}"
         several = f"microbatches of {kind}"
+        if self.stages > 1 and several not in self._most_rows:
+            cap = min(cap, max(1, needed // (self.stages * shards)) * shards)
         if needed > cap or several in self._most_rows:
             fewest = self.fewest_tokens // width
             even = -(-needed // (-(-needed // cap) * shards)) * shards
@@ -105,7 +108,7 @@ class Packer:
         kind = f"places of {num_sequences} in {num_rows} rows"
         if held > self._most_rows.get(kind, 0):
             self._most_rows[kind] = packing.bucket(min(2 * held, num_sequences))
-        return most, self._most_rows[kind]
+        return -(-most // self.stages) * self.stages, self._most_rows[kind]
 
     def _num_scored(self, needed: int, width: int) -> int:
         """Returns the columns of a row that the head looks at, in eighths; it never shrinks."""

@@ -88,6 +88,7 @@ def scoring_program(config: RLConfig, models: Models, teacher: Teacher) -> Any:
             found, _ = predict.token_statistics(*given, entropy="none", **asked)
             return (), (microbatch.packed(tokens)[..., None], found.log_probs[..., None])
 
+        packed = predict.Reader(network, tokens).passed(params, packed)
         return packing.both_ways(packed, ask, *tokens.shape)[1]
 
     return of_teacher

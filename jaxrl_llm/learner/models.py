@@ -26,7 +26,7 @@ from jaxrl_llm.learner.gallery import Gallery
 from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.planning import filling
+from jaxrl_llm.planning import filling, stages
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 
@@ -169,6 +169,7 @@ def build(
     """
     for mesh in set(meshes.values()):
         _check_mesh(config, mesh, shape)
+    stages.check_roles(config, {role: mesh.shape for role, mesh in meshes.items()})
     mesh = meshes["policy"]
     shape = dataclasses.replace(shape, vision=None)  # it is frozen, and beside the decoder
     policy = network(config, shape, "lm", mesh)
@@ -191,6 +192,7 @@ def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Pa
         attention_parity=flops.attention_parity(policy.shape) if share else 0,
         max_scored=config.max_scored_tokens,
         fewest_tokens=filling.fewest_tokens(meshes["policy"].devices.flat[0].platform, split[1]),
+        stages=meshes["policy"].shape["stage"],
     )
 
 
@@ -247,14 +249,16 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
 
 
 def check_heads(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
-    """Raises ConfigError if the mesh cannot share the heads of a model."""
+    """Raises ConfigError if the mesh cannot share the heads, or the layers, of a model."""
+    stages.check_layers(config, shape, mesh.shape["stage"])
     sizes = shape.num_heads, mesh.shape["tensor"], mesh.shape["sequence"]
     if found := sequence_attention.problem(config.mesh.sequence_attention, *sizes, shape.rings):
         raise ConfigError(f"config.mesh.sequence: {found}")
 
 
 def network(config: JobConfig, shape: Shape, head: Literal["lm", "scalar"], mesh: Mesh) -> Network:
-    """Returns the network of one role, for devices like those of `mesh`."""
+    """Returns the network of one role, for devices and stages like those of `mesh`."""
+    shape = shape.on_stages(mesh.shape["stage"], config.mesh.stage_rounds)
     model, platform = config.model, mesh.devices.flat[0].platform
     return Network(
         shape,

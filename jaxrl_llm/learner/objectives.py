@@ -96,11 +96,17 @@ class Objective:
     rows: Callable[[Split], Rows[Row]]
     # loss(params, microbatch, batch): its part of the batch's loss, and metrics to be summed
     loss: Callable[[Params, Microbatch, Batch], tuple[Array, Mapping[str, Array]]]
+    # told(microbatch, batch): what routers are told; None without experts, or where none counts.
+    told: Callable[[Microbatch, Batch], Routing | None]
     # How much a batch counts in a mean over several.
     weight: Callable[[Batch], float]
     models: Models
     # log_probs(params, microbatch, batch): of all tokens [b, T]; where a reference is asked for
     log_probs: Callable[[Params, Microbatch, Batch], Float[Array, "b T"]] | None = None
+
+    def reader(self, batch: Batch) -> predict.Reader:
+        """Returns how the network reads a batch."""
+        return predict.Reader(self.network, batch.tokens, lambda m: self.told(m, batch))
 
 
 def sft(config: JobConfig, models: Models) -> Objective:
@@ -111,15 +117,19 @@ def sft(config: JobConfig, models: Models) -> Objective:
         found = datasets.worked_examples(*given, pictures=models.pictures)
         return streams.mapped(found, lambda example: (example,))
 
+    told = functools.partial(_told, config, models.policy)
+
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        told = _told(config, models.policy, microbatch, batch)
-        log_probs, likeliest, routed = _log_probs(config, models, params, microbatch, batch, told)
+        to_routers = told(microbatch, batch)
+        log_probs, likeliest, routed = _log_probs(
+            config, models, params, microbatch, batch, to_routers
+        )
         mask, denominators = microbatch.take(batch.mask), minibatch_denominators(batch.mask)
         found = losses.token_cross_entropy(log_probs, likeliest, mask, denominators)
         return _with_routers(config, found, routed, batch)
 
     weight = lambda batch: float(batch.mask.sum())  # noqa: E731
-    return Objective("sft", models.policy, models.mesh, rows, loss, weight, models)
+    return Objective("sft", models.policy, models.mesh, rows, loss, told, weight, models)
 
 
 def reward_model(
@@ -134,17 +144,19 @@ def reward_model(
         pairs = _pairs_of(config, models, split, name)
         return streams.mapped(pairs, lambda p: Pair(p.rejected, p.chosen)) if costs else pairs
 
+    told = functools.partial(_told, config, models.value)
+
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        told = _told(config, models.value, microbatch, batch)
+        to_routers = told(microbatch, batch)
         scores, routed = predict.sequence_scores(
-            models.value, params, batch.tokens, batch.lengths, microbatch, told
+            models.value, params, batch.tokens, batch.lengths, microbatch, to_routers
         )
         here, (chosen, rejected) = _by_pair(microbatch, batch, scores)
         found = losses.bradley_terry(chosen, rejected, here, len(batch.tokens) // 2)
         return _with_routers(config, found, routed, batch)
 
     mesh = models.meshes["reward"]
-    return Objective("reward_model", models.value, mesh, rows, loss, _num_pairs, models)
+    return Objective("reward_model", models.value, mesh, rows, loss, told, _num_pairs, models)
 
 
 def dpo(config: JobConfig, models: Models) -> Objective:
@@ -158,9 +170,11 @@ def dpo(config: JobConfig, models: Models) -> Objective:
     def log_probs(params: Params, microbatch: Microbatch, batch: Batch):
         return _log_probs(config, models, params, microbatch, batch)[0]
 
+    told = functools.partial(_told, config, models.policy)
+
     def loss(params: Params, microbatch: Microbatch, batch: Batch):
-        told = _told(config, models.policy, microbatch, batch)
-        found, _, routed = _log_probs(config, models, params, microbatch, batch, told)
+        to_routers = told(microbatch, batch)
+        found, _, routed = _log_probs(config, models, params, microbatch, batch, to_routers)
         mask, reference = microbatch.take(batch.mask), microbatch.take(batch.ref_log_probs)
         # Of tokens before they are summed: a difference of two sums would have their rounding.
         ratios = masked.sum(found - reference, mask, axis=1)
@@ -175,7 +189,8 @@ def dpo(config: JobConfig, models: Models) -> Objective:
         }
         return _with_routers(config, (value, {**metrics, **sums}), routed, batch)
 
-    return Objective("dpo", models.policy, models.mesh, rows, loss, _num_pairs, models, log_probs)
+    of_pairs = told, _num_pairs, models, log_probs
+    return Objective("dpo", models.policy, models.mesh, rows, loss, *of_pairs)
 
 
 def _pairs_of(config: JobConfig, models: Models, split: Split, name: str = "") -> Rows[Pair]:
@@ -261,7 +276,8 @@ def completion(objective: Objective, reference: Params) -> Callable[[Batch, Cloc
         def one(microbatch: Microbatch):
             return ask(params, microbatch, batch)
 
-        return packing.by_sequence(batch.packed, one, *batch.tokens.shape)
+        packed = objective.reader(batch).passed(params, batch.packed)
+        return packing.by_sequence(packed, one, *batch.tokens.shape)
 
     def complete(batch: Batch, clock: Clock) -> Batch:
         with clock("ref") as watch, jax.set_mesh(mesh):
@@ -281,6 +297,7 @@ def measurement(objective: Objective):
             found = objective.loss(params, microbatch, batch)[1]
             return {name: value for name, value in found.items() if name != "routers"}
 
-        return packing.accumulate(batch.packed, one, jax.eval_shape(one, batch.packed.at(0)))
+        packed = objective.reader(batch).passed(params, batch.packed)
+        return packing.accumulate(packed, one)
 
     return measure

@@ -19,15 +19,64 @@ from jaxrl_llm.learner import wide
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import heads, lora
+from jaxrl_llm.models import heads, lora, pipeline
 from jaxrl_llm.models.likeliest import likeliest_tokens
 from jaxrl_llm.models.places import Chosen, Everywhere, Places
+from jaxrl_llm.models.reading import Reading
 from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.types import Predictions, Rollouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How a network reads the sequences of a step."""
+
+    network: Network
+    tokens: Int[Array, "B T"]
+    # What routers are told of a microbatch; None: nothing is given, all its tokens count.
+    told: Callable[[Microbatch], Routing | None] = lambda microbatch: None
+
+    @property
+    def stages(self) -> int:
+        """The network's stages."""
+        return self.network.shape.stages
+
+    def passed(self, params: Params, packed: PackedBatch) -> PackedBatch:
+        """Returns a batch whose microbatches have passed the stages, if there are several."""
+        if self.stages == 1:
+            return packed
+        turned = packed.on_stages(self.stages)
+        found = self.made(params, turned, packed.count)
+        microbatches = dataclasses.replace(turned.microbatches, passed=found)
+        return dataclasses.replace(turned, microbatches=microbatches)
+
+    def made(self, params: Params, turned: PackedBatch, count: Int[Array, ""]) -> pipeline.Passed:
+        """Returns what stages make of microbatches in turns, of which `count` hold tokens."""
+
+        def one(microbatch: Microbatch):
+            reading = _reading(microbatch, self.told(microbatch))
+            return microbatch.packed(self.tokens), reading
+
+        tokens, reading = jax.vmap(mesh_lib.on_stages(one))(turned.microbatches)
+        return pipeline.passed(self.network, params, tokens, reading, count, turned.vectors)
+
+
+def _reading(microbatch: Microbatch, routing: Routing | None) -> Reading:
+    sights = None
+    if microbatch.parts.shape[-1]:
+        sights = Sights(microbatch.parts, microbatch.seen[..., 0], microbatch.vectors)
+    return Reading(
+        microbatch.positions,
+        microbatch.segment_ids,
+        microbatch.prefix_ids,
+        microbatch.key_blocks,
+        routing or Routing(microbatch.segment_ids != 0),
+        sights,
+    )
 
 
 def _read(
@@ -38,19 +87,11 @@ def _read(
     routing: Routing | None = None,
 ):
     """Returns packed tokens, hidden states [R, W, D], the weight of the head, routers' doings."""
-    packed, sights = microbatch.packed(tokens), None
-    if microbatch.parts.shape[-1]:
-        sights = Sights(microbatch.parts, microbatch.seen[..., 0], microbatch.vectors)
-    hidden, routed = network.read(
-        params,
-        packed,
-        microbatch.positions,
-        microbatch.segment_ids,
-        prefix_ids=microbatch.prefix_ids,
-        key_blocks=microbatch.key_blocks,
-        routing=routing,
-        sights=sights,
-    )
+    packed, reading = microbatch.packed(tokens), _reading(microbatch, routing)
+    if network.shape.stages > 1:
+        hidden, routed = pipeline.finished(network, params, microbatch.passed, reading)
+    else:
+        hidden, routed = network.read(params, packed, *reading)
     return packed, hidden, network.head_weight(params), routed
 
 
@@ -179,10 +220,11 @@ def scoring_programs(config: RLConfig, models: Models):
     ):
         whole = lora.joined(base, params)
 
+        def told(microbatch: Microbatch) -> Routing | None:
+            known = bool(microbatch.routes.shape[-1])
+            return Routing(microbatch.segment_ids != 0, microbatch.routes) if known else None
+
         def ask(microbatch: Microbatch):
-            routing = None
-            if microbatch.routes.shape[-1]:
-                routing = Routing(microbatch.segment_ids != 0, microbatch.routes)
             found, routed = token_statistics(
                 models.policy,
                 whole,
@@ -191,7 +233,7 @@ def scoring_programs(config: RLConfig, models: Models):
                 temperature=config.rollout.temperature or 1.0,
                 chunk=config.model.vocab_chunk,
                 entropy=entropy,
-                routing=routing,
+                routing=told(microbatch),
             )
             of_tokens = found[:3]
             unpacked = (microbatch.unpacked(each, lengths, tokens.shape[1]) for each in of_tokens)
@@ -201,6 +243,7 @@ def scoring_programs(config: RLConfig, models: Models):
                 visited = models.policy.routes(routed.chosen)
             return tuple(unpacked), visited
 
+        packed = Reader(models.policy, tokens, told).passed(whole, packed)
         found, visited = packing.both_ways(packed, ask, *tokens.shape)
         return (found, visited) if records else found
 
@@ -210,6 +253,7 @@ def scoring_programs(config: RLConfig, models: Models):
             values, _ = token_values(models.value, params, tokens, microbatch)
             return microbatch.unpacked(values, lengths, tokens.shape[1])
 
+        packed = Reader(models.value, tokens).passed(params, packed)
         return packing.by_sequence(packed, ask, *tokens.shape)
 
     return of_policy, of_critic
@@ -293,6 +337,7 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
                 scores, _ = sequence_scores(of.network, of.params, tokens, lengths, microbatch)
                 return scores[:, None]
 
+            packed = Reader(of.network, tokens).passed(of.params, packed)
             return packing.by_sequence(packed, ask, len(tokens), 1)[:, 0]
 
         def score(rollouts: Rollouts) -> np.ndarray:

@@ -21,7 +21,7 @@ from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.config.folder import load_config
 from jaxrl_llm.config.job import PolicyConfig, RewardModelingConfig
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import planned
+from jaxrl_llm.learner import planned, stored
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
@@ -75,9 +75,9 @@ def learned(workdir: str | os.PathLike[str], best: bool = False) -> Learned:
     if config.lora.rank:  # adapters lie on the weights that the run began with
         product = folder / "warm_start" / "product"
         if product.exists():
-            first = saver_lib.load_tree(product, weights_lib.abstract_params(network, models.mesh))[
-                0
-            ]
+            wanted = weights_lib.abstract_params(network, models.mesh)
+            load = functools.partial(saver_lib.load_tree, product)
+            first = stored.restored(load, wanted, network.shape)[0]
         elif isinstance(config, SupervisedConfig):
             first = weights_lib.initial(config, models)
         else:
@@ -169,6 +169,7 @@ def _newest(
             f" {config.checkpoint.best_metric!r}, or no saved step had it"
         )
     tree = {"policy": wanted_params} if is_rl else wanted_params
-    state, _, step = saver.restore(tree, partial=True, step=wanted)
+    read = functools.partial(saver.restore, partial=True, step=wanted)
+    state, _, step = stored.restored(read, tree, network.shape)
     saver.close()
     return (state["policy"] if is_rl else state)["params"], step

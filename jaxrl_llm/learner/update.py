@@ -23,13 +23,14 @@ from jaxrl_llm.config.learner import RouterLossConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import distillation, optimizer, routing, wide
+from jaxrl_llm.learner import gradients as gradients_lib
 from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.models import Models
-from jaxrl_llm.learner.predict import is_on_policy, token_statistics, token_values
+from jaxrl_llm.learner.predict import Reader, is_on_policy, token_statistics, token_values
 from jaxrl_llm.learner.weights import LearnerState, Trainable
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.metrics.clock import Clock
-from jaxrl_llm.models import casting, flops, heads, lora
+from jaxrl_llm.models import flops, heads, lora
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.sharding import hosts, pools
@@ -37,8 +38,6 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import Minibatch, Rollouts
 
 Metrics = Mapping[str, Float[Array, ""]]
-# loss(params, microbatch) -> (its part of the minibatch's loss, arrays to be summed by name)
-Loss = Callable[[Params, Microbatch], tuple[Float[Array, ""], Metrics]]
 
 
 def take_update(
@@ -46,28 +45,23 @@ def take_update(
     config: OptimizerConfig,
     num_updates: int,
     packed: PackedBatch,
-    loss: Loss,
+    reader: Reader,
+    loss: gradients_lib.Loss,
     compute_dtype: str,
     prefix: str,
     max_kl: float = math.inf,
+    whole: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[Trainable, Metrics]:
     """Returns the role after one update on a batch, and the metrics of the update.
 
     The program skips the update, and counts it in `PREFIX/skipped_updates`, if its loss or
     gradient, or a parameter or moment after it, is not finite, or its `actor/ppo_kl` is above
     `max_kl`. Gradients have the dtype of their backward pass; sums over microbatches are float32.
+    `whole` adds to the parameters what is not trained; `reader` says how stages read the batch.
     """
 
-    def of_variables(variables: Params, microbatch: Microbatch):
-        return loss(casting.bound(role.params, variables), microbatch)
-
-    gradient = jax.value_and_grad(of_variables, has_aux=True)
-    variables = casting.variables(role.params, compute_dtype)
-    first = packed.at(0)
-    like = jax.eval_shape(gradient, variables, first)
-    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    (value, metrics), gradients = packing.accumulate(
-        packed, functools.partial(gradient, variables), like
+    (value, metrics), gradients = gradients_lib.of_batch(
+        reader, whole, role.params, packed, loss, compute_dtype
     )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
@@ -264,22 +258,27 @@ def updater(
             lesson = distillation.Lesson.of(packed, batch)
             taught = minibatch_denominators(lesson.mask)
             batch = batch if on_policy else distillation.advised(config, batch, lesson)
+        reader = Reader(
+            models.policy,
+            batch.tokens,
+            lambda microbatch: routing.told(config.router, microbatch, batch.response_mask),
+        )
         # What clip_cov and kl_cov choose from the whole minibatch.
         chosen = jnp.zeros((num_sequences, width), bool)
         if algorithm.policy_loss in selection.SELECTIONS:
 
             def before(microbatch: Microbatch):
                 params = lora.joined(base, role.params)
-                told = routing.told(config.router, microbatch, batch.response_mask)
+                told = reader.told(microbatch)
                 found, _ = ask(params, batch.tokens, microbatch, entropy="none", routing=told)
                 return microbatch.unpacked(found.log_probs, batch.lengths, width)
 
-            values = packing.by_sequence(packed, before, num_sequences, width)
+            passed = reader.passed(lora.joined(base, role.params), packed)
+            values = packing.by_sequence(passed, before, num_sequences, width)
             chosen = selection.select(algorithm, values, batch, key)
 
         def loss(params: Params, microbatch: Microbatch):
-            whole = lora.joined(base, params)
-            told = routing.told(config.router, microbatch, batch.response_mask)
+            whole, told = lora.joined(base, params), reader.told(microbatch)
             listed = microbatch.listed if lists else None
             found, routed = ask(
                 whole, batch.tokens, microbatch, entropy=entropy, routing=told, listed=listed
@@ -308,9 +307,10 @@ def updater(
             extra, of_routers = routing.penalty(config.router, routed, batch.response_mask)
             return value + extra, {**metrics, **of_routers, "log_probs": seen}
 
-        optimizing = config.trainer.optimizer
+        of_batch = packed, reader, loss, compute_dtype, "actor", max_kl
+        whole = functools.partial(lora.joined, base)
         role, found = take_update(
-            role, optimizing, config.num_updates, packed, loss, compute_dtype, "actor", max_kl
+            role, config.trainer.optimizer, config.num_updates, *of_batch, whole
         )
         # An entropy that was not computed is left out, not zero.
         unseen = {"log_probs", *(["actor/entropy"] if entropy == "none" else [])}
@@ -327,10 +327,15 @@ def updater(
     ):
         denominators = minibatch_denominators(batch.loss_mask, scale)
 
+        def told(microbatch: Microbatch):
+            whole = routing.told(config.router, microbatch, batch.response_mask)
+            return dataclasses.replace(whole, given=None)  # the routes are the policy's
+
+        reader = Reader(models.value, batch.tokens, told)
+
         def loss(params: Params, microbatch: Microbatch):
-            told = routing.told(config.router, microbatch, batch.response_mask)
-            told = told._replace(given=None)  # the routes are the policy's
-            values, routed = token_values(models.value, params, batch.tokens, microbatch, told)
+            of_rows = batch.tokens, microbatch, told(microbatch)
+            values, routed = token_values(models.value, params, *of_rows)
             values = microbatch.unpacked(values, batch.lengths, batch.tokens.shape[1])
             before, wanted, mask = map(microbatch.take, (old, returns, batch.loss_mask))
             value, metrics = losses.value_loss(
@@ -339,9 +344,8 @@ def updater(
             extra, _ = routing.penalty(config.router, routed, batch.response_mask)
             return value + extra, metrics
 
-        return take_update(
-            role, config.critic.optimizer, config.num_updates, packed, loss, compute_dtype, prefix
-        )
+        of_batch = packed, reader, loss, compute_dtype, prefix
+        return take_update(role, config.critic.optimizer, config.num_updates, *of_batch)
 
     def update(
         learners: dict[str, Trainable],

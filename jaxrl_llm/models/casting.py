@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models import low_precision
+from jaxrl_llm.sharding import mesh as mesh_lib
 
 Params = dict[str, Any]
 
@@ -86,6 +87,11 @@ def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params
     return jax.tree.map_with_path(narrow, layer, is_leaf=lambda w: isinstance(w, Cast))
 
 
+def of_stage(path, layers: Float[Array, "n *I"], compute_dtype: str) -> Array:
+    """Returns a parameter of some layers as `computed` would cast it in each of them."""
+    return layers if layers.ndim < 3 or _wide(path) else layers.astype(compute_dtype)
+
+
 def _as_stored(w: Float[Array, "*E I O"]) -> Float[Array, "*E I O"]:
     """Returns a matrix of one layer, constrained to lie in memory by rows, as its stack does.
 
@@ -93,7 +99,7 @@ def _as_stored(w: Float[Array, "*E I O"]) -> Float[Array, "*E I O"]:
     Shards whose rows do not fill whole tiles lie by columns from the start.
     """
     devices = jax.sharding.get_abstract_mesh().size
-    if devices <= 1 or w.shape[-1] % (devices * _TILE):
+    if devices <= 1 or mesh_lib.is_in_stages() or w.shape[-1] % (devices * _TILE):
         return w
     return _row_major(w)
 

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import casting, low_precision
+from jaxrl_llm.models import casting, grouped_product, low_precision
 from jaxrl_llm.models.layers import MLP, Build, as_peft, gated
 from jaxrl_llm.models.router import Routed, Router, Routing
 from jaxrl_llm.models.shape import Shape
@@ -102,7 +102,12 @@ class ExpertMLP(nnx.Module):
             routed.chosen,
             {name: linear.arrays() for name, linear in linears.items()},
             {name: linear.dims() for name, linear in linears.items()},
-            _Kind(self.experts.act == "clamped", self.experts.weighs_input, scale),
+            _Kind(
+                self.experts.act == "clamped",
+                self.experts.weighs_input,
+                scale,
+                mesh_lib.is_in_stages(),
+            ),
         )
         if self.experts.shared_size:
             y = y + self.shared(x)
@@ -115,6 +120,7 @@ class _Kind(NamedTuple):
     clamped: bool
     weighs_input: bool
     lora_scale: float
+    staged: bool
 
 
 def visit(
@@ -254,7 +260,7 @@ def _mlp(rows, factors, owners, sizes, arrays: Weights, kind: _Kind, inner_axes)
     """Returns the experts' results for rows sorted by expert; those beyond all sizes are zero."""
     if kind.weighs_input:
         rows = rows * factors[:, None]
-    multiply = functools.partial(_product, owners=owners, sizes=sizes, scale=kind.lora_scale)
+    multiply = functools.partial(_product, owners=owners, sizes=sizes, kind=kind)
     gate = multiply(rows, arrays["gate"])
     up = multiply(rows, arrays["up"])
     inner = _clamped(gate, up) if kind.clamped else gated(gate, up)
@@ -266,14 +272,15 @@ def _mlp(rows, factors, owners, sizes, arrays: Weights, kind: _Kind, inner_axes)
     return y if kind.weighs_input else y * factors[:, None]
 
 
-def _product(x, arrays: dict[str, Array], owners, sizes, scale: float):
-    dot = functools.partial(lax.ragged_dot, group_sizes=sizes)
+def _product(x, arrays: dict[str, Array], owners, sizes, kind: _Kind):
+    grouped = grouped_product.on_stages if kind.staged else lax.ragged_dot
+    dot = lambda a, kernel: grouped(a, kernel, sizes)  # noqa: E731
     y = dot(x, arrays["kernel"].astype(x.dtype))
     if low_precision.STEPS in arrays:
         steps = arrays[low_precision.STEPS]
         y = low_precision.multiplied(y, steps.at[owners].get(mode="clip"))
     if "lora_a" in arrays:
-        y = y + dot(dot(x, arrays["lora_a"]), arrays["lora_b"]) * scale
+        y = y + dot(dot(x, arrays["lora_a"]), arrays["lora_b"]) * kind.lora_scale
     if "bias" in arrays:
         bias = arrays["bias"]
         y = y + jnp.where(owners[:, None] < len(bias), bias.at[owners].get(mode="clip"), 0)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import capped
 from jaxrl_llm.models.places import Places
-from jaxrl_llm.sharding.mesh import TRAIN, constrain, partition_spec
+from jaxrl_llm.sharding.mesh import TRAIN, axis_sizes, constrain, partition_spec
 
 _MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
 # What is computed of the entropy: nothing, its value, or its value with a gradient. "likeliest":
@@ -68,7 +68,7 @@ class Pieces:
     @classmethod
     def of(cls, vocab: int, rows: tuple[int, ...], chunk: int) -> "Pieces":
         """Returns the pieces of a weight with so many rows, see `num_pieces`."""
-        mesh = dict(jax.sharding.get_abstract_mesh().shape)
+        mesh = axis_sizes()
         spec = partition_spec((vocab, 1), ("vocab", None), TRAIN, mesh, {})[0] if mesh else None
         axes = (spec,) if isinstance(spec, str) else spec or ()
         outer = tuple(axis for axis in axes if axis == "tensor")

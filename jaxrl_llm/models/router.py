@@ -1,5 +1,6 @@
 """The router of a layer with experts: which of them each token visits, and with what weight."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,13 +14,17 @@ from jaxrl_llm.models.layers import Build
 from jaxrl_llm.models.shape import Experts, Shape
 
 
-class Routing(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
     """What routers are told of their tokens."""
 
-    counted: Bool[Array, "B T"]  # tokens that their numbers are about
-    given: Int[Array, "B T k"] | None = None  # experts to visit; -1: the router's own choice
-    follows: bool = True  # False: given experts are only compared with
-    sequences: Bool[Array, "B T s"] | None = None  # which of them are of a sequence, for `balance`
+    counted: Bool[Array, "*M B T"]  # tokens that their numbers are about
+    given: Int[Array, "*M B T k"] | None = None  # experts to visit; -1: the router's own choice
+    # False: given experts are only compared with.
+    follows: bool = dataclasses.field(default=True, metadata={"static": True})
+    # Which of them are of a sequence, for `balance`.
+    sequences: Bool[Array, "*M B T s"] | None = None
 
 
 class Routed(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from jaxrl_llm.config import ModelConfig
@@ -156,6 +156,9 @@ class Shape:
     # in this order (arXiv:2409.12191, Sec. 2.1); (): positions are numbers.
     rope_sections: tuple[int, ...] = ()
     vision: Vision | None = None
+    # How training stores layers, see `divided`: stages, and times that a token goes around them.
+    stages: int = 1
+    rounds: int = 1
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
@@ -165,7 +168,12 @@ class Shape:
     @property
     def groups(self) -> tuple[tuple["Stack", ...], ...]:
         """The stacks of layers by repeated pattern, in order of the layers."""
-        return _groups(self.kinds)
+        groups = _groups(self.kinds)
+        return groups if self.stages == 1 else divided(groups, self.stages, self.rounds)
+
+    def on_stages(self, stages: int, rounds: int) -> "Shape":
+        """Returns the shape as a run with such `mesh.stage` and `mesh.stage_rounds` stores it."""
+        return dataclasses.replace(self, stages=stages, rounds=rounds if stages > 1 else 1)
 
     @property
     def stacks(self) -> dict[str, "Stack"]:
@@ -204,12 +212,16 @@ class Shape:
 
 
 class Stack(NamedTuple):
-    """Equal layers whose parameters are stacked: runs of neighbours, at equal distances."""
+    """Equal layers whose parameters are stacked: runs of neighbours, at equal distances.
+
+    Those of one stage are stacked side by side: they come in the order of `divided`.
+    """
 
     name: str
     layer: Layer
     numbers: tuple[int, ...]
     run: int  # layers of one run
+    stages: int = 1  # that the layers are split over
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,6 +265,70 @@ def _groups(kinds: tuple[Layer, ...]) -> tuple[tuple[Stack, ...], ...]:
             start += period * count
 
     return tuple(patterns())
+
+
+def divided(
+    groups: tuple[tuple[Stack, ...], ...], stages: int, rounds: int
+) -> tuple[tuple[Stack, ...], ...]:
+    """Returns groups of which one, with the most layers, is split over stages.
+
+    Its patterns follow each other as (round, stage, place) and are stored as (stage, round, place).
+    Patterns that are too few for one more place at every stage and round stay after it, whole.
+
+    Raises:
+      ValueError: If the group has fewer patterns than stages times rounds; `problem` says so.
+    """
+    units = tuple(itertools.chain.from_iterable(map(_units, groups)))
+    most = max(units, key=lambda group: sum(len(stack.numbers) for stack in group))
+    number = len(most[0].numbers) // most[0].run
+    places = number // (stages * rounds)
+    if not places:
+        raise ValueError(f"{number} patterns of layers, {stages} stages x {rounds} rounds")
+    by_stage = [
+        ((r * stages + s) * places + place)
+        for s, r, place in itertools.product(range(stages), range(rounds), range(places))
+    ]
+
+    def part(stack: Stack, order: Iterable[int], over: int) -> Stack:
+        runs = [stack.numbers[i : i + stack.run] for i in range(0, len(stack.numbers), stack.run)]
+        return stack._replace(numbers=tuple(n for i in order for n in runs[i]), stages=over)
+
+    found: list[tuple[Stack, ...]] = []
+    for group in units:
+        if group is not most:
+            found.append(group)
+            continue
+        found.append(tuple(part(stack, by_stage, stages) for stack in group))
+        if rest := range(len(by_stage), number):
+            found.append(tuple(part(stack, rest, 1) for stack in group))
+    names = itertools.count()
+    return tuple(tuple(s._replace(name=str(next(names))) for s in group) for group in found)
+
+
+def _units(group: tuple[Stack, ...]) -> Iterator[tuple[Stack, ...]]:
+    """Yields a group as patterns that repeat: equal layers are patterns of one layer each."""
+    if len(group) > 1 and len(group[0].numbers) > group[0].run:
+        yield group
+    else:
+        yield from ((stack._replace(run=1),) for stack in group)
+
+
+def problem(shape: Shape, stages: int, rounds: int) -> str:
+    """Returns why the layers cannot be split over so many stages and rounds; "" if they can."""
+    units = itertools.chain.from_iterable(map(_units, _groups(shape.kinds)))
+    most = max(units, key=lambda group: sum(len(stack.numbers) for stack in group))
+    number = len(most[0].numbers) // most[0].run
+    if stages == 1 or stages * rounds <= number:
+        return ""
+    if stages <= number:
+        fits = f"mesh.stage_rounds={number // stages}"
+    else:
+        fits = f"mesh.stage={number}, mesh.stage_rounds=1"
+    what = "layers" if len(most) == 1 else f"repeated patterns of {len(most)} kinds of layers"
+    return (
+        f"{stages} stages x {rounds} rounds need as many layers that are alike, and the model has"
+        f" {number} {what}; use {fits}"
+    )
 
 
 def random_model(config: ModelConfig, vocab_size: int) -> Shape:

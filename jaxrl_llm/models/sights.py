@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 class Sights(NamedTuple):
     """What images give the tokens of rows."""
 
-    positions: Int[Array, "B T 3"]  # time, row and column, see `patches.positions`
-    at: Int[Array, "B T"]  # the vector in place of each token; -1: the token's own
-    vectors: Float[Array, "vectors D"]  # of the tower
+    positions: Int[Array, "*M B T 3"]  # time, row and column, see `patches.positions`
+    at: Int[Array, "*M B T"]  # the vector in place of each token; -1: the token's own
+    vectors: Float[Array, "*M vectors D"]  # of the tower
 
     def over(
         self, own: Float[Array, "B T width"], vectors: Float[Array, "vectors width"]

@@ -10,7 +10,7 @@ layers (`Shape.stacks`), its leaves are [L, ...]. The rollout copy is a tuple of
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -21,17 +21,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, lora, modules, sequence_attention, tower
-from jaxrl_llm.models.attention_layers import Attend, Attention, Rotary, rotary_tables
+from jaxrl_llm.models import attention, casting, lora, modules, tower
+from jaxrl_llm.models import reading as reading_lib
+from jaxrl_llm.models.attention_layers import Attend, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
 from jaxrl_llm.models.layers import NO_ADAPTERS, PLAIN, Build, Products
 from jaxrl_llm.models.low_precision import quantized
 from jaxrl_llm.models.modules import Params
 from jaxrl_llm.models.on_cpu.products import decode_products as on_cpu
+from jaxrl_llm.models.reading import Reading
 from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sequence_attention import Form
-from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape
+from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape, Stack
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
@@ -171,17 +173,19 @@ class Network:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
         found = {
             **modules.axes(modules.definition(self, "ends")[1]),
-            "layers": self._stacked_axes("block"),
+            "layers": self.stacked_axes("block"),
         }
         if self.shape.vision:
             found["vision"] = self.tower.logical_axes()
         return found
 
-    def _stacked_axes(self, part: str) -> Params:
+    def stacked_axes(self, part: Literal["block", "adapted"]) -> Params:
+        """Returns the logical dim names of the layers' arrays, by stack; with adapters or not."""
         stacks = self.shape.stacks
         definition = functools.partial(modules.definition, self, part)
+        dims = {name: "layers" if s.stages == 1 else "staged" for name, s in stacks.items()}
         return {
-            name: modules.axes(definition(s.layer)[1], ("layers",)) for name, s in stacks.items()
+            name: modules.axes(definition(s.layer)[1], (dims[name],)) for name, s in stacks.items()
         }
 
     def init_adapters(self, key: jax.Array) -> Params:
@@ -194,7 +198,7 @@ class Network:
 
     def adapter_axes(self) -> Params:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
-        return lora.only({"layers": self._stacked_axes("adapted")})
+        return lora.only({"layers": self.stacked_axes("adapted")})
 
     def embed(
         self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None = None
@@ -209,8 +213,8 @@ class Network:
             return x
         return x * jnp.asarray(self.shape.hidden_size**0.5, x.dtype)
 
-    def _embed_rows(
-        self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None
+    def begin(
+        self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None = None
     ) -> Float[Array, "B T D"]:
         """Returns `embed`; no device holds the whole table or its whole gradient.
 
@@ -295,47 +299,45 @@ class Network:
         Experts that `routing` gives are those of each layer in turn, [B, T, routes]; by default
         none are given, and all tokens but padding are counted.
         """
-
-        def attend(a: Attention):
-            assert a.v is not None
-            prefixes = attention.by_chunk(a.chunk, prefix_ids, positions)
-
-            def whole_rows(q, k, v, ids, sinks):
-                return attention.full_attention(
-                    q,
-                    k,
-                    v,
-                    ids,
-                    self.kernel,
-                    window=a.window,
-                    scoring=a.scoring._replace(sinks=sinks),
-                    prefix_ids=prefixes,
-                    key_blocks=key_blocks,
-                    positions=positions if prefix_ids.shape[1] else None,
-                )
-
-            ids = attention.by_chunk(a.chunk, segment_ids, positions)
-            given = a.q, a.k, a.v, ids, self.sequence_attention, whole_rows, a.scoring.sinks
-            return sequence_attention.attention(*given), None
-
-        rotary = self.rotary(positions if sights is None else sights.positions)
+        if self.shape.stages > 1:
+            raise ValueError("Network.read: layers on stages are read by models/pipeline.py")
         routing = routing or Routing(segment_ids != 0)
-        routes = None if routing.given is None else self._by_layer(routing.given)
+        reading = Reading(positions, segment_ids, prefix_ids, key_blocks, routing, sights)
+        routes = reading_lib.routes_by_stack(self.shape, routing.given)
+        x, layers = self.begin(params, tokens, sights), params["layers"]
+        x, found = self.through(self.shape.groups, layers, x, reading, routes)
+        return self.norm(params, x), reading_lib.in_layer_order(self.shape, found)
+
+    def through(
+        self,
+        groups: Sequence[Sequence[Stack]],
+        stacked: Mapping[str, Params],
+        x: Float[Array, "B T D"],
+        reading: Reading,
+        routes: reading_lib.ByStack,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Routed]]:
+        """Returns hidden states after whole patterns of layers, and what routers did, by stack.
+
+        `stacked` has their parameters, `routes` what `reading.routing` gives them.
+        """
+        attend = functools.partial(
+            Reading.attended, reading, kernel=self.kernel, form=self.sequence_attention
+        )
+        sights = reading.sights
+        rotary = self.rotary(reading.positions if sights is None else sights.positions)
 
         def one(kind: Layer, x, entry):
-            stacked, index, given = entry
-            layer = casting.computed(stacked, index, self.compute_dtype)
-            told = routing._replace(given=given) if kind.experts else None
+            layers, index, given = entry
+            layer = casting.computed(layers, index, self.compute_dtype)
+            told = dataclasses.replace(reading.routing, given=given) if kind.experts else None
             x, _, routed = self.block(layer, x, rotary, attend, kind, routing=told)
             return x, routed
 
         if self.remat != "none":
             policy = REMAT_POLICIES[self.remat]
             one = jax.checkpoint(one, policy=policy, prevent_cse=False, static_argnums=0)
-        x = self._embed_rows(params, tokens, sights)
-        numbers: list[int] = []  # of layers with experts, and what their routers did
-        found: list[Routed] = []
-        for group in self.shape.groups:
+        found: dict[str, Routed] = {}
+        for group in groups:
 
             def run(x, entry, group=group):
                 done = []
@@ -344,26 +346,21 @@ class Network:
                     done.append(routed)
                 return x, done
 
+            numbers = [len(jax.tree.leaves(stacked[stack.name])[0]) for stack in group]
             entries = [
-                (
-                    params["layers"][stack.name],
-                    jnp.arange(len(stack.numbers)),
-                    None if routes is None else routes[stack.name],
-                )
-                for stack in group
+                (stacked[stack.name], jnp.arange(number), routes[stack.name])
+                for stack, number in zip(group, numbers, strict=True)
             ]
-            repeats = len(group[0].numbers) // group[0].run
-            if repeats == 1:
+            repeats = numbers[0] // group[0].run
+            if repeats == 1 or len(group) == 1:
                 x, routed = run(x, entries)
             else:
                 by_repeat = functools.partial(_split, repeats)
                 x, routed = jax.lax.scan(run, x, jax.tree.map(by_repeat, entries))
                 routed = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), routed)
-            numbers += [n for stack in group if stack.layer.experts for n in stack.numbers]
-            found += [of for of in routed if of is not None]
-        order = np.argsort(np.array(numbers, int))
-        in_order = lambda *parts: jnp.concatenate(parts)[order]  # noqa: E731
-        return self.norm(params, x), jax.tree.map(in_order, *found) if found else None
+            names = [stack.name for stack in group]
+            found |= {n: of for n, of in zip(names, routed, strict=True) if of is not None}
+        return x, found
 
     @property
     def num_routes(self) -> int:
@@ -375,19 +372,6 @@ class Network:
         """Returns the experts that tokens visit in each layer with experts, side by side."""
         side_by_side = jnp.moveaxis(chosen, 0, 2)
         return side_by_side.reshape(*side_by_side.shape[:2], -1).astype(ROUTE_DTYPE)
-
-    def routes_by_layer(self, routes: Int[Array, "B T routes"]) -> Int[Array, "L B T k"]:
-        """Returns what `routes` was given."""
-        per_token = self.shape.experts.per_token if self.shape.experts else 1
-        return jnp.moveaxis(routes.reshape(*routes.shape[:2], -1, per_token), 2, 0)
-
-    def _by_layer(self, routes: Int[Array, "B T routes"]) -> dict[str, Array | None]:
-        """Returns the experts to visit [L, B, T, k] of each stack; None: it has none."""
-        by_layer, at = self.routes_by_layer(routes), self.shape.with_experts
-        return {
-            name: by_layer[np.array([at.index(n) for n in s.numbers])] if s.layer.experts else None
-            for name, s in self.shape.stacks.items()
-        }
 
 
 def _split(repeats: int, stacked: Array) -> Array:

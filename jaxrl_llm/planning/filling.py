@@ -181,6 +181,7 @@ def longest(
     num_shards: int,
     parity: int,  # as in `best_width`; 0: nothing is shared
     fewest_tokens: int,  # on a device; a microbatch with fewer is slow
+    stages: int = 1,  # that want a microbatch each
 ) -> RowsShape:
     """Returns the rows of `num_sequences` sequences that all are as long as a run allows."""
     width = prompt + response
@@ -195,6 +196,7 @@ def longest(
         needed, width = len(packed), wide
         scored = response * max(sum(len(pieces[p].members) for p in row) for row in packed)
     here, room = -(-needed // num_shards), max(1, max_tokens // width)
+    room = min(room, max(1, needed // (stages * num_shards))) if stages > 1 else room
     in_one = here
     if here > room:
         even = -(-here // -(-here // room))

@@ -10,7 +10,7 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SupervisedConfig
 from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.planning import jobs, memory
+from jaxrl_llm.planning import jobs, memory, stages
 from jaxrl_llm.planning.devices import DEVICES, GIB, Device
 from jaxrl_llm.planning.setting import Parts, Scorer, Setting, expert_axes
 from jaxrl_llm.sharding import pools
@@ -91,6 +91,10 @@ def make(
         by_pool, homes = pools.sizes(config.placement, config.mesh, used, num_devices, 1)
         for name, mesh in by_pool.items():
             meshes[tuple(role for role in used if homes[role] == name)] = mesh
+    of_roles = {role: sizes for roles, sizes in meshes.items() for role in roles}
+    stages.check_roles(config, of_roles)
+    for shape in (policy, *(scorer.shape for scorer in scorers)):
+        stages.check_layers(config, shape, of_roles["policy"]["stage"])
     found = {
         roles: Setting(
             config, policy, scorers, mesh, device.backend, device.memory_bytes, full=True
@@ -107,6 +111,8 @@ def make(
 
 def _of_job(job: SupervisedConfig, policy: Shape, device: Device, num_devices: int) -> Plan:
     mesh = mesh_sizes(job.mesh, num_devices)
+    stages.check_roles(job, {"policy": mesh})
+    stages.check_layers(job, policy, mesh["stage"])
     programs: dict[str, Parts] = {}
     planned = jobs.of(job)
     settings = [
@@ -171,7 +177,7 @@ def _search(plan: Plan, device: Device, count: int) -> Advice | None:
         changes = {key: value for each in picked for key, value in each.items()}
         config = changed(plan.job, changes)
         try:
-            made = make(config, setting.policy, setting.scorers, device, count)
+            made = make(config, setting.model, setting.scorers, device, count)
         except ConfigError:  # the devices cannot be divided into the pools
             return None
         return Advice(changes, made) if made.fits else None
@@ -264,14 +270,15 @@ def _meshes(plan: Plan, count: int) -> Iterator[Changes]:
     now = plan.setting.mesh
     most = 4 * plan.setting.policy.num_kv_heads
     tensors = [2**i for i in range(6) if count % 2**i == 0 and 2**i <= most]
+    moved = "tensor", "expert", "stage"
+    ways_of_layers = dict.fromkeys((now["stage"], 1))
+    splits = itertools.product(tensors, expert_axes(plan.setting.policy), ways_of_layers)
     pairs = [
-        {"fsdp": count // (tensor * expert), "tensor": tensor, "expert": expert}
-        for tensor, expert in itertools.product(tensors, expert_axes(plan.setting.policy))
-        if count % (tensor * expert) == 0
+        {**dict(zip(moved, ways, strict=True)), "fsdp": count // math.prod(ways)}
+        for ways in splits
+        if count % math.prod(ways) == 0
     ]
-    pairs.sort(
-        key=lambda split: sum(abs(math.log2(split[a] / now[a])) for a in ("tensor", "expert"))
-    )
+    pairs.sort(key=lambda split: sum(abs(math.log2(split[a] / now[a])) for a in moved))
     for rollout in dict.fromkeys((config.mesh.rollout, "train")):
         for split in pairs:
             sizes = dict.fromkeys(AXES, 1) | split

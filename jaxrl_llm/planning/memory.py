@@ -62,7 +62,7 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
         for name, head in SCORING:
             asked = [scorer.shape for scorer in setting.scorers if scorer.head == head]
             if asked:
-                largest = dataclasses.replace(setting, policy=max(asked, key=num_params))
+                largest = dataclasses.replace(setting, model=max(asked, key=num_params))
                 found[name] = _score(largest, head)
                 if head == "lm":
                     lessons = setting.lessons(setting.config.sequences_per_step)
@@ -193,7 +193,9 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     learned = max({"policy": setting.num_learned("lm"), "critic": of_critic}[r] for r in roles)
     # Float32 sums over microbatches, if there are several, and one's gradient in `compute_dtype`.
     narrow = learned * setting.compute_item
-    several = setting.rows(setting.config.minibatch_size).count > 1
+    several = setting.stages > 1 or setting.rows(setting.config.minibatch_size).count > 1
+    if setting.stages > 1:  # of one round, and its weights
+        narrow *= 2 / setting.policy.rounds
     summed = narrow + 4.0 * learned * several
     both = len(roles) > 1
     waiting = 4.0 * of_critic * compiler.waiting if both else 0.0
@@ -257,10 +259,26 @@ def _saved(setting: Setting, work: _Work) -> tuple[float, float]:
             "none": whole + mlp.experts + 2 * mlp.rows + 3 * mlp.results,
         }[remat.removeprefix("offload_")]
 
-    everything = sum(of_layer(work.mlps[kind]) for kind in setting.policy.kinds)
+    # Layers on stages, of one item, are not kept at the same time as the others.
+    whole = item = 0.0
+    for stack in setting.policy.stacks.values():
+        layers = len(stack.numbers) * of_layer(work.mlps[stack.layer])
+        if stack.stages > 1:
+            item += layers / (stack.stages * setting.policy.rounds)
+        else:
+            whole += layers
+    everything, flowing = max(whole, item), 0.0
+    if setting.stages > 1:  # inputs of all items, results, and their gradients
+        turns = _turns(setting, setting.config.minibatch_size)
+        flowing = ((setting.policy.rounds + 2) * setting.stages + 3) * turns * work.carry
     # The memory of a CPU is the host's.
     moved = remat.startswith("offload_") and setting.backend != "cpu"
-    return (0.0, everything) if moved else (everything, 0.0)
+    return (flowing, everything) if moved else (flowing + everything, 0.0)
+
+
+def _turns(setting: Setting, num_sequences: int) -> int:
+    """Returns the turns of microbatches on stages, see `PackedBatch.on_stages`."""
+    return -(-setting.rows(num_sequences).count // setting.stages)
 
 
 def _score(setting: Setting, head: Head) -> Parts:
@@ -272,6 +290,9 @@ def _score(setting: Setting, head: Head) -> Parts:
         layer = work.carry + 2 * work.scores + made
         phases.append(Parts(activations=layer, temporary=mlp.weights))
     between, tables = Parts(temporary=work.slices), 1
+    if setting.stages > 1:  # inputs of a round's items, and what enters and leaves the stages
+        turns = _turns(setting, setting.config.sequences_per_step)
+        between += Parts(activations=(setting.stages + 2) * turns * work.carry)
     if head == "lm":
         phases += [
             Parts(logits=compiler.chunks[0] * work.chunk),
@@ -289,7 +310,7 @@ def _decode(setting: Setting) -> Parts:
     shape, rollout = setting.policy, setting.config.rollout
     width = setting.config.max_sequence_tokens
     cache = setting.cache_bytes(setting.num_slots, width)
-    slots = max(1, setting.num_slots // setting.row_shards)
+    slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
     recent = cache * rollout.chunk_steps * positions / width  # not yet joined to the cache
     vocab = setting.split(shape.vocab_size)
@@ -322,7 +343,7 @@ def _prefill(setting: Setting) -> Parts:
     scores = rows * setting.split(shape.num_heads) * width * min(width, block) * 4.0
     scores *= setting.kernel != "cudnn"  # splash reads no prompts
     tokens = rows * width
-    exchanges = prompts % setting.row_shards == 0
+    exchanges = prompts % setting.sampling_shards == 0
     mlps = [_MLP.of(setting, kind, tokens, exchanges) for kind in set(shape.kinds)]
     made = max(3 * mlp.inner + 4 * mlp.rows + 3 * mlp.results for mlp in mlps)
     # On every device those of all prompts, as any slot may want any; on GPUs also before they are

@@ -1,8 +1,4 @@
-"""How long a step takes, and where the models of a run should live.
-
-A phase takes the longest of these: its operations, its memory bytes and its link bytes, each over
-what the device does a second, times the share that programs reach (`REACHED`). Phases do not
-overlap. Host work, evaluation and checkpoints are left out.
+"""Where the models of a run should live, by the time of a step.
 
 A grouping is a partition of policy, critic, reference and reward model; rollout belongs to the
 policy. Each group gets a pool of devices and the fastest mesh over it that fits. A step has three
@@ -15,18 +11,14 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-import numpy as np
-
-from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import PlacementConfig, PoolConfig
+from jaxrl_llm.config import ConfigError, PlacementConfig, PoolConfig
 from jaxrl_llm.config.placement import ROLES as ALL_ROLES
-from jaxrl_llm.models import flops
-from jaxrl_llm.models.shape import Shape
-from jaxrl_llm.planning import memory
+from jaxrl_llm.planning import memory, times
+from jaxrl_llm.planning import stages as stages_lib
 from jaxrl_llm.planning.devices import GIB, Device
 from jaxrl_llm.planning.fit import Plan, axes
-from jaxrl_llm.planning.setting import SCORING, Head, Setting, expert_axes
-from jaxrl_llm.sharding.mesh import AXES
+from jaxrl_llm.planning.setting import Setting, expert_axes
+from jaxrl_llm.sharding.mesh import AXES, STAGE
 
 ROLES = ("policy", "critic", "reference", "reward")
 Grouping = tuple[tuple[str, ...], ...]
@@ -41,171 +33,6 @@ _STAGES: Mapping[str, Mapping[str, str]] = {
     },
     "learn": {"train": "policy", "train_critic": "critic"},
 }
-REACHED = {"flops": 0.55, "memory": 0.75, "links": 0.7}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a phase asks of one device in a whole step."""
-
-    flops: float  # recomputation included
-    useful_flops: float  # and not
-    memory_bytes: float  # read and written
-    link_bytes: float  # sent
-    seconds: float
-    num_devices: int  # that share the phase
-
-
-def phases(setting: Setting, device: Device) -> dict[str, Cost]:
-    """Returns the cost of every phase of a step by name, when all sequences are longest."""
-    needed = needs.of(setting.config.algorithm)
-    found = {
-        "prefill": _prefill(setting, device),
-        "decode": _decode(setting, device),
-        "score": _pass(setting, device, "lm", trained=False),
-        "train": _pass(setting, device, "lm", trained=True),
-        "reshard": _reshard(setting, device),
-    }
-    if needed.reference:
-        found["score_reference"] = found["score"]
-    if needed.critic:
-        found["score_critic"] = _pass(setting, device, "scalar", trained=False)
-        found["train_critic"] = _pass(setting, device, "scalar", trained=True)
-    for name, head in SCORING:
-        passes = [
-            _pass(dataclasses.replace(setting, policy=scorer.shape), device, head, trained=False)
-            for scorer in setting.scorers
-            if scorer.head == head
-        ]
-        if passes:  # one after the other
-            names = vars(passes[0]).keys() - {"num_devices"}
-            sums = {name: sum(getattr(each, name) for each in passes) for name in names}
-            found[name] = dataclasses.replace(passes[0], **sums)
-    return found
-
-
-def _cost(setting: Setting, device: Device, work, useful, memory, links, group) -> Cost:
-    seconds = 0.0
-    if device.flops:
-        bandwidth = device.link_bandwidth if group <= device.domain else device.network_bandwidth
-        # A float32 matmul takes four passes of 16-bit ones.
-        slow = 1.0 if setting.config.model.compute_dtype == "bfloat16" else 4.0
-        seconds = max(
-            slow * work / (device.flops * REACHED["flops"]),
-            memory / (device.memory_bandwidth * REACHED["memory"]),
-            links / (bandwidth * REACHED["links"]),
-        )
-    return Cost(work, useful, memory, links, seconds, setting.num_devices)
-
-
-def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cost:
-    """Returns a forward, or a forward and backward, pass over all sequences of a step."""
-    config, shape, mesh = setting.config, setting.policy, setting.mesh
-    sequences, width = config.sequences_per_step, config.max_sequence_tokens
-    forward = flops.forward(shape, np.full(sequences, width), int(head == "scalar"))
-    forward /= setting.num_devices
-    tensor, data = mesh["tensor"], mesh["data"]
-    weights = sum(setting.used()) * setting.compute_item
-    times = config.trainer.epochs if trained else 1
-    passes = 3 if trained else 1
-    each = config.minibatch_size * width if trained else sequences * width
-    updates = times * sequences * width / each
-    useful = forward * (passes * times)
-    work = useful + (forward * _recomputed(config.model.remat, shape) * times if trained else 0.0)
-
-    microbatches = updates * setting.rows(each // width).count
-    memory = weights * passes * microbatches
-    tokens = times * sequences * width / setting.row_shards
-    carry = tokens * shape.hidden_size * setting.compute_item
-    links = _gathered(setting) * passes * microbatches
-    links += passes * _exchanged(setting, tokens)
-    # Two sums over the tensor axis a layer and direction, each sent and received in pieces.
-    links += passes * shape.num_layers * 2 * 2 * carry * (tensor - 1) / tensor
-    if trained:
-        held = setting.held(head).total()
-        memory += updates * held * (2 * 4 * 3 + 4 * 2)  # weights and moments in and out, gradients
-        links += updates * 2 * held * 4 * (data - 1) / data
-    memory += shape.num_layers * carry * 12 * passes
-    return _cost(setting, device, work, useful, memory, links, setting.num_devices)
-
-
-def _gathered(setting: Setting) -> float:
-    """Returns the bytes that reach a device where all weights are gathered for use, once."""
-    experts, rest = setting.used()
-    shards, ways = setting.mesh["fsdp"], setting.mesh["expert"]
-    arriving = experts * (1 - 1 / shards) + rest * (1 - 1 / (shards * ways))
-    return arriving * setting.compute_item
-
-
-def _exchanged(setting: Setting, tokens: float) -> float:
-    """Returns the bytes that a device sends to experts and back, for so many of its tokens."""
-    shape, ways = setting.policy, setting.mesh["expert"]
-    if shape.experts is None:
-        return 0.0
-    layers = sum(kind.experts for kind in shape.kinds)
-    visits = tokens * shape.experts.per_token * (1 - 1 / ways)
-    return layers * 2 * visits * shape.hidden_size * setting.compute_item
-
-
-def _recomputed(remat: str, shape: Shape) -> float:
-    """Returns the share of a forward pass that the backward pass does again.
-
-    What experts multiply is never kept.
-    """
-    output = shape.num_heads * shape.value_size * shape.hidden_size
-    whole = again = 0.0
-    for kind in shape.kinds:
-        layer, mlp = flops.layer_products(shape, kind), flops.mlp_products(shape, kind)
-        never, inner = (mlp, 0.0) if kind.experts else (0.0, 2 / 3 * mlp)
-        kept = {"attention": output + inner, "projections": output, "dots": 0.0, "none": 0.0}
-        partly = kept.get(remat.removeprefix("offload_"))
-        whole += layer
-        again += layer if partly is None else partly + never
-    return again / whole
-
-
-def _prefill(setting: Setting, device: Device) -> Cost:
-    config, shape, tensor = setting.config, setting.policy, setting.mesh["tensor"]
-    prompts, tokens = config.trainer.prompts_per_step, config.data.max_prompt_tokens
-    work = flops.forward(shape, np.full(prompts, tokens), 1) / setting.num_devices
-    weights = sum(setting.used()) * setting.compute_item
-    batches = max(1, prompts * tokens / 4096)
-    here = prompts * tokens / setting.row_shards
-    links = 4 * shape.num_layers * here * shape.hidden_size * (tensor - 1) / tensor
-    links += _exchanged(setting, here)
-    return _cost(setting, device, work, work, weights * batches, links, tensor)
-
-
-def _decode(setting: Setting, device: Device) -> Cost:
-    config, shape, item = setting.config, setting.policy, setting.compute_item
-    tensor, ways = setting.mesh["tensor"], setting.mesh["expert"]
-    slots, response = setting.num_slots, config.rollout.max_response_tokens
-    steps = math.ceil(config.sequences_per_step / slots) * response
-    local = slots / setting.row_shards
-    experts, rest = setting.used()
-    visited = read = 0.0  # parameters of experts that a token meets, and that a step reads
-    if of := shape.experts:
-        visited = experts * ways * of.per_token / of.num
-        read = experts * min(1.0, local * of.per_token * ways / of.num)
-    mean = config.data.max_prompt_tokens + response / 2
-    held_heads, of_key, of_value = shape.cached
-    of_pair = of_key + (shape.latent.kv_rank if shape.latent else of_value)
-    attended = 2 * shape.num_layers * shape.num_heads * of_pair * mean / tensor
-    work = steps * local * (2 * (rest + visited) + attended)
-    heads = setting.split(held_heads)
-    cache = shape.num_layers * local * heads * mean * (of_key + of_value) * item
-    links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
-    links += steps * _exchanged(setting, local)
-    if config.mesh.rollout == "train":
-        links += steps * _gathered(setting)
-    memory = steps * ((rest + read) * item + cache)
-    return _cost(setting, device, work, work, memory, links, tensor * ways)
-
-
-def _reshard(setting: Setting, device: Device) -> Cost:
-    links = 0.0 if setting.config.mesh.rollout == "train" else _gathered(setting)
-    arriving = sum(setting.used()) * setting.compute_item
-    return _cost(setting, device, 0.0, 0.0, 2 * arriving, links, setting.num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +48,9 @@ class Pool:
         return memory.peak(self.setting, self.roles) + self.device.process_bytes
 
     @functools.cached_property
-    def costs(self) -> dict[str, Cost]:  # of the phases that its roles go through
+    def costs(self) -> dict[str, times.Cost]:  # of the phases that its roles go through
         names = {n for of in _STAGES.values() for n, role in of.items() if role in self.roles}
-        return {k: v for k, v in phases(self.setting, self.device).items() if k in names}
+        return {k: v for k, v in times.phases(self.setting, self.device).items() if k in names}
 
     @functools.cached_property
     def stages(self) -> list[float]:  # seconds of each of `_STAGES`
@@ -288,13 +115,18 @@ def rank(setting: Setting, device: Device, num_devices: int, num_hosts: int = 1)
     They are ranked by the time of a step (if known), then by the number of pools.
     """
     best_pool = functools.cache(functools.partial(_best_pool, setting, device))
+    # Stages pay where the devices have thin links between their domains.
+    most = max(1, num_devices // device.domain)
+    all_stages = [1 << i for i in range(most.bit_length())]
     found = []
     for grouping in groupings(tuple(role for role in ROLES if setting.has(role))):
         best = Placement(grouping, (), math.inf)
-        for counts in _divisions(num_devices, len(grouping)):
+        divisions = _divisions(num_devices, len(grouping))
+        for counts, stages in itertools.product(divisions, all_stages):
             if any(count % num_hosts for count in counts):
                 continue
-            pools = tuple(filter(None, map(best_pool, grouping, counts)))
+            best_of = functools.partial(best_pool, stages=stages)  # all pools have as many
+            pools = tuple(filter(None, map(best_of, grouping, counts)))
             step_s = sum(_stage_seconds(pools))
             if len(pools) == len(grouping) and step_s < best.step_s:
                 best = Placement(grouping, pools, step_s)
@@ -309,7 +141,7 @@ class Speed:
     step_s: float
     tokens_per_s_per_device: float  # of prompts and responses
     mfu: float  # useful operations over what the devices could do in that time, 0 to 1
-    phases: Mapping[str, Cost]  # each on a device of its pool
+    phases: Mapping[str, times.Cost]  # each on a device of its pool
 
 
 def speed(plan: Plan) -> Speed:
@@ -341,21 +173,35 @@ def _divisions(num_devices: int, num_pools: int) -> Iterator[tuple[int, ...]]:
             yield (*first, last)
 
 
-def _best_pool(setting: Setting, device: Device, group: tuple[str, ...], count: int) -> Pool | None:
+def _best_pool(
+    setting: Setting, device: Device, group: tuple[str, ...], count: int, stages: int
+) -> Pool | None:
     """Returns the group on the fastest mesh over `count` devices on which it fits, if any."""
     roles = (*group, "rollout") if "policy" in group else group
     fitting = []
     for tensor, expert in itertools.product((1, 2, 4, 8), expert_axes(setting.policy)):
-        if count % (tensor * expert) == 0:
+        if count % (stages * tensor * expert) == 0:
             # A power of two, as dims of models divide by these; the rest goes to data.
-            rest = count // (tensor * expert)
+            rest = count // (stages * tensor * expert)
             fsdp = rest & -rest
             split = {"data": rest // fsdp, "fsdp": fsdp, "expert": expert, "tensor": tensor}
-            mesh = dict.fromkeys(AXES, 1) | split
+            mesh = dict.fromkeys(AXES, 1) | split | {STAGE: stages}
+            if stages > 1 and not _may_have_stages(setting, mesh):
+                continue
             pool = Pool(roles, dataclasses.replace(setting, mesh=mesh), device)
             if pool.bytes <= device.memory_bytes:
                 fitting.append(pool)
     return min(fitting, key=lambda pool: sum(pool.stages), default=None)
+
+
+def _may_have_stages(setting: Setting, mesh: Mapping[str, int]) -> bool:
+    try:
+        stages_lib.check_roles(setting.config, {"policy": mesh})
+        for shape in (setting.model, *(scorer.shape for scorer in setting.scorers)):
+            stages_lib.check_layers(setting.config, shape, mesh[STAGE])
+    except ConfigError:
+        return False
+    return True
 
 
 def table(ranking: list[Placement]) -> str:

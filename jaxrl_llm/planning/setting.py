@@ -139,7 +139,7 @@ class Setting:
     """A run on a mesh: all that an estimate follows from."""
 
     config: RLConfig  # of another job: a run with the same programs, see `jobs.of`
-    policy: Shape  # of reference and critics too
+    model: Shape  # of policy, reference and critics, without the stages of the mesh
     scorers: tuple[Scorer, ...]
     mesh: Mapping[str, int]  # sizes of the axes, none of them -1
     backend: str = "tpu"  # whose compiler is assumed; or "cpu"
@@ -151,6 +151,18 @@ class Setting:
     def num_devices(self) -> int:
         return math.prod(self.mesh.values())
 
+    @property
+    def stages(self) -> int:
+        return self.mesh.get(mesh_lib.STAGE, 1)
+
+    @property
+    def policy(self) -> Shape:
+        """The shape of policy, reference and critics as this run stores them."""
+        return self.stored(self.model)
+
+    def stored(self, shape: Shape) -> Shape:
+        return shape.on_stages(self.stages, self.config.mesh.stage_rounds)
+
     def has(self, role: str) -> bool:
         """Returns whether the run has such a role with arrays of its own."""
         needed = needs.of(self.config.algorithm)
@@ -160,8 +172,12 @@ class Setting:
         return has.get(role, True)
 
     @property
-    def row_shards(self) -> int:  # devices that the rows of a batch are split over
+    def row_shards(self) -> int:  # devices that the rows of a microbatch are split over
         return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
+
+    @property
+    def sampling_shards(self) -> int:  # devices that slots and prompts are split over
+        return self.row_shards * self.stages
 
     @property
     def param_item(self) -> int:  # bytes of a number of trained weights
@@ -211,8 +227,8 @@ class Setting:
         return 1.0 * self.policy.num_layers * entries * self.cache_item
 
     def rows_here(self, rows: int) -> int:
-        """Returns the rows on one device: all of them where the row shards do not divide them."""
-        return rows // self.row_shards if rows % self.row_shards == 0 else rows
+        """Returns the rows that one device samples: all of them where they do not divide."""
+        return rows // self.sampling_shards if rows % self.sampling_shards == 0 else rows
 
     def split(self, size: int) -> int:
         """Returns `size` on one device: divided by the tensor axis where that divides it."""
@@ -243,6 +259,7 @@ class Setting:
             self.row_shards,
             flops.attention_parity(self.policy) if share else 0,
             filling.fewest_tokens(self.backend, self.row_shards),
+            self.stages,
         )
         if not self.full:
             return found
@@ -266,13 +283,16 @@ class Setting:
         """Returns by stack the parameters of one of the policy's layers, gathered for use."""
         return _computed(Network(self.policy), tuple(self.mesh.items()))
 
-    def used(self) -> LayerParams:
+    def used(self, sampling: bool = False) -> LayerParams:
         """Returns the policy's parameters that a device computes with, one layer after another.
 
-        Its ends are among the rest.
+        Its ends are among the rest. In `sampling` it computes all layers, else those of its stage.
         """
         of_layers, stacks = self.computed(), self.policy.stacks
-        layers = [(of_layers[name], len(stack.numbers)) for name, stack in stacks.items()]
+        layers = [
+            (of_layers[name], len(stack.numbers) // (1 if sampling else stack.stages))
+            for name, stack in stacks.items()
+        ]
         held = self.counted(Network(self.policy), "tensor")
         ends = held.total() - in_layers(held)
         found = sum(count * of.experts for of, count in layers)
@@ -311,7 +331,7 @@ class Setting:
         """Bytes of the rollout copy that a program makes: embedding, head and norm; one layer."""
         held = self._rollout_bytes
         name, stack = list(self.policy.stacks.items())[-1]  # of experts, if there are any
-        layer = held[f"layers.{name}"] / len(stack.numbers)
+        layer = held[f"layers.{name}"] / len(stack.numbers) * stack.stages  # one of each stage
         return {"reshard": 1.0 * held.total() - in_layers(held), "reshard_layer": layer}
 
     def given(self, role: str) -> Parts:
@@ -335,7 +355,8 @@ class Setting:
         if role == "rollout":
             return Parts(weights=self.rollout_weights)
         if role == "reward":
-            held = sum(self.counted(Network(s.shape, head=s.head)).total() for s in self.scorers)
+            networks = (Network(self.stored(s.shape), head=s.head) for s in self.scorers)
+            held = sum(self.counted(network).total() for network in networks)
             return Parts(weights=held * self.param_item)
         if role == "reference":
             whole = self.weights("lm")

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models.attention import by_chunk, full_attention, masked_attention
 from jaxrl_llm.models.attention_layers import Attention
+from jaxrl_llm.models.reading import routes_by_layer
 from jaxrl_llm.models.router import Routing
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network, Params
@@ -120,7 +121,7 @@ def _routing(network: Network, routes: Int[Array, "R T routes"]) -> dict[int, Ro
     """Returns what routers are told, by number of the layer; nothing if routes are not kept."""
     if not routes.shape[-1]:
         return {}
-    by_layer, counted = network.routes_by_layer(routes), jnp.ones(routes.shape[:2], bool)
+    by_layer, counted = routes_by_layer(network.shape, routes), jnp.ones(routes.shape[:2], bool)
     layers = zip(network.shape.with_experts, by_layer, strict=True)
     return {number: Routing(counted, given) for number, given in layers}
 

@@ -5,13 +5,14 @@ split over. An axis is left out if it does not divide the dim, or if the mesh do
 
 Axes: `data` (replicas of the weights), `fsdp` (rows, and weights split for memory alone),
 `sequence` (the length of rows, and weights split as by fsdp), `tensor` (heads, MLP, vocabulary),
-`expert` (experts; elsewhere as fsdp).
+`expert` (experts; elsewhere as fsdp), `stage` (layers that microbatches pass one after another; it
+comes first, so that stages are those devices that have the slowest links).
 """
 
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,20 +21,27 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxrl_llm.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+STAGE = "stage"
+AXES = (STAGE, "data", "fsdp", "expert", "sequence", "tensor")
 
 Rules = Mapping[str, tuple[str, ...]]
 
 # A rollout rule is a prefix of the training rule of the same name: resharding is then an
 # all-gather over the axes left out, which moves the fewest bytes.
 _COMPUTED = ("vocab", "heads", "kv_heads", "key_value_heads", "value_heads", "mlp", "tower_heads")
-_FOR_MEMORY = ("fsdp", "sequence", "expert")
+_FOR_MEMORY = ("fsdp", "sequence", "expert", STAGE)
 TRAIN: Rules = {
+    "staged": (STAGE,),  # layers of all stages
     "experts": ("expert",),  # first: an axis splits one dim of an array, the first that wants it
     **{name: ("tensor", *_FOR_MEMORY) for name in _COMPUTED},
     "whole": ("tensor", *_FOR_MEMORY),  # of matrices whose other dim is too narrow to split
 }
-ROLLOUT: Rules = {"experts": ("expert",), "whole": (), **dict.fromkeys(_COMPUTED, ("tensor",))}
+ROLLOUT: Rules = {
+    "staged": (),
+    "experts": ("expert",),
+    "whole": (),
+    **dict.fromkeys(_COMPUTED, ("tensor",)),
+}
 
 # Rules of rollout weights by `config.mesh.rollout`.
 ROLLOUT_WEIGHTS: Mapping[str, Rules] = {
@@ -66,6 +74,7 @@ ROLLOUT_ACTIVATIONS: Mapping[str, Rules] = {
 }
 
 _rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules", default=ACTIVATIONS)
+_in_stages: contextvars.ContextVar[bool] = contextvars.ContextVar("in_stages", default=False)
 
 
 def mesh_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -151,9 +160,42 @@ def under(rules: Rules) -> Iterator[None]:
         _rules.reset(token)
 
 
+@contextlib.contextmanager
+def in_stages() -> Iterator[None]:
+    """What is traced here is work of one stage: no array of it is split over stages.
+
+    Gradients are to be traced here too.
+    """
+    token = _in_stages.set(True)
+    try:
+        yield
+    finally:
+        _in_stages.reset(token)
+
+
+def is_in_stages() -> bool:
+    """Returns whether this is traced under `in_stages`."""
+    return _in_stages.get()
+
+
+def on_stages(function: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+    """Returns what applies a function on each stage to its entry of a leading dim; as `jax.vmap`.
+
+    The function is traced under `in_stages`.
+    """
+    mapped = jax.vmap(function, in_axes=in_axes, spmd_axis_name=STAGE)
+    return in_stages()(mapped)
+
+
+def axis_sizes() -> dict[str, int]:
+    """Returns the axes of the mesh of `jax.set_mesh` that arrays can be split over here."""
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return {axis: size for axis, size in sizes.items() if axis != STAGE or not _in_stages.get()}
+
+
 def activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
     """Returns how an activation is split by the current rules on the mesh of `jax.set_mesh`."""
-    return partition_spec(shape, names, _rules.get(), jax.sharding.get_abstract_mesh().shape, {})
+    return partition_spec(shape, names, _rules.get(), axis_sizes(), {})
 
 
 def constrain(x: jax.Array, *names: str | None, rules: Rules | None = None) -> jax.Array:
@@ -164,7 +206,7 @@ def constrain(x: jax.Array, *names: str | None, rules: Rules | None = None) -> j
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in mesh.axis_types or mesh.size == 1:
         return x
-    spec = partition_spec(x.shape, names, rules or _rules.get(), mesh.shape, {})
+    spec = partition_spec(x.shape, names, rules or _rules.get(), axis_sizes(), {})
     return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -179,8 +221,7 @@ def weight_spec(shape: tuple[int, ...], names: tuple[str | None, ...]) -> Partit
     Sampling computes with weights as they are split for its activations.
     """
     rules = _rules.get()
-    mesh = jax.sharding.get_abstract_mesh()
-    return partition_spec(shape, names, TRAIN if rules is ACTIVATIONS else rules, mesh.shape, {})
+    return partition_spec(shape, names, TRAIN if rules is ACTIVATIONS else rules, axis_sizes(), {})
 
 
 def sharding_of(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh) -> NamedSharding:

@@ -2,10 +2,10 @@
 
 One jitted program takes a layer out of the stack, casts it and splits it as rollout wants it. XLA
 casts before the collective, so the wire carries the rollout dtype. The memory of the old rollout
-weights is used again.
+weights is used again. Of layers on stages it takes one from each stage: gathering those moves no
+byte that is not wanted, and sending one from its stage to all others would leave most links idle.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -89,7 +89,23 @@ class Resharder:
         self._target = _abstract(
             shapes, mesh_lib.shardings(shapes, axes, mesh, rules, units, computing)
         )
-        self._held = mesh_lib.shardings(shapes, axes, mesh, mesh_lib.TRAIN, units)
+        # As many layers of each stack as one program takes: one of each stage.
+        self._ways = {
+            n: mesh.shape[mesh_lib.STAGE] if _first_dim(of) == "staged" else 1
+            for n, of in stacked.items()
+        }
+
+        def several(name: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self._ways[name], *a.shape), a.dtype)
+
+        taken = {
+            name: jax.tree.map(functools.partial(several, name), of)
+            for name, of in shapes["layers"].items()
+        }
+        together = {**shapes, "layers": taken}, {**logical_axes, "layers": stacked}
+        self._held = mesh_lib.shardings(*together, mesh, mesh_lib.TRAIN, units)
+        self._wanted = mesh_lib.shardings(*together, mesh, rules, units, computing)
+        self._together = together[0]
         # What `reshard` is given; until then plain weights in the training layout.
         self._given = _abstract(
             abstract, mesh_lib.shardings(abstract, logical_axes, mesh, mesh_lib.TRAIN, units)
@@ -99,19 +115,36 @@ class Resharder:
         # Of each layer: its stack, and where it stands there.
         places = {layer: (n, i) for n, of in numbers.items() for i, layer in enumerate(of)}
         self._places = [places[layer] for layer in sorted(places)]
+        self._numbers = numbers
         self.mesh = mesh
         self._replicated = mesh_lib.replicated(mesh)
         into = jax.tree.map(lambda a: a.sharding, self._target)
         # Old buffers are donated for their memory alone; unused arguments must stay arguments.
         reuse = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 
-        def layer(name: str, old, new, i):
-            return _cast(convert(name, jax.tree.map(lambda a: a[i], new)), dtypes)
+        def layers(name: str, old, new, i):
+            if self._ways[name] == 1:
+                return [_cast(convert(name, jax.tree.map(lambda a: a[i], new)), dtypes)]
 
-        # Programs of the ends `(old, ends)`, and by stack of one layer `(old, layers, i)`.
+            def of_stages(a):
+                return a.reshape(self._ways[name], -1, *a.shape[1:])[:, i]
+
+            # Cast where they are, then gathered.
+            made = jax.vmap(functools.partial(convert, name))(jax.tree.map(of_stages, new))
+            made = jax.lax.with_sharding_constraint(_cast(made, dtypes), self._held["layers"][name])
+            made = jax.lax.with_sharding_constraint(made, self._wanted["layers"][name])
+            structure = jax.tree.structure(made)
+            apart = zip(*map(tuple, jax.tree.leaves(made)), strict=True)
+            return [jax.tree.unflatten(structure, layer) for layer in apart]
+
+        # Programs of the ends `(old, ends)`, and by stack of one layer, or one of each stage,
+        # `([old], layers, i)`.
         self.ends: Any = reuse(lambda old, new: _cast(new, dtypes), out_shardings=_ends(into))
         self.layers: dict[str, Any] = {
-            name: reuse(functools.partial(layer, name), out_shardings=into["layers"][name])
+            name: reuse(
+                functools.partial(layers, name),
+                out_shardings=[into["layers"][name]] * self._ways[name],
+            )
             for name in numbers
         }
 
@@ -131,7 +164,10 @@ class Resharder:
         index = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
         layers = {
             name: functools.partial(
-                program.lower, self._target["layers"][name], params["layers"][name], index
+                program.lower,
+                [self._target["layers"][name]] * self._ways[name],
+                params["layers"][name],
+                index,
             )
             for name, program in self.layers.items()
         }
@@ -144,7 +180,7 @@ class Resharder:
             return self._report
         with jax.set_mesh(self.mesh):
             programs = {n: lower().compile() for n, lower in self.lowered(self._given).items()}
-        times = collections.Counter(name for name, _ in self._places)
+        times = {name: len(of) // self._ways[name] for name, of in self._numbers.items()}
         moved, dtypes, extra = 0, set(), 0
         for name, program in programs.items():
             for collective in collectives(program.as_text() or ""):
@@ -154,10 +190,10 @@ class Resharder:
             fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
             extra = max(extra, memory.temp_size_in_bytes + max(0, fresh))
 
-        def missing(into, held):
-            return missing_elements(into.shape, held, into.sharding) * into.dtype.itemsize
+        def missing(a, held, wanted):
+            return missing_elements(a.shape, held, wanted) * a.dtype.itemsize
 
-        least = jax.tree.map(missing, self._target, self._held)
+        least = jax.tree.map(missing, self._together, self._held, self._wanted)
         total = sum(jax.tree.leaves(_ends(least)))
         total += sum(times[n] * sum(jax.tree.leaves(of)) for n, of in least["layers"].items())
         self._report = Report(moved, round(total), extra, tuple(sorted(dtypes)))
@@ -181,11 +217,23 @@ class Resharder:
             self._given = _abstract(params, jax.tree.map(lambda a: a.sharding, params))
             self._seen = True
         with jax.set_mesh(self.mesh):
-            layers = tuple(
-                self.layers[name](layer, params["layers"][name], self._indices[i])
-                for (name, i), layer in zip(self._places, old["layers"], strict=True)
-            )
-            return {**self.ends(_ends(old), _ends(params)), "layers": layers}
+            layers = list(old["layers"])
+            for name, i in self._places:
+                of = self._numbers[name]
+                apart = len(of) // self._ways[name]
+                if i >= apart:  # taken with that of the first stage
+                    continue
+                mine = of[i::apart]
+                before = [layers[number] for number in mine]
+                found = self.layers[name](before, params["layers"][name], self._indices[i])
+                for number, layer in zip(mine, found, strict=True):
+                    layers[number] = layer
+            return {**self.ends(_ends(old), _ends(params)), "layers": tuple(layers)}
+
+
+def _first_dim(axes: Params) -> str:
+    """Returns the name of the dim of layers in a tree of dim names."""
+    return jax.tree.leaves(axes, is_leaf=lambda names: isinstance(names, tuple))[0][0]
 
 
 def _ends(tree: Params) -> Params:

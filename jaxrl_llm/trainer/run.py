@@ -27,6 +27,7 @@ from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.data.datasets import Dataset
+from jaxrl_llm.learner import stored
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics import alerts as alerts_lib
@@ -96,6 +97,7 @@ class Run(contextlib.ExitStack):
         claim_workdir(self.config, self.workdir, write=hosts.is_first())
         self._saver = Saver(self.workdir / "checkpoints", self.config.checkpoint)
         self.planned_bytes = planned_bytes
+        self._shape = models.policy.shape
         self._tell_end = lambda: None
         if not self._outer:
             self._tell_end = report.opened(self.config, models, planned_bytes, self.workdir)
@@ -108,7 +110,8 @@ class Run(contextlib.ExitStack):
         saved: Mapping[str, Any] = {}
         if self._saver.latest_step():
             with console.work("reading the last checkpoint"):
-                state, saved, self.first = self._saver.restore(weights_lib.abstract(state))
+                wanted = weights_lib.abstract(state), self._shape
+                state, saved, self.first = stored.restored(self._saver.restore, *wanted)
             remedy = (
                 "remove this step to go on from the one before it, or start in another --workdir"
             )
@@ -192,4 +195,5 @@ class Run(contextlib.ExitStack):
     def _position(self) -> dict[str, Mapping[str, Any]]:
         """Returns where the job stands, beside its arrays."""
         states = {name: thing.get_state() for name, thing in self._tracked.items()}
-        return {**states, "metrics": self.writer.get_state()}
+        layers = {stored.KEY: stored.numbers(self._shape)}
+        return {**states, "metrics": self.writer.get_state(), **layers}

@@ -27,7 +27,7 @@ from jaxrl_llm.data.files import read_rows
 from jaxrl_llm.data.formats import pair_of
 from jaxrl_llm.data.streams import Rows, Stream
 from jaxrl_llm.learner import models as models_lib
-from jaxrl_llm.learner import objectives, planned, update
+from jaxrl_llm.learner import objectives, planned, stored, update
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.learner.batches import Packer, padding_share
@@ -143,7 +143,8 @@ def learn(
     config, name, mesh = run.config, objective.name, objective.mesh
     assert isinstance(config, SupervisedConfig)
     stream = Stream(rows, config.seed, config.data.shuffle, config.data.num_workers)
-    packer = Packer(config.microbatch_tokens, *mesh_lib.row_shards(mesh))
+    split = mesh_lib.row_shards(mesh)
+    packer = Packer(config.microbatch_tokens, *split, stages=mesh.shape["stage"])
     optimizer = config.trainer.optimizer
     state = weights_lib.trainable(start.trained, optimizer, config.num_updates, mesh)
     state = run.resume(state, stream, packer)
@@ -190,9 +191,11 @@ def _update_program(config: SupervisedConfig, objective: Objective, state: Train
             config.trainer.optimizer,
             config.num_updates,
             batch.packed,
+            objective.reader(batch),
             lambda params, microbatch: objective.loss(lora.joined(base, params), microbatch, batch),
             config.model.compute_dtype,
             objective.name,
+            whole=functools.partial(lora.joined, base),
         )
         shape = objective.network.shape
         return update.after_routers(config.router, shape, state, found, objective.name)
@@ -212,7 +215,9 @@ def _evaluation(
     """Returns what evaluates on held-out rows, and samples and scores answers to `prompts`."""
     if not held_out:
         return lambda state, step, clock: {}
-    packer = Packer(config.microbatch_tokens, *mesh_lib.row_shards(objective.mesh))
+    mesh = objective.mesh
+    split = mesh_lib.row_shards(mesh)
+    packer = Packer(config.microbatch_tokens, *split, stages=mesh.shape["stage"])
     complete = objectives.completion(objective, start.reference)
     measure = HeldOut(objective, held_out, config.trainer.batch_size, packer, complete)
     if not prompts:
@@ -317,14 +322,16 @@ def _stage(
     """Returns the product of a stage, trained now from `initial()` or in an earlier start."""
     product = run.workdir / folder / "product"
     if product.exists():
-        return saver.load_tree(product, abstract)[0]
+        load = functools.partial(saver.load_tree, product)
+        return stored.restored(load, abstract, models.policy.shape)[0]
     rows = objective.rows("train")
     stage = make_job(objectives.longest(rows))
     _check_longest(stage, rows)
     with Run(stage, product.parent, run) as inner:
         inner.claim(models)
         params = learn(objective, rows, Start(initial(), {}, {}), inner).params
-    saver.save_tree(product, params, {"num_steps": stage.trainer.num_steps})
+    layers = {stored.KEY: stored.numbers(models.policy.shape)}
+    saver.save_tree(product, params, {"num_steps": stage.trainer.num_steps, **layers})
     if hosts.is_first():
         shutil.rmtree(product.parent / "checkpoints")  # the product is all that RL needs of it
     return params

@@ -69,6 +69,8 @@ POOLS = {
     "placement.roles": ROLES,
 }
 FREE = {**POOLS, "mesh.data": -1, "mesh.fsdp": 1}
+ALONE = dict.fromkeys(ROLES, "NAME")
+LAYERS = {"model.num_layers": 4, "mesh.fsdp": 1, "mesh.tensor": -1}
 LONG = {"algorithm.overlong_buffer_tokens": 12}
 HELD_OUT = {"evaluation.functions": {"NAME": {"function": "arithmetic"}}}
 WARM = {"warm_start.num_steps": 2}
@@ -146,6 +148,8 @@ SHARED = {
     "config.model.compute_dtype": (probe.networks, "bfloat16"),
     "config.model.remat": (probe.networks, "full"),
     "config.model.attention": (probe.networks, "splash"),
+    "config.mesh.stage": (probe.networks, 2, LAYERS),
+    "config.mesh.stage_rounds": (probe.networks, 2, {**LAYERS, "mesh.stage": 2}),
     "config.mesh.data": (probe.networks, 2),
     "config.mesh.fsdp": (probe.networks, 2, {"mesh.data": -1, "mesh.fsdp": 1}),
     "config.mesh.expert": (probe.networks, 2),
@@ -426,6 +430,11 @@ RL = {
         POOLS,
     ),
     "config.placement.pools.NAME.devices": (probe.networks, 2, POOLS),
+    "config.placement.pools.NAME.stage": (
+        probe.networks,
+        2,
+        {**POOLS, **LAYERS, "placement.pools": {"NAME": {"devices": 8}}, "placement.roles": ALONE},
+    ),
     "config.placement.pools.NAME.data": (probe.networks, 2, POOLS),
     "config.placement.pools.NAME.fsdp": (
         probe.networks,

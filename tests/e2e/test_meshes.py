@@ -23,6 +23,8 @@ MESHES = {
     "sequence 2 x fsdp 4": {"sequence": 2, "fsdp": 4},
     "sequence 2 x fsdp 4, ring": {"sequence": 2, "fsdp": 4, "sequence_attention": "ring"},
     "tensor 8": {"tensor": 8},
+    "stage 2 x fsdp 2 x tensor 2": {"stage": 2, "fsdp": 2, "tensor": 2},
+    "stage 2 x data 2 x sequence 2": {"stage": 2, "data": 2, "fsdp": 1, "sequence": 2},
     "sampling over all axes": {"data": 2, "fsdp": 2, "tensor": 2, "rollout": "all_tensor"},
     "sampling as in training": {"fsdp": 4, "tensor": 2, "rollout": "train"},
     "sampling on each device": {"fsdp": 4, "tensor": 2, "rollout": "replicas"},
@@ -34,10 +36,13 @@ MESHES = {
 OPTIMIZER = {"learning_rate": 3e-3, "eps": 1e-3, "warmup_steps": 0}
 
 
+MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_size": 8, "num_layers": 2}
+
+
 def config(recipe, mesh, reward, **changes):
     """Returns three steps of two updates by an untaught model whose query heads divide by 8."""
     settings = {
-        "model": {"num_heads": 8, "num_kv_heads": 2, "head_size": 8, "num_layers": 2},
+        "model": MODEL,
         "rewards": {"functions": {"answer": {"function": f"{reward}:score"}}},
         "rollout": {"num_slots": 16},
         "warm_start": {"num_steps": 0},
@@ -136,4 +141,19 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
         run("ppo", {"fsdp": 8}, workdir, jax.devices(), **saved)
     mesh = {"fsdp": 2, "tensor": 2, "on_host": ["optimizer"]}
     found = run("ppo", mesh, workdir, jax.devices()[:4], **saved)
+    assert_same_run(found, workdir, wanted, tmp_path / "whole")
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_with_other_stages(tmp_path):
+    """Two steps on two stages, the third on four of them in another order, then on none."""
+    saved = {"checkpoint": {"every": 1}, "model": {**MODEL, "num_layers": 4}}
+    wanted = run("ppo", {}, tmp_path / "whole", jax.devices()[:1], **saved)
+    workdir = tmp_path / "run"
+    meshes = {"stage": 2, "fsdp": 2, "stage_rounds": 2}, {"stage": 4, "fsdp": 1}, {}
+    for step, mesh in enumerate(meshes, start=1):
+        count = mesh.get("stage", 1) * mesh.get("fsdp", 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saver.Saver, "due", lambda self, now, *_, last=step: now <= last)
+            found = run("ppo", mesh, workdir, jax.devices()[:count], **saved)
     assert_same_run(found, workdir, wanted, tmp_path / "whole")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
-from jaxrl_llm.planning import fit, placement, report
+from jaxrl_llm.planning import fit, placement, report, times
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.setting import Scorer
 from jaxrl_llm.planning.shapes import SHAPES
@@ -49,8 +49,8 @@ def test_all_placements_are_ranked_and_what_fits_fits(name, count):
     ranking = placement.rank(made.setting, made.device, made.num_devices)
     assert time.process_time() - start < 30
     assert len(ranking) == 15
-    times = [one.step_s for one in ranking]
-    assert times == sorted(times) and ranking[0].fits
+    seconds = [one.step_s for one in ranking]
+    assert seconds == sorted(seconds) and ranking[0].fits
     for one in ranking:
         assert all(pool.bytes <= made.device.memory_bytes for pool in one.pools)
         assert not one.fits or sum(pool.setting.num_devices for pool in one.pools) == count
@@ -89,9 +89,9 @@ def test_time_follows_the_work():
     )
     halved = placement.speed(dataclasses.replace(made, device=faster))
     assert halved.step_s == pytest.approx(step.step_s / 2)
-    assert 0 < step.mfu < placement.REACHED["flops"]
+    assert 0 < step.mfu < times.REACHED["flops"]
     kept = plan(model={"compute_dtype": "bfloat16", "remat": "none"})
-    train = placement.phases(kept.setting, kept.device)["train"]
+    train = times.phases(kept.setting, kept.device)["train"]
     assert train.flops == train.useful_flops
     assert step.phases["train"].flops == pytest.approx(train.flops * 4 / 3)
 
@@ -100,7 +100,7 @@ def test_every_scorer_takes_its_time():
     made = plan()
     (one,) = made.setting.scorers
     twice = dataclasses.replace(made.setting, scorers=(one, one))
-    costs = [placement.phases(each, made.device)["score_reward"] for each in (made.setting, twice)]
+    costs = [times.phases(each, made.device)["score_reward"] for each in (made.setting, twice)]
     assert costs[1].seconds == pytest.approx(2 * costs[0].seconds) and costs[0].seconds > 0
     assert costs[1].flops == 2 * costs[0].flops
     assert costs[1].num_devices == costs[0].num_devices

@@ -13,9 +13,10 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 
 def test_the_rest_goes_to_the_open_axis():
     mesh = mesh_lib.make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
+    ones = dict.fromkeys(mesh_lib.AXES, 1)
+    assert dict(mesh.shape) == {**ones, "data": 2, "fsdp": 2, "tensor": 2}
     mesh = mesh_lib.make_mesh(MeshConfig(fsdp=2, tensor=-1))
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 4}
+    assert dict(mesh.shape) == {**ones, "fsdp": 2, "tensor": 4}
 
 
 def test_all_meshes_have_the_same_flat_device_order():

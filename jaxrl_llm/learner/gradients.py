@@ -1,0 +1,110 @@
+"""The loss of a batch and its gradient: microbatches one after the other, or on stages.
+
+On stages (`models/pipeline.py`) all microbatches pass the layers; each turn of them then has its
+loss, and the gradient of what stages made; at last all gradients go back through the stages.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrl_llm.data import packing
+from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.learner.predict import Reader
+from jaxrl_llm.models import casting, pipeline
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+Found = tuple[Float[Array, ""], Mapping[str, Any]]
+# loss(params, microbatch) -> (its part of the batch's loss, arrays to be summed by name)
+Loss = Callable[[Params, Microbatch], Found]
+
+
+def of_batch(
+    reader: Reader,
+    whole: Callable[[Params], Params],
+    params: Params,
+    packed: PackedBatch,
+    loss: Loss,
+    compute_dtype: str,
+) -> tuple[Found, Params]:
+    """Returns (loss, metrics) of a batch and the gradient by `params`, sums in float32.
+
+    `whole` adds to the parameters what stages read beside them.
+    """
+    if reader.stages > 1:
+        return _on_stages(reader, whole, params, packed, loss)
+
+    def of_variables(variables: Params, microbatch: Microbatch) -> Found:
+        return loss(casting.bound(params, variables), microbatch)
+
+    gradient = jax.value_and_grad(of_variables, has_aux=True)
+    variables = casting.variables(params, compute_dtype)
+    like = jax.eval_shape(gradient, variables, packed.at(0))
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
+    return packing.accumulate(packed, functools.partial(gradient, variables), like)
+
+
+@mesh_lib.in_stages()
+def _on_stages(
+    reader: Reader,
+    whole: Callable[[Params], Params],
+    params: Params,
+    packed: PackedBatch,
+    loss: Loss,
+) -> tuple[Found, Params]:
+    turned = packed.on_stages(reader.stages)
+    made, back = jax.vjp(lambda p: reader.made(whole(p), turned, packed.count), params)
+    after = {stack.name for group in pipeline.Phases.of(reader.network).after for stack in group}
+    layers = params.get("layers", {})
+    # What microbatches meet after the stages.
+    late = {name: value for name, value in params.items() if name != "layers"}
+    late["layers"] = {name: layers[name] for name in after & layers.keys()}
+    leaves, structure = jax.tree.flatten(made)
+    # Experts that were visited are no floats and have no gradient.
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def mixed(floats: list[Array], others: list[Any]) -> pipeline.Passed:
+        kinds = {True: iter(floats), False: iter(others)}
+        return jax.tree.unflatten(structure, [next(kinds[is_float]) for is_float in floating])
+
+    def of_turn(late: Params, floats: list[Array], others: list[Array], turn: Microbatch) -> Found:
+        known = {**late, "layers": {**layers, **late["layers"]}}
+        each = mesh_lib.on_stages(lambda microbatch: loss(known, microbatch))
+        found = each(dataclasses.replace(turn, passed=mixed(floats, others)))
+        return jax.tree.map(lambda a: a.sum(0), found)
+
+    gradient = jax.value_and_grad(of_turn, argnums=(0, 1), has_aux=True)
+    floats = [leaf for leaf, is_float in zip(leaves, floating, strict=True) if is_float]
+    others = [leaf for leaf, is_float in zip(leaves, floating, strict=True) if not is_float]
+
+    def of(number: Any) -> Any:
+        given = floats, others, turned.microbatches
+        return gradient(late, *jax.tree.map(lambda a: a[number], given))
+
+    def body(i, carry):
+        sums, bars = carry
+        found, (of_late, of_floats) = of(i)
+        sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (found, of_late))
+        return sums, [a.at[i].set(b) for a, b in zip(bars, of_floats, strict=True)]
+
+    like, (of_late, _) = jax.eval_shape(of, 0)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (like, of_late))
+    start = zeros, [jnp.zeros_like(a) for a in floats]
+    (found, of_late), bars = jax.lax.fori_loop(0, turned.count, body, start)
+    nothing = [np.zeros(a.shape, jax.dtypes.float0) for a in others]
+    (total,) = back(mixed(bars, nothing))
+    total = jax.tree.map(lambda a: a.astype(jnp.float32), total)
+    late_layers = of_late.pop("layers")
+    summed = jax.tree.map(jnp.add, {name: total[name] for name in of_late}, of_late)
+    if late_layers:
+        mine = {name: total["layers"][name] for name in late_layers}
+        more = jax.tree.map(jnp.add, mine, late_layers)
+        summed["layers"] = {**total["layers"], **more}
+    return found, {**total, **summed}

@@ -1,0 +1,209 @@
+"""Layers on stages: they compute what one device does, and send to neighbours alone."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.models import pipeline, shape
+from jaxrl_llm.models.reading import Reading
+from jaxrl_llm.models.router import Routing
+from jaxrl_llm.models.shape import Experts, Layer
+from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.sharding import mesh as mesh_lib
+
+R, W = 2, 8
+COUNT = 3  # of microbatches with tokens; the others hold nothing that counts
+DENSE = dataclasses.replace(tiny.SHAPE, num_layers=5)
+# A layer of another kind before the stages, and one more than they can share.
+MIXED = dataclasses.replace(
+    tiny.SHAPE,
+    num_layers=6,
+    layers=(Layer(), *(Layer(experts=True),) * 5),
+    experts=Experts(4, 2, 16),
+)
+
+
+def on_stages(of, stages, rounds=1, **settings):
+    return Network(dataclasses.replace(of, stages=stages, rounds=rounds), **settings)
+
+
+def by_layer(network, tree):
+    """Returns parameters with a tree for each layer."""
+    layers = {
+        number: jax.tree.map(lambda a, i=i: np.asarray(a[i]), tree["layers"][name])
+        for name, stack in network.shape.stacks.items()
+        for i, number in enumerate(stack.numbers)
+    }
+    return jax.tree.map(np.asarray, {**tree, "layers": layers})
+
+
+def stacked(network, tree):
+    """Returns what `by_layer` was given, as another network stacks it."""
+    layers = {
+        name: jax.tree.map(lambda *a: np.stack(a), *(tree["layers"][n] for n in stack.numbers))
+        for name, stack in network.shape.stacks.items()
+    }
+    return {**tree, "layers": layers}
+
+
+@functools.cache
+def rows(stages):
+    """Returns tokens of four microbatches in turns, and what is read with them."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 96, (4 // stages, stages, R, W)).astype(np.int32)
+    segments = np.ones_like(tokens)
+    segments[..., W // 2 :] = 2
+    positions = np.broadcast_to(np.arange(W) % (W // 2), tokens.shape).astype(np.int32)
+    nothing = np.zeros((*tokens.shape[:3], 0), np.int32)
+    members = segments[..., None] == np.arange(1, 3)
+    routing = Routing(segments != 0, sequences=members)
+    return tokens, Reading(positions, segments, nothing, nothing[..., None], routing)
+
+
+def objective(hidden, routed, number):
+    """Returns a number that every hidden state and router of a microbatch has a part in."""
+    weights = jnp.cos(jnp.arange(hidden.size).reshape(hidden.shape) + number)
+    value = jnp.sum(hidden * weights)
+    if routed is not None:
+        value += routed.balance.sum() + 0.1 * routed.squares.sum()
+    return jnp.where(number < COUNT, value, 0.0)
+
+
+@functools.cache
+def of_one_device(of):
+    """Returns parameters by layer, the objective of all microbatches, and its gradient."""
+    network = Network(of)
+    params = tiny.params(network, scale=4.0)
+    tokens, reading = jax.tree.map(lambda a: a.reshape(4, *a.shape[2:]), rows(1))
+
+    @jax.jit
+    @jax.value_and_grad
+    def whole(params):
+        found = [
+            objective(*network.read(params, tokens[m], *jax.tree.map(lambda a: a[m], reading)), m)  # noqa: B023
+            for m in range(COUNT)
+        ]
+        return sum(found)
+
+    value, gradient = whole(params)
+    return by_layer(network, params), value, by_layer(network, gradient)
+
+
+def lowered(network, mesh):
+    """Returns the program of the objective and its gradient by all layers and ends."""
+    tokens, reading = rows(network.shape.stages)
+    numbers = np.arange(4).reshape(tokens.shape[:2])
+
+    def whole(params):
+        found = pipeline.passed(network, params, tokens, reading, jnp.int32(COUNT))
+
+        def one(found, reading, number):
+            return objective(*pipeline.finished(network, params, found, reading), number)
+
+        return jax.vmap(mesh_lib.on_stages(one))(found, reading, numbers).sum()
+
+    shardings = mesh_lib.shardings(
+        network.abstract(), network.logical_axes(), mesh, mesh_lib.TRAIN, network.units
+    )
+    like = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        network.abstract(),
+        shardings,
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(whole)).lower(like)
+
+
+CASES = {
+    "two stages, a layer over": (DENSE, 2, 1, {"stage": 2}),
+    "four stages x data": (DENSE, 4, 1, {"stage": 4, "data": 2}),
+    "rounds x fsdp x tensor": (DENSE, 2, 2, {"stage": 2, "fsdp": 2, "tensor": 2}),
+    "experts x rounds": (MIXED, 2, 2, {"stage": 2, "fsdp": 2, "expert": 2}),
+}
+EVERY_CHANGE = ("experts x rounds",)
+
+
+def neighbours(hlo, mesh):
+    """Returns the pairs of stages that permutes of a compiled program go between."""
+    stage = {d.id: int(at[0]) for at, d in np.ndenumerate(mesh.devices)}
+    pairs = set()
+    for found in re.findall(r"collective-permute[^\n]*source_target_pairs=\{\{(.*?)\}\}", hlo):
+        for pair in found.split("},{"):
+            source, target = map(int, pair.split(","))
+            pairs.add((stage[source], stage[target]))
+    return {pair for pair in pairs if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in EVERY_CHANGE else pytest.mark.slow) for c in CASES],
+)
+def test_stages_compute_what_one_device_does(case):
+    of, stages, rounds, sizes = CASES[case]
+    mesh, network = tiny.make_mesh(**sizes), on_stages(of, stages, rounds)
+    params, wanted, gradient = of_one_device(of)
+    program = lowered(network, mesh).compile()
+    with jax.set_mesh(mesh):
+        value, found = program(tiny.sharded(stacked(network, params), mesh, network))
+    assert float(value) == pytest.approx(float(wanted), rel=1e-6)
+    for a, b in zip(
+        jax.tree.leaves(by_layer(network, found)), jax.tree.leaves(gradient), strict=True
+    ):
+        # Sums in another order: relative to the largest gradient of each array.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+    # Of each direction one permute, to the neighbour and back, whatever the rounds.
+    onward = {(s, (s + 1) % stages) for s in range(stages)}
+    back = {(b, a) for a, b in onward}
+    assert neighbours(program.as_text(), mesh) == onward | back
+
+
+def test_the_bubble_is_that_of_the_formula():
+    """Counted from the items that stages have, step by step."""
+    for count, stages, rounds in [(4, 2, 1), (8, 4, 1), (8, 4, 5), (3, 4, 2)]:
+        busy, steps = pipeline.busy_steps(count, stages, rounds)
+        held = max(count, stages)
+        items = [
+            pipeline.Item.of(t - jnp.arange(stages), jnp.int32(held), rounds) for t in range(steps)
+        ]
+        seen = np.sum([item.valid for item in items], 0)
+        assert seen.tolist() == [busy] * stages
+        if count >= stages:
+            idle = 1 - busy / steps
+            assert idle == pytest.approx((stages - 1) / (rounds * count + stages - 1))
+        # Every stage sees every microbatch in every round, once.
+        pairs = {
+            (int(r[s]), int(m[s]))
+            for valid, r, m in items
+            for s in range(stages)
+            if valid[s] and s == stages - 1
+        }
+        assert len(pairs) == busy
+
+
+def test_layers_that_are_too_few_are_refused():
+    assert shape.problem(DENSE, 4, 1) == ""
+    assert shape.problem(DENSE, 2, 4) == (
+        "2 stages x 4 rounds need as many layers that are alike, and the model has 5 layers; use"
+        " mesh.stage_rounds=2"
+    )
+    assert "use mesh.stage=5, mesh.stage_rounds=1" in shape.problem(DENSE, 6, 1)
+    pattern = (*(Layer(window=4),) * 2, Layer()) * 3
+    windows = dataclasses.replace(tiny.SHAPE, num_layers=9, layers=pattern)
+    assert "3 repeated patterns of 2 kinds of layers" in shape.problem(windows, 4, 1)
+
+
+def test_stacks_on_stages_have_every_layer_once():
+    pattern = (*(Layer(window=4),) * 2, Layer()) * 5
+    windows = dataclasses.replace(tiny.SHAPE, num_layers=15, layers=pattern, stages=2, rounds=2)
+    stacks = windows.stacks
+    # Patterns 0 and 2 are of stage 0, 1 and 3 of stage 1, and the last one is left over.
+    assert stacks["0"].numbers == (0, 1, 6, 7, 3, 4, 9, 10)
+    assert stacks["1"].numbers == (2, 8, 5, 11)
+    assert sorted(n for stack in stacks.values() for n in stack.numbers) == list(range(15))
+    assert [stack.stages for stack in stacks.values()] == [2, 2, 1, 1]
