@@ -130,6 +130,14 @@ class _Schedule:
         split = mesh_lib.shardings(layers, mine, mesh, mesh_lib.TRAIN, units)
         return jax.tree.map(lambda sharding: sharding.spec, split)
 
+    def slots(self, keep: bool) -> int:
+        """Returns the inputs that a stage holds: to `keep` all, else until their items have come.
+
+        In one round an item comes right after the one before it; in several it waits for a round.
+        """
+        moves = self.moves
+        return moves.most * moves.rounds if keep else moves.most if moves.rounds > 1 else 1
+
     def steps(self, count: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Returns the microbatches of a round, and the steps of all rounds."""
         moves = self.moves
@@ -159,36 +167,44 @@ class _Schedule:
     def forward(self, layers: Params, x: Array, reading: Reading, count: Array, keep: bool):
         """Returns hidden states, what routers did, and the inputs of all items, if to `keep`.
 
-        Slots of the buffer are (round, microbatch), and those of the results behind them. Without
-        `keep` all rounds have the same slots: an input is not needed when its result comes.
+        Slots of the buffer are (round, microbatch). Without `keep` all rounds have the same slots,
+        and one slot is enough for one round: an input is not needed when its result comes.
         """
         moves, stage = self.moves, jnp.arange(self.moves.stages)
         count, steps = self.steps(count)
         work = mesh_lib.on_stages(self.work)
-        size = moves.most if keep else 0  # slots from round to round
+        last, slots = moves.rounds - 1, self.slots(keep)
+
+        def slot_of(item: Item) -> Array:
+            return (item.round * moves.most + item.microbatch) % slots
 
         def did(item: Item, x: Array):
             weights, chosen, part = self.given(layers, reading, item)
             return work(weights, x, chosen, part)
 
         def step(t, carry):
-            held, routed = carry
+            held, queue, out, routed = carry
             item = Item.of(t - stage, count, moves.rounds)
-            y, of_routers = did(item, moves.taken(held, item.round * size + item.microbatch))
+            begins = Item.of(t, count, moves.rounds).within(0)
+            held, queue = moves.entered(held, queue, slot_of(item), begins, 0, onward=-1)
+            y, of_routers = did(item, moves.taken(held, slot_of(item)))
             slot = item.round * moves.most + item.microbatch
             routed = moves.put(routed, of_routers, slot, item.valid)
+            ends = Item.of(t - (moves.stages - 1), count, moves.rounds).within(last)
+            out = moves.left(out, y, ends, moves.stages - 1, onward=-1)
             # The first stage gets the results of the last one, for the next round.
             came = Item.of(t - (stage - 1) % moves.stages, count, moves.rounds)
-            slot = (came.round + (stage == 0)) * size + came.microbatch
-            return moves.put(held, y, slot, came.valid, onward=1), routed
+            goes_on = came.valid & ((stage > 0) | (came.round < last))
+            came = came._replace(round=came.round + (stage == 0))
+            return moves.put(held, y, slot_of(came), goes_on, onward=1), queue, out, routed
 
         first = Item.of(-stage, count, moves.rounds)
         like = jax.eval_shape(lambda: did(first, x[0]))[1]
         items = moves.rounds * moves.most
         blank = jax.tree.map(lambda a: jnp.zeros((a.shape[0], items, *a.shape[1:]), a.dtype), like)
-        held = moves.entered(x, moves.most + moves.rounds * size)
-        held, routed = lax.fori_loop(0, steps, step, (held, blank))
-        out = moves.left(held, moves.rounds * size, stage=0)
+        start = moves.blank(slots, x), x, jnp.zeros_like(x), blank
+        held, _, out, routed = lax.fori_loop(0, steps, step, start)
+        out = moves.aligned(out, count, onward=-1)
         return (out, jax.tree.map(self._by_turn, routed)), held
 
     def backward(
@@ -208,6 +224,7 @@ class _Schedule:
         like = _picked(layers, learning)
         specs = _picked(self.specs(layers), learning)
         sums = [jnp.zeros(a.shape, jnp.float32) for a in like]
+        last, slots = moves.rounds - 1, self.slots(keep=False)
 
         def one(weights, x, reading, part, bar, of_routers):
             def again(mine: list[Array], x: Array):
@@ -224,11 +241,14 @@ class _Schedule:
         work = mesh_lib.on_stages(one)
 
         def step(number, carry):
-            line, sums = carry
+            line, queue, out, sums = carry
             t = steps - 1 - number
             item = Item.of(t - stage, count, moves.rounds)
             slot = item.round * moves.most + item.microbatch
-            bar = moves.taken(line, item.microbatch), moves.taken(of_routed, slot)
+            ends = Item.of(t - (moves.stages - 1), count, moves.rounds).within(last)
+            here = item.microbatch % slots
+            line, queue = moves.entered(line, queue, here, ends, moves.stages - 1, onward=1)
+            bar = moves.taken(line, here), moves.taken(of_routed, slot)
 
             def real(a: Array) -> Array:  # without an item: the gradient of zero
                 return jnp.where(item.valid.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)
@@ -237,15 +257,18 @@ class _Schedule:
             given = weights, moves.taken(held, slot), chosen, part
             of_layers, back = work(*given, *jax.tree.map(real, bar))
             sums = moves.added(sums, of_layers, specs, item.round)
+            begins = Item.of(t, count, moves.rounds).within(0)
+            out = moves.left(out, back, begins, 0, onward=1)
             came = Item.of(t - (stage + 1) % moves.stages, count, moves.rounds)
-            line = moves.put(line, back, came.microbatch, came.valid, onward=-1)
-            return line, sums
+            line = moves.put(line, back, came.microbatch % slots, came.valid, onward=-1)
+            return line, queue, out, sums
 
-        start = moves.entered(of_hidden, moves.most), sums
-        line, sums = lax.fori_loop(0, steps, step, start)
+        queue = moves.aligned(of_hidden, count, onward=1)
+        start = moves.blank(slots, of_hidden), queue, jnp.zeros_like(of_hidden), sums
+        _, _, out, sums = lax.fori_loop(0, steps, step, start)
         found = iter(a.astype(b.dtype) for a, b in zip(sums, like, strict=True))
         leaves = [next(found) if learns else None for learns in learning]
-        return jax.tree.unflatten(structure, leaves), moves.left(line, 0, moves.stages - 1)
+        return jax.tree.unflatten(structure, leaves), out
 
     def _by_turn(self, a: Array) -> Array:
         """Returns [stages, items, n, ...] of items as [turns, stages, L, ...] of microbatches."""

@@ -23,15 +23,19 @@ Params = dict[str, Any]
 class Item(NamedTuple):
     """One microbatch in one round, on each stage."""
 
-    valid: Bool[Array, " stages"]  # whether there is one
-    round: Int[Array, " stages"]
-    microbatch: Int[Array, " stages"]
+    valid: Bool[Array, "*stages"]  # whether there is one
+    round: Int[Array, "*stages"]
+    microbatch: Int[Array, "*stages"]
 
     @classmethod
-    def of(cls, number: Int[Array, " stages"], count: Int[Array, ""], rounds: int) -> "Item":
+    def of(cls, number: Int[Array, "*stages"], count: Int[Array, ""], rounds: int) -> "Item":
         """Returns the items of these numbers, of `count` microbatches a round."""
         inside = jnp.clip(number, 0, rounds * count - 1)
         return cls(number == inside, inside // count, inside % count)
+
+    def within(self, round: int) -> "Item":
+        """Returns these items, valid in one round alone."""
+        return self._replace(valid=self.valid & (self.round == round))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +52,81 @@ class Moves:
         """Microbatches that there is room for."""
         return self.turns * self.stages
 
-    def entered(self, x: Float[Array, "turns stages R W D"], slots: int) -> Array:
-        """Returns [stages, slots, R, W, D]: all microbatches on every stage, then blank slots."""
+    def blank(self, slots: int, like: Float[Array, "turns stages R W D"]) -> Array:
+        """Returns an empty buffer of hidden states, [stages, slots, R, W, D]."""
+        blank = jnp.zeros((self.stages, slots, *like.shape[2:]), like.dtype)
+        return lax.with_sharding_constraint(blank, self._spec(blank))
 
-        def local(x: Array) -> Array:
-            x = lax.collapse(lax.all_gather(x[:, 0], STAGE, axis=1), 0, 2)
-            return jnp.pad(x, ((0, slots - self.most), *((0, 0),) * 3))[None]
+    def aligned(self, queue: Array, count: Int[Array, ""], onward: int) -> Array:
+        """Returns a queue whose last turn, if not full, stands as if the rest of it had passed."""
+        missing, turn = -count % self.stages, (count - 1) // self.stages
 
-        return _mapped(local, P(None, STAGE, *self.rows), P(STAGE, None, *self.rows))(x)
+        def local(queue: Array, turn: Array, missing: Array) -> Array:
+            column = lax.dynamic_index_in_dim(queue, turn, keepdims=False)
+            hop = lambda _, column: self._sent(column, onward)  # noqa: E731
+            column = lax.fori_loop(0, missing, hop, column)
+            return lax.dynamic_update_index_in_dim(queue, column, turn, 0)
 
-    def left(self, held: Float[Array, "stages slots R W D"], first: int, stage: int) -> Array:
-        """Returns [turns, stages, R, W, D]: what one stage holds in the slots from `first` on."""
+        spec = P(None, STAGE, *self.rows)
+        return _mapped(local, (spec, P(), P()), spec)(queue, turn, missing)
 
-        def local(held: Array) -> Array:
-            mine = held[0, first : first + self.most]
-            mine = mine.reshape(self.turns, self.stages, *mine.shape[1:])
-            return lax.all_to_all(mine, STAGE, split_axis=1, concat_axis=0)[stage][:, None]
+    def entered(
+        self,
+        held: Array,
+        queue: Array,
+        slot: Int[Array, " stages"],
+        item: Item,
+        stage: int,
+        onward: int,
+    ) -> tuple[Array, Array]:
+        """Returns a buffer with the next of a queue in the slot of one stage, and the rest of it.
 
-        return _mapped(local, P(STAGE, None, *self.rows), P(None, STAGE, *self.rows))(held)
+        Microbatch m waits on stage m % stages; all of its turn move to the neighbour at each step.
+        `item` is of that stage in this step.
+        """
+
+        def local(held: Array, queue: Array, slot: Array, item: Item) -> tuple[Array, Array]:
+            turn = item.microbatch // self.stages
+            column = lax.dynamic_index_in_dim(queue, turn, keepdims=False)
+            here = item.valid & (lax.axis_index(STAGE) == stage)
+            before = lax.dynamic_index_in_dim(held[0], slot[0], keepdims=False)
+            value = jnp.where(here, column[0], before)
+            held = lax.dynamic_update_index_in_dim(held, value[None], slot[0], 1)
+            column = lax.cond(item.valid, lambda c: self._sent(c, onward), lambda c: c, column)
+            return held, lax.dynamic_update_index_in_dim(queue, column, turn, 0)
+
+        specs = self._spec(held), P(None, STAGE, *self.rows)
+        return _mapped(local, (*specs, P(STAGE), P()), specs)(held, queue, slot, item)
+
+    def left(
+        self,
+        queue: Array,
+        values: Float[Array, "stages R W D"],
+        item: Item,
+        stage: int,
+        onward: int,
+    ) -> Array:
+        """Returns a queue with the value of one stage, which is of `item`, if that is valid.
+
+        The others of its turn have moved to the neighbour: at last microbatch m is on stage
+        m % stages.
+        """
+
+        def local(queue: Array, values: Array, item: Item) -> Array:
+            turn = item.microbatch // self.stages
+            column = lax.dynamic_index_in_dim(queue, turn, keepdims=False)
+            column = lax.cond(item.valid, lambda c: self._sent(c, onward), lambda c: c, column)
+            here = item.valid & (lax.axis_index(STAGE) == stage)
+            column = jnp.where(here, values, column)
+            return lax.dynamic_update_index_in_dim(queue, column, turn, 0)
+
+        spec = P(None, STAGE, *self.rows)
+        return _mapped(local, (spec, P(STAGE, *self.rows), P()), spec)(queue, values, item)
+
+    def _sent(self, value: Array, onward: int) -> Array:
+        """Returns what the stage before (1), or behind (-1), has; the stages are a ring."""
+        ring = [(stage, (stage + onward) % self.stages) for stage in range(self.stages)]
+        return lax.ppermute(value, STAGE, ring)
 
     def taken(self, held: Any, slot: Int[Array, " stages"]) -> Any:
         """Returns each stage's entry of buffers, [stages, ...]."""
@@ -91,11 +152,10 @@ class Moves:
         `slot` and `valid` are those of the stage that gets them.
         """
         specs = jax.tree.map(self._spec, held)
-        ring = [(stage, (stage + onward) % self.stages) for stage in range(self.stages)]
 
         def local(held: Any, values: Any, slot: Array, valid: Array) -> Any:
             def put(a: Array, value: Array) -> Array:
-                value = lax.ppermute(value, STAGE, ring) if onward else value
+                value = self._sent(value, onward) if onward else value
                 before = lax.dynamic_index_in_dim(a[0], slot[0], keepdims=False)
                 value = jnp.where(valid[0], value[0].astype(a.dtype), before)
                 return lax.dynamic_update_index_in_dim(a, value[None], slot[0], 1)

@@ -126,7 +126,7 @@ CASES = {
     "rounds x fsdp x tensor": (DENSE, 2, 2, {"stage": 2, "fsdp": 2, "tensor": 2}),
     "experts x rounds": (MIXED, 2, 2, {"stage": 2, "fsdp": 2, "expert": 2}),
 }
-EVERY_CHANGE = ("experts x rounds",)
+EVERY_CHANGE = ("rounds x fsdp x tensor",)
 
 
 def neighbours(hlo, mesh):
