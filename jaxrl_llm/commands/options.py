@@ -154,7 +154,7 @@ class Plan(OfDevices):
     module = "plan"
 
     config: JobConfig = option("File that describes the run.")
-    topology: Name = option("TPU topology, e.g. v5p:2x2x4.", "")
+    topology: Name = option("TPU topology, e.g. v5p:2x2x4; 2*v5p:2x2x4: two slices.", "")
     device: Name = option("Kind of device, e.g. h100.", "")
     devices: Positive = option("Number of devices of kind --device.", 1)
     compile: bool = option("Compile every program and print its bytes.", False)

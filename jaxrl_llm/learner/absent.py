@@ -96,8 +96,10 @@ def _topology(topology: str) -> Sequence[Any]:
     # Without a request for the machine's metadata; another process may use the compiler too.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    slices, each = topology.rpartition("*")[::2]
     try:
-        return topologies.get_topology_desc(topology, platform="tpu").devices
+        several = {"num_slices": int(slices)} if slices else {}
+        return topologies.get_topology_desc(each, platform="tpu", **several).devices
     except Exception as error:  # the plugin raises types of its own
         raise ConfigError(
             f"topology {topology!r}: {str(error).splitlines()[0]}; write it as 'v5e:4x4',"

@@ -73,7 +73,8 @@ def passed(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def begin(params: Params, tokens: Array, reading: Reading) -> tuple[Array, ByStack]:
         sights = reading.sights
-        sights = None if sights is None else sights._replace(vectors=vectors)
+        if sights is not None and vectors is not None:
+            sights = sights._replace(vectors=vectors)
         x = network.begin(params, tokens, sights)
         routes = reading_lib.routes_by_stack(network.shape, reading.routing.given)
         return network.through(phases.before, params["layers"], x, reading, routes)

@@ -100,10 +100,19 @@ def peak_flops(devices: Sequence[Any]) -> float:
 
 
 def of_topology(topology: str) -> tuple[Device, int]:
-    """Returns kind and number of the devices of a TPU topology: "v5e:4x4" has 16."""
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
+    """Returns kind and number of the devices of a TPU topology: "v5e:4x4" has 16.
+
+    Of several slices, "2*v5e:4x4", links connect only the devices of one.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)\*)?(\w+):(\d+(?:x\d+)*)", topology)
     if not match:
-        raise ConfigError(f"topology: {topology!r}; write it as 'v5e:4x4' or 'v5p:2x2x4'")
-    device = named(match[1])
-    chips = math.prod(int(side) for side in match[2].split("x"))
-    return device, chips * (2 if device.name == "tpu7x" else 1)
+        raise ConfigError(
+            f"topology: {topology!r}; write it as 'v5e:4x4' or 'v5p:2x2x4', two slices of it as"
+            " '2*v5p:2x2x4'"
+        )
+    device, slices = named(match[2]), int(match[1] or 1)
+    chips = math.prod(int(side) for side in match[3].split("x"))
+    count = chips * (2 if device.name == "tpu7x" else 1)
+    if slices > 1:
+        device = dataclasses.replace(device, domain=count)
+    return device, slices * count

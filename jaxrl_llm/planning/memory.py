@@ -192,7 +192,7 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     # Policy and critics learn one after the other; the larger of the two counts.
     learned = max({"policy": setting.num_learned("lm"), "critic": of_critic}[r] for r in roles)
     # Float32 sums over microbatches, if there are several, and one's gradient in `compute_dtype`.
-    narrow = learned * setting.compute_item
+    narrow = 1.0 * learned * setting.compute_item
     several = setting.stages > 1 or setting.rows(setting.config.minibatch_size).count > 1
     if setting.stages > 1:  # of one round, and its weights
         narrow *= 2 / setting.policy.rounds

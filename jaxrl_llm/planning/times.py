@@ -7,7 +7,6 @@ wait make a phase longer. Phases do not overlap. Host work, evaluation and check
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -121,14 +120,14 @@ def _pass(setting: Setting, device: Device, head: Head, *, trained: bool) -> Cos
     memory += shape.num_layers / stages * carry * 12 * passes
     # Hidden states to the neighbour in every round, and to the stages and back.
     between = (1 + trained) * times * carry * (shape.rounds + 1) * (stages > 1)
-    by_group: Counter[int] = Counter()
+    by_group: dict[int, float] = {}
     of_stage = setting.num_devices // stages
     for group, sent in (
         (of_stage // data, links),
         (of_stage, over_data),
         (setting.num_devices, between),
     ):
-        by_group[group] += sent
+        by_group[group] = by_group.get(group, 0.0) + sent
     busy = count * shape.rounds / pipeline.busy_steps(count, stages, shape.rounds)[1]
     return _cost(setting, device, work, useful, memory, by_group, busy)
 

@@ -1,0 +1,117 @@
+"""Pipeline stages in plans: what they save, what they cost, and what is refused."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.learner import lowering
+from jaxrl_llm.planning import fit, memory, placement, times
+from jaxrl_llm.planning.devices import DEVICES, of_topology
+from jaxrl_llm.planning.setting import Setting, in_layers
+from jaxrl_llm.planning.shapes import SHAPES
+from jaxrl_llm.sharding.mesh import AXES
+
+VALUES = {
+    "algorithm": {"recipe": "grpo", "samples_per_prompt": 8, "kl_in": "none"},
+    "model": {"compute_dtype": "bfloat16", "remat": "full"},
+    "data": {"max_prompt_tokens": 1024},
+    "rollout": {"max_response_tokens": 1024, "num_slots": 256},
+    "trainer": {
+        "prompts_per_step": 128,
+        "minibatch_size": 512,
+        "max_tokens_per_microbatch": 4096,
+        "shared_prompts": "off",
+    },
+    "rewards": {"functions": {"answer": {"function": "arithmetic"}}},
+}
+LARGE = SHAPES["Llama-3.1-70B"]
+
+
+def setting(shape=LARGE, rounds=1, **sizes) -> Setting:
+    values = {**VALUES, "mesh": {"stage_rounds": rounds}}
+    return Setting(from_config_dict(values), shape, (), {**dict.fromkeys(AXES, 1), **sizes})
+
+
+def test_a_stage_holds_its_own_layers():
+    staged, flat = setting(stage=2, fsdp=8), setting(fsdp=16)
+    assert staged.held("lm").total() == flat.held("lm").total()  # 2 x 8 = 16 ways
+    # Sampling computes all layers on every device, training those of the stage.
+    assert staged.used(sampling=True) == flat.used(sampling=True)
+    assert 0.5 < staged.used().rest / flat.used().rest < 0.52  # the ends are on both
+    assert in_layers(staged.held("lm")) == in_layers(flat.held("lm"))
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_the_bubble_makes_a_pass_longer(rounds):
+    device = DEVICES["v5p"]
+    flat, staged = setting(fsdp=64), setting(rounds=rounds, stage=4, fsdp=16)
+    count = staged.rows(512).count
+    busy = rounds * count / (rounds * count + 3)
+    costs = [times.phases(each, device)["train"] for each in (flat, staged)]
+    assert costs[0].flops == costs[1].flops
+    arithmetic = costs[0].flops / (device.flops * times.REACHED["flops"])
+    assert costs[1].seconds == pytest.approx(arithmetic / busy)
+
+
+def test_stages_pay_between_slices():
+    """Of two slices: weights gathered over both cross the thin link, hidden states hardly do."""
+    device, count = of_topology("2*v5p:4x4x4")
+    assert (device.domain, count) == (64, 128)
+    costs = {
+        name: times.phases(each, device)["train"].seconds
+        for name, each in (
+            ("fsdp", setting(fsdp=32, tensor=4)),
+            ("stage", setting(stage=2, fsdp=16, tensor=4)),
+        )
+    }
+    assert costs["stage"] < 0.5 * costs["fsdp"]
+    best = placement.rank(setting(), device, count)[0]
+    assert best.pools[0].setting.stages == 2
+    # Within a slice they only wait.
+    whole, count = of_topology("v5p:4x4x8")
+    assert placement.rank(setting(), whole, count)[0].pools[0].setting.stages == 1
+
+
+def test_what_stages_cannot_do_is_refused():
+    def make(shape=LARGE, **changes):
+        values = {**VALUES, **changes}
+        return fit.make(from_config_dict(values), shape, (), DEVICES["v5p"], 64)
+
+    with pytest.raises(ConfigError, match=r"the model has 80 layers; use mesh\.stage_rounds=20"):
+        make(mesh={"stage": 4, "stage_rounds": 21})
+    few = {**VALUES["trainer"], "prompts_per_step": 8, "minibatch_size": 32}
+    with pytest.raises(ConfigError, match=r"minibatch_size=32 makes 2 .* use mesh\.stage=2"):
+        make(mesh={"stage": 4, "fsdp": 8, "data": 2}, trainer=few)
+    with pytest.raises(ConfigError, match="the critic has 1 stages, the policy's has 2"):
+        pools = {"a": {"devices": 32, "stage": 2}, "b": {"devices": 32, "stage": 1}}
+        roles = dict.fromkeys(("policy", "rollout", "reference"), "a")
+        placed = {
+            "choice": "by_hand",
+            "pools": pools,
+            "roles": {**roles, "critic": "b", "reward": "b"},
+        }
+        make(algorithm={"recipe": "ppo"}, placement=placed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_within_a_tenth_of_the_compiler(rounds):
+    shape = dataclasses.replace(SHAPES["Qwen2.5-0.5B"], num_layers=4)
+    trainer = {"prompts_per_step": 8, "minibatch_size": 32, "max_tokens_per_microbatch": 512}
+    values = {
+        **VALUES,
+        "data": {"max_prompt_tokens": 128},
+        "rollout": {"max_response_tokens": 128, "num_slots": 16},
+        "trainer": {**trainer, "shared_prompts": "off"},
+        "mesh": {"stage": 2, "fsdp": 2, "tensor": 2, "stage_rounds": rounds},
+        "model": {"remat": "full"},
+    }
+    config = from_config_dict(values)
+    sizes = {**dict.fromkeys(AXES, 1), "stage": 2, "fsdp": 2, "tensor": 2}
+    models = lowering.abstract_models(config, shape, jax.devices())
+    report = lowering.compile_report(lowering.lowered(config, models)["train"])
+    planned = memory.programs(Setting(config, shape, (), sizes, "cpu"))["train"].total
+    assert planned == pytest.approx(report.total, rel=0.1)
