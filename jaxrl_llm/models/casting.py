@@ -87,9 +87,13 @@ def computed(layer: Params, index: Int[Array, ""], compute_dtype: str) -> Params
     return jax.tree.map_with_path(narrow, layer, is_leaf=lambda w: isinstance(w, Cast))
 
 
-def of_stage(path, layers: Float[Array, "n *I"], compute_dtype: str) -> Array:
-    """Returns a parameter of some layers as `computed` would cast it in each of them."""
-    return layers if layers.ndim < 3 or _wide(path) else layers.astype(compute_dtype)
+def of_stage(
+    path, layers: Float[Array, "n *I"], index: Int[Array, ""], compute_dtype: str
+) -> Array:
+    """Returns a parameter of the layers of part `index` as `computed` would cast each of them."""
+    if layers.ndim < 3 or _wide(path) or layers.dtype == compute_dtype:
+        return layers
+    return (layers * (index >= 0).astype(layers.dtype)).astype(compute_dtype)
 
 
 def _as_stored(w: Float[Array, "*E I O"]) -> Float[Array, "*E I O"]:

@@ -184,7 +184,7 @@ class Moves:
             def rows(path: Any, a: Array) -> Array:
                 size = a.shape[0] // self.rounds
                 part = lax.dynamic_slice_in_dim(a, of[0] * size, size)
-                return casting.of_stage(path, part, compute_dtype)[None]
+                return casting.of_stage(path, part, of[0], compute_dtype)[None]
 
             return jax.tree.map_with_path(rows, layers)
 

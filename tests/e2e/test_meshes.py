@@ -1,6 +1,7 @@
 """The shape of the mesh does not matter: same samples, same losses, same weights."""
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -69,7 +70,7 @@ def run(recipe, mesh, workdir, devices, **changes):
         return rl.train(config(recipe, mesh, reward, **changes), workdir)
 
 
-def assert_same_run(state, workdir, wanted_state, wanted_dir):
+def assert_same_steps(workdir, wanted_dir):
     for step in range(1, STEPS + 1):
         said = [row["output"] for row in recipe_settings.dump(workdir, step)]
         wanted = [row["output"] for row in recipe_settings.dump(wanted_dir, step)]
@@ -80,6 +81,10 @@ def assert_same_run(state, workdir, wanted_state, wanted_dir):
         assert losses and wanted[step]["actor/grad_norm"] > 1e-2
         for name in [*losses, "actor/grad_norm", "actor/entropy", "critic/score/mean"]:
             assert found[step][name] == pytest.approx(wanted[step][name], abs=1e-5), (step, name)
+
+
+def assert_same_run(state, workdir, wanted_state, wanted_dir):
+    assert_same_steps(workdir, wanted_dir)
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(wanted_state), strict=True):
         np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=2e-5)
 
@@ -142,6 +147,45 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     mesh = {"fsdp": 2, "tensor": 2, "on_host": ["optimizer"]}
     found = run("ppo", mesh, workdir, jax.devices()[:4], **saved)
     assert_same_run(found, workdir, wanted, tmp_path / "whole")
+
+
+DEEP = {**MODEL, "num_layers": 4}
+EXPERTS = {**DEEP, "family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "mlp_size": 32}
+ON_STAGES = {
+    "ppo": ("ppo", {"model": DEEP}, [{"stage": 4, "fsdp": 2}, {"stage": 2, "stage_rounds": 2}]),
+    "adapters": (
+        "grpo",
+        {"model": DEEP, "lora": {"rank": 4, "alpha": 8.0}},
+        [{"stage": 2, "fsdp": 2, "tensor": 2}, {"stage": 4, "fsdp": 2}],
+    ),
+    "experts": (
+        "grpo",
+        {"model": EXPERTS},
+        [{"stage": 2, "fsdp": 2, "expert": 2}, {"stage": 4, "fsdp": 1, "expert": 2}],
+    ),
+    "low precision": (
+        "grpo",
+        {"model": DEEP, "rollout": {"num_slots": 16, "quantization": "int8"}},
+        [{"stage": 2, "fsdp": 2, "tensor": 2}],
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ON_STAGES)
+def test_stages_take_the_steps_of_one_device(name, tmp_path):
+    recipe, changes, meshes = ON_STAGES[name]
+    run(recipe, {}, tmp_path / "one", jax.devices()[:1], **changes)
+    wanted = recipe_settings.metrics(tmp_path / "one")
+    for number, mesh in enumerate(meshes):
+        count = math.prod(n for axis, n in mesh.items() if axis != "stage_rounds")
+        workdir = tmp_path / str(number)
+        run(recipe, mesh, workdir, jax.devices()[:count], **changes)
+        assert_same_steps(workdir, tmp_path / "one")
+        found = recipe_settings.metrics(workdir)
+        for step, each in wanted.items():
+            for loss in (key for key in each if key.endswith("/loss")):
+                assert found[step][loss] == pytest.approx(each[loss], abs=1e-6), (mesh, step, loss)
 
 
 @pytest.mark.nightly

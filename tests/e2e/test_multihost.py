@@ -105,6 +105,14 @@ def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path
     assert not [path for path in (tmp_path / "run").rglob("*") if "tmp" in path.name]
 
 
+@pytest.mark.nightly
+def test_a_stage_on_each_process(reference, tmp_path, cache):
+    """Only the permutes between the stages, and the ends, cross the border."""
+    stages = {"mesh.stage": 2, "mesh.data": 1}
+    processes.run(arguments("grpo_tiny", tmp_path, **stages), 2, 4, cache)
+    check_same_run(tmp_path / "run", reference("grpo_tiny"))
+
+
 @pytest.mark.parametrize(
     "job",
     ["dpo", *(pytest.param(job, marks=pytest.mark.nightly) for job in ("sft", "reward_model"))],

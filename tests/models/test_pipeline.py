@@ -53,13 +53,13 @@ def stacked(network, tree):
 
 
 @functools.cache
-def rows(stages):
-    """Returns tokens of four microbatches in turns, and what is read with them."""
+def rows(stages, number=4, width=W):
+    """Returns tokens of microbatches in turns, and what is read with them."""
     random = np.random.default_rng(0)
-    tokens = random.integers(0, 96, (4 // stages, stages, R, W)).astype(np.int32)
+    tokens = random.integers(0, 96, (number // stages, stages, R, width)).astype(np.int32)
     segments = np.ones_like(tokens)
-    segments[..., W // 2 :] = 2
-    positions = np.broadcast_to(np.arange(W) % (W // 2), tokens.shape).astype(np.int32)
+    segments[..., width // 2 :] = 2
+    positions = np.broadcast_to(np.arange(width) % (width // 2), tokens.shape).astype(np.int32)
     nothing = np.zeros((*tokens.shape[:3], 0), np.int32)
     members = segments[..., None] == np.arange(1, 3)
     routing = Routing(segments != 0, sequences=members)
@@ -95,10 +95,10 @@ def of_one_device(of):
     return by_layer(network, params), value, by_layer(network, gradient)
 
 
-def lowered(network, mesh):
+def lowered(network, mesh, number=4, width=W):
     """Returns the program of the objective and its gradient by all layers and ends."""
-    tokens, reading = rows(network.shape.stages)
-    numbers = np.arange(4).reshape(tokens.shape[:2])
+    tokens, reading = rows(network.shape.stages, number, width)
+    numbers = np.arange(number).reshape(tokens.shape[:2])
 
     def whole(params):
         found = pipeline.passed(network, params, tokens, reading, jnp.int32(COUNT))
@@ -161,6 +161,33 @@ def test_stages_compute_what_one_device_does(case):
     onward = {(s, (s + 1) % stages) for s in range(stages)}
     back = {(b, a) for a, b in onward}
     assert neighbours(program.as_text(), mesh) == onward | back
+
+
+def test_programs_do_not_grow_with_microbatches_or_layers():
+    mesh = tiny.make_mesh(stage=2)
+
+    def size(layers, number):
+        of = dataclasses.replace(DENSE, num_layers=layers)
+        return lowered(on_stages(of, 2), mesh, number).as_text().count(" = ")
+
+    assert size(4, 4) == size(4, 16) == size(12, 4)
+
+
+@pytest.mark.slow
+def test_a_microbatch_costs_the_inputs_of_its_items():
+    """And its places in the queues; what layers make exists of one item at a time."""
+    width, rounds = 64, 2
+    of = dataclasses.replace(DENSE, num_layers=4, mlp_size=1024)
+    network, mesh = on_stages(of, 2, rounds), tiny.make_mesh(stage=2)
+    few, many = (
+        lowered(network, mesh, number, width).compile().memory_analysis().temp_size_in_bytes
+        for number in (4, 12)
+    )
+    carry = R * width * of.hidden_size * 4
+    # On each stage: an input in each round, a gradient that waits, halves of four queues, and as
+    # much again for the objective here, which is of all microbatches at once.
+    assert (many - few) / 8 < (rounds + 1 + 4) * carry
+    assert carry * of.mlp_size / of.hidden_size > 2 * (many - few) / 8
 
 
 def test_the_bubble_is_that_of_the_formula():
