@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=["r1", "r2"], required=True)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--chunk-steps", type=int, default=16)
+    parser.add_argument("--cache-tokens", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers", default="")
     parser.add_argument("--peer-home", default="")
@@ -79,6 +80,7 @@ class Ours:
             max_tokens=64 + max(map(max, self.limits)),
             chunk_steps=args.chunk_steps,
             speculation=SpeculationConfig(draft_tokens=draft_tokens),
+            cache_tokens=args.cache_tokens,
         )
         self.temperature = 0.0 if args.greedy else 1.0
 
@@ -107,19 +109,24 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
     """Returns a function that samples r1's batch in one loop on the device, including prefill."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from jaxrl_llm.rollout import inputs, prefill, programs
     from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
     from jaxrl_llm.rollout.sampling import SamplerState
 
     slots, new, network = 32, 128, ours.network
+    own = network.decode_kernel is not None
+    # The first of three pages of 64 tokens is the prompt's.
+    table = np.repeat(np.arange(8), 4)[:, None] * np.array([1, 0, 0]) + [0, 8, 8]
+    writes = inputs.writes([(i, i, 0) for i in range(8)], 8, 9)
     zeros, ones = jnp.zeros(slots), jnp.ones(slots)
 
     @jax.jit
     def run(params, prompts, keys):
         prefix = prefill.prefill(network, params, prompts)
         sampler = SamplerState(keys, ones, zeros.astype(int), ones, zeros)
-        state = programs.empty_state(network, slots, [64])
+        state = programs.empty_state(network, slots, 9, 64)
         admission = programs.Admission(
             jnp.repeat(jnp.arange(8), 4),
             jnp.arange(slots),
@@ -128,18 +135,19 @@ def one_loop(ours: Ours) -> Callable[[int], None]:
             sampler,
             jnp.zeros(slots, jnp.int32),
         )
-        state, first = programs.insert(state, prefix, admission, filtered=False, num_top=0)
+        switches = {"filtered": False, "num_top": 0}
+        state, first = programs.insert(state, prefix, admission, writes, **switches)
         _, rest = programs.generate(
             network,
             params,
             state,
+            jnp.asarray(table, jnp.int32),
             jnp.int32(slots),
             num_steps=new - 1,
             num_slots=slots,
             window=64,
-            gather=False,
-            filtered=False,
-            num_top=0,
+            reader="own" if own else "gather",
+            **switches,
         )
         return first.tokens, rest.tokens
 
@@ -236,6 +244,14 @@ def measure(folder: pathlib.Path, workload: str, args: argparse.Namespace) -> No
         f" prefill {last.prefill_s / decoding:.0%}, decode {last.decode_s / decoding:.0%};"
         f" {last.prefill_positions / last.prefill_tokens - 1:.0%} padding of prompts;"
         f" {ours.engine.num_compilations() - compiled} compilations after the first runs"
+    )
+    layout = ours.engine.jitted.pages
+    dense = layout.num_slots * layout.max_tokens
+    held, used = (n * layout.page_tokens for n in (layout.num_pages, last.most_pages))
+    print(
+        f"  cache of {held} tokens, {held / dense:.2f} of slots x longest; {used} were held at the"
+        f" most, {used / dense:.2f}; {last.put_back} samples put back, {last.reread_tokens} tokens"
+        " read again"
     )
     if args.speculate:
         compare_speculation(ours, folder, workload, args, clock)

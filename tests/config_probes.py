@@ -483,7 +483,7 @@ def updates(config: RLConfig):
     packer = batches.Packer(64, 1)
     drawn = rollouts(PROMPTS, 2)
     each = batches.minibatches(config, packer, drawn, jax.random.key(0))
-    models = types.SimpleNamespace(packer=packer)
+    models = types.SimpleNamespace(packer=packer, gallery=None)
     updater = update.Updater(config, models, {}, {}, {})
     trained = []
 

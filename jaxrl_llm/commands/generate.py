@@ -7,6 +7,7 @@ import jax
 
 from jaxrl_llm import errors, program
 from jaxrl_llm.commands.options import Generate
+from jaxrl_llm.config.room import Lengths
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.learner import saved
 from jaxrl_llm.rollout import cache, episodes
@@ -18,12 +19,14 @@ from jaxrl_llm.types import Prompt, PromptBatch
 def _engine(own: Engine, max_tokens: int, num_samples: int) -> Engine:
     """Returns an engine for sequences of `max_tokens`, not for those of the run."""
     network, mesh = own.network, own.mesh
+    num_slots, cache_tokens = cache.fitting(network, mesh, Lengths(max_tokens), num_samples)
     return Engine(
         network,
         mesh,
-        num_slots=cache.fitting_slots(network, mesh, max_tokens, num_samples),
+        num_slots=num_slots,
         max_tokens=max_tokens,
         layout=own.layout,
+        cache_tokens=cache_tokens,
     )
 
 

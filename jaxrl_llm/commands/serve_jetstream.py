@@ -25,7 +25,7 @@ def main(options: ServeJetstream) -> None:
         source = saved.from_run(options.workdir)
     served = server.served(source, max_tokens=options.max_tokens)
     engine = jetstream.JetStreamEngine(
-        server.engine(source, served, options.num_slots, chunk_steps=1),
+        server.engine(source, served, options.num_slots, chunk_steps=1, full=True),
         served,
         lambda: source.weights().params,
         SamplingParams(1, options.temperature, top_p=options.top_p, stop_tokens=served.eos_tokens),

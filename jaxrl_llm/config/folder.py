@@ -17,7 +17,8 @@ from jaxrl_llm.errors import ConfigError
 RESUMABLE = (
     "trainer.num_steps", "evaluation", "checkpoint", "metrics", "alerts", "profiler",
     "trainer.max_tokens_per_microbatch", "mesh", "placement", "model.remat", "model.attention",
-    "trainer.layouts", "rollout.num_slots", "rollout.chunk_steps", "rollout.speculation",
+    "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
+    "rollout.speculation",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
 )  # fmt: skip
 

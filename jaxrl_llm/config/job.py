@@ -12,6 +12,7 @@ from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
 from jaxrl_llm.config.ranges import INT32_MAX, Group, Problems, Range
 from jaxrl_llm.config.records import AlertsConfig, CheckpointConfig, MetricsConfig, ProfilerConfig
+from jaxrl_llm.config.room import Lengths
 from jaxrl_llm.config.samples import (
     CurriculumConfig,
     DataConfig,
@@ -208,6 +209,12 @@ class RLConfig(JobConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def sampled_lengths(self) -> Lengths:
+        """Tokens of the longest sequences that are sampled together."""
+        tokens = self.rollout.max_response_tokens, self.data.max_prompt_tokens
+        return Lengths(*tokens, self.algorithm.samples_per_prompt)
+
+    @property
     def max_scored_tokens(self) -> int:
         return self.rollout.max_response_tokens
 
@@ -264,13 +271,15 @@ class RLConfig(JobConfig):
                 f" use {' or '.join(map(str, near))}",
             )
         shards = self.mesh.sequence  # -1: not known before the devices are
-        if self.max_sequence_tokens > self.trainer.max_tokens_per_microbatch * shards > 0:
-            yield (
-                "trainer.max_tokens_per_microbatch",
-                f"{self.trainer.max_tokens_per_microbatch} cannot hold one sequence of"
-                f" data.max_prompt_tokens + rollout.max_response_tokens ="
-                f" {self.max_sequence_tokens}; use at least that",
-            )
+        too_few = (
+            "cannot hold one sequence of data.max_prompt_tokens + rollout.max_response_tokens ="
+            f" {self.max_sequence_tokens}; use at least that"
+        )
+        most, cached = self.trainer.max_tokens_per_microbatch, self.rollout.cache_tokens
+        if self.max_sequence_tokens > most * shards > 0:
+            yield "trainer.max_tokens_per_microbatch", f"{most} {too_few}"
+        if self.max_sequence_tokens > cached > 0:
+            yield "rollout.cache_tokens", f"{cached} {too_few}, or 0"
         if self.curriculum.choice and self.data.stream:
             message = "all prompts must be known, but data.stream reads them when they are drawn"
             yield "curriculum.choice", f"{message}; set data.stream=False, or leave the choice out"

@@ -1,7 +1,7 @@
 """The samples of a step: prompts, how responses are sampled, scored and evaluated."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from jaxrl_llm.config.ranges import (
@@ -146,6 +146,10 @@ class RolloutConfig(Group):
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
     # Sequences decoded at the same time; 0: chosen from the workload and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
+    # Tokens in the KV cache of all sequences that are decoded; those that samples of a prompt
+    # share count once. 0: so that all slots may hold the longest, or as many as the memory holds.
+    # When it is full, the sequence that began last waits and is read again.
+    cache_tokens: Annotated[int, Range("[0, 2147483647]", "0: chosen")] = 0
     # Decode steps between two checks by the host.
     chunk_steps: Annotated[int, Range("[1, 128]")] = 16
     dtype: Literal["compute", "float32", "bfloat16"] = "compute"
@@ -293,24 +297,3 @@ class EvaluationConfig(Group):
         if self.samples_per_prompt > 1 and self.temperature == 0:
             message = f"{self.samples_per_prompt} greedy samples are all the same"
             yield "samples_per_prompt", f"{message}; set evaluation.temperature above 0"
-
-
-def chosen_slots(
-    num_sequences: int,
-    platform: str,
-    num_devices: int,
-    free_bytes: float,
-    needed_bytes: Callable[[int], float],
-) -> int:
-    """Returns how many sequences are decoded at the same time if the config does not say.
-
-    The sequences of a step, at most 64 on a CPU and 256 elsewhere (more do not decode faster). The
-    number is halved until they need a quarter of the memory that is free on a device when the
-    engine is made. The devices of a CPU count as 4 GiB together.
-    """
-    if platform == "cpu":
-        free_bytes = (4 << 30) / num_devices
-    slots = min(num_sequences, 64 if platform == "cpu" else 256)
-    while slots > 1 and needed_bytes(slots) > 0.25 * free_bytes:
-        slots = -(-slots // 2)
-    return slots

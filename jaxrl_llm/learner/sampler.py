@@ -95,8 +95,8 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
     policy, tokenizer = models.policy, models.tokenizer
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
-    sizes = config.max_sequence_tokens, config.sequences_per_step, speculation.draft_tokens
-    num_slots = config.rollout.num_slots or cache.fitting_slots(network, target, *sizes)
+    sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
+    num_slots, fitting = cache.fitting(network, target, *sizes, config.rollout.num_slots)
     return Sampler(
         models=models,
         engine=Engine(
@@ -108,6 +108,7 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
             speculation=speculation,
             layout=layout,
             keeps_routes=config.router.replay in ("compare", "rollout"),
+            cache_tokens=config.rollout.cache_tokens or fitting,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         ),
         resharder=resharder(policy, network, pools.staging(mesh, target), layout),

@@ -83,7 +83,7 @@ class Products:
     logits: Callable[[Array, Array], Array] = float32_logits
     # mlp(x, gate, up, down) of plain kernels; None: three products.
     mlp: Callable[[Array, Array, Array, Array], Array] | None = None
-    # Of decode steps, as `rollout.cache.attention`; None: that function.
+    # Of decode steps, over pages of a cache, as `on_cpu.kernels.attention`; None: XLA's.
     attention: Callable[..., Array] | None = None
     min_transposed: int = 0
     quantization: Quantization = "none"  # of kernels, see `low_precision`

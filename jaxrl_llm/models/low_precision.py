@@ -84,6 +84,11 @@ def narrow(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return x.astype(dtype)
 
 
+def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the same numbers in 16 bits, if they have eight."""
+    return x.astype(jnp.bfloat16) if is_rounded(x.dtype) else x
+
+
 def multiplied(y: Float[Array, "... O"], steps: Float[Array, "... O"]) -> Float[Array, "... O"]:
     """Returns a product with a rounded kernel as one with the kernel itself."""
     return (y * steps).astype(y.dtype)

@@ -308,18 +308,16 @@ def _score(setting: Setting, head: Head) -> Parts:
 
 def _decode(setting: Setting) -> Parts:
     shape, rollout = setting.policy, setting.config.rollout
-    width = setting.config.max_sequence_tokens
-    cache = setting.cache_bytes(setting.num_slots, width)
+    cache = setting.cache_bytes(setting.num_slots, setting.cache_tokens / setting.num_slots)
     slots = max(1, setting.num_slots // setting.sampling_shards)
     positions = 1 + rollout.speculation.draft_tokens
-    recent = cache * rollout.chunk_steps * positions / width  # not yet joined to the cache
+    # Not yet joined to the cache.
+    recent = setting.cache_bytes(setting.num_slots, rollout.chunk_steps * positions)
     vocab = setting.split(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
     if setting.backend == "tpu":
         temporary += 1.25 * table  # in the order that the head's product wants
-        # Values of heads smaller than a register's 128 lanes are kept in another order.
-        temporary += 0.5 * cache if shape.head_size % 128 else 0.0
         if latent := shape.latent:  # what it expands latents with, in the order of two products
             inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
             temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
-from jaxrl_llm.config.samples import chosen_slots
+from jaxrl_llm.config.room import cache_pages, chosen_room
 from jaxrl_llm.models import attention, casting, flops
 from jaxrl_llm.models.layers import Products
 from jaxrl_llm.models.shape import Shape
@@ -203,16 +203,35 @@ class Setting:
 
     @property
     def num_slots(self) -> int:  # by the engine's own rule
-        config = self.config
+        return self._room[0]
 
-        def needed(slots: int) -> float:
-            rows = self.rows_here(slots * (1 + config.rollout.speculation.draft_tokens))
-            logits = 3.0 * rows * self.split(self.policy.vocab_size) * 4
-            return self.cache_bytes(slots, config.max_sequence_tokens) + logits
+    @property
+    def cache_tokens(self) -> int:  # of all slots
+        return self._room[1]
 
-        return config.rollout.num_slots or chosen_slots(
-            config.sequences_per_step, self.backend, self.num_devices, self.memory_bytes, needed
+    @functools.cached_property
+    def _room(self) -> tuple[int, int]:
+        config, rollout = self.config, self.config.rollout
+
+        def of_logits(slots: int) -> float:
+            rows = self.rows_here(slots * (1 + rollout.speculation.draft_tokens))
+            return 3.0 * rows * self.split(self.policy.vocab_size) * 4
+
+        slots, tokens = chosen_room(
+            config.sequences_per_step,
+            config.sampled_lengths,
+            self.backend,
+            self.num_devices,
+            self.sampling_shards,
+            self.memory_bytes,
+            lambda tokens, slots: self.cache_bytes(slots, tokens / slots),
+            of_logits,
+            rollout.num_slots,
         )
+        shards = self.sampling_shards if slots % self.sampling_shards == 0 else 1
+        given = rollout.cache_tokens or tokens, self.backend, config.max_sequence_tokens
+        pages, page = cache_pages(*given, slots, shards)
+        return slots, pages * page
 
     def lessons(self, num_sequences: int) -> float:
         """Returns bytes on a device of what teachers say of so many sequences."""
@@ -220,7 +239,7 @@ class Setting:
         places = rows.count * rows.rows * rows.width / self.mesh["sequence"]
         return places * settings.num_listed * 8 if settings.teachers else 0.0
 
-    def cache_bytes(self, rows: int, width: int) -> float:
+    def cache_bytes(self, rows: int, width: float) -> float:
         """Returns bytes of keys and values of so many sequences on one device."""
         heads, of_key, of_value = self.policy.cached
         entries = self.rows_here(rows) * self.split(heads) * width * (of_key + of_value)

@@ -31,6 +31,11 @@ class Cost:
     seconds: float
     num_devices: int  # that share the phase
 
+    def times(self, count: float) -> "Cost":
+        """Returns what so many of it ask, one after the other."""
+        asked = {k: count * v for k, v in vars(self).items() if k != "num_devices"}
+        return dataclasses.replace(self, **asked)
+
 
 def phases(setting: Setting, device: Device) -> dict[str, Cost]:
     """Returns the cost of every phase of a step by name, when all sequences are longest."""
@@ -179,28 +184,34 @@ def _prefill(setting: Setting, device: Device) -> Cost:
 
 
 def _decode(setting: Setting, device: Device) -> Cost:
+    config, slots = setting.config, setting.num_slots
+    response = config.rollout.max_response_tokens
+    steps = math.ceil(config.sequences_per_step / slots) * response
+    mean = config.data.max_prompt_tokens + response / 2
+    return decode_step(setting, device, slots, slots * mean).times(steps)
+
+
+def decode_step(setting: Setting, device: Device, num_slots: float, num_tokens: float) -> Cost:
+    """Returns the cost of one decode step of slots that read so many cached tokens together."""
     config, shape, item = setting.config, setting.policy, setting.compute_item
     tensor, ways = setting.mesh["tensor"], setting.mesh["expert"]
-    slots, response = setting.num_slots, config.rollout.max_response_tokens
-    steps = math.ceil(config.sequences_per_step / slots) * response
-    local = slots / setting.sampling_shards
+    local, tokens = (each / setting.sampling_shards for each in (num_slots, num_tokens))
     experts, rest = used = setting.used(sampling=True)
     visited = read = 0.0  # parameters of experts that a token meets, and that a step reads
     if of := shape.experts:
         visited = experts * ways * of.per_token / of.num
         read = experts * min(1.0, local * of.per_token * ways / of.num)
-    mean = config.data.max_prompt_tokens + response / 2
     held_heads, of_key, of_value = shape.cached
     of_pair = of_key + (shape.latent.kv_rank if shape.latent else of_value)
-    attended = 2 * shape.num_layers * shape.num_heads * of_pair * mean / tensor
-    work = steps * local * (2 * (rest + visited) + attended)
+    attended = 2 * shape.num_layers * shape.num_heads * of_pair * tokens / tensor
+    work = local * 2 * (rest + visited) + attended
     heads = setting.split(held_heads)
-    cache = shape.num_layers * local * heads * mean * (of_key + of_value) * item
-    links = steps * 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
-    links += steps * _exchanged(setting, local)
+    cache = shape.num_layers * tokens * heads * (of_key + of_value) * item
+    links = 4 * shape.num_layers * local * shape.hidden_size * item * (tensor - 1) / tensor
+    links += _exchanged(setting, local)
     if config.mesh.rollout == "train":
-        links += steps * _gathered(setting, used)
-    memory = steps * ((rest + read) * item + cache)
+        links += _gathered(setting, used)
+    memory = (rest + read) * item + cache
     return _cost(setting, device, work, work, memory, {tensor * ways: links})
 
 

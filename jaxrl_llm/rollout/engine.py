@@ -16,7 +16,9 @@ from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.rollout import inputs, programs
 from jaxrl_llm.rollout.jitted import MOVES, Jitted, Program
+from jaxrl_llm.rollout.pages import Pages
 from jaxrl_llm.rollout.prefill import Prefix
+from jaxrl_llm.rollout.reader import Reader
 from jaxrl_llm.rollout.requests import (
     Completion,
     Decode,
@@ -26,7 +28,7 @@ from jaxrl_llm.rollout.requests import (
     SamplingParams,
     Statistics,
 )
-from jaxrl_llm.rollout.scheduler import Reader, Sample, Scheduler
+from jaxrl_llm.rollout.scheduler import Sample, Scheduler
 
 _MOST_AHEAD = 8  # programs, and where turns follow, which need nearly all of them:
 _MOST_OF_TURNS = 32
@@ -60,21 +62,33 @@ class Engine:
         speculation: SpeculationConfig = NO_SPECULATION,
         decode: Decode | None = None,
         keeps_routes: bool = False,
+        cache_tokens: int = 0,
     ):
         """
         Args:
-          max_tokens: Longest prompt plus response; the cache's length, in `network.cached_dtype`.
+          max_tokens: Longest prompt plus response.
           chunk_steps: Most decode steps before the host reads their tokens.
           layout: Of the weights, as `config.mesh.rollout`; slots and heads are split by it.
           decode: Tokens to text; without it requests with stop strings are refused.
           keeps_routes: Whether completions say which experts their tokens visited.
+          cache_tokens: Of all slots, in `network.cached_dtype`; 0: `num_slots` times `max_tokens`.
+            At least one sequence of `max_tokens` fits on each shard of the slots.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
         self._step_tokens = 1 + speculation.draft_tokens  # that a step may give a slot
+        self._chunk_tokens = chunk_steps * self._step_tokens
         self._decode = decode or str  # str is never called
         self.jitted = Jitted(
-            network, mesh, num_slots, max_tokens, chunk_steps, layout, speculation, keeps_routes
+            network,
+            mesh,
+            num_slots,
+            max_tokens,
+            chunk_steps,
+            layout,
+            speculation,
+            keeps_routes,
+            cache_tokens,
         )
         vocab_size, num_routes = network.shape.vocab_size, self.jitted.num_routes
         vector_size = network.shape.hidden_size if network.shape.rope_sections else 0
@@ -93,7 +107,8 @@ class Engine:
         `longest_prompt` as in `generate`.
         """
         self.statistics = Statistics()  # `generate` resets when it begins
-        self._scheduler = Scheduler(self.num_slots, self._decode)
+        self._pages = Pages(self.jitted.pages)
+        self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
         read = lambda *args: self.jitted.prefill(*args)  # noqa: E731
         num_routes = self.jitted.num_routes
         self._reader = Reader(read, self.max_tokens, self.statistics, num_routes)
@@ -147,7 +162,7 @@ class Engine:
         return self._scheduler.completions(number)
 
     def forget(self, number: int, index: int) -> None:
-        """Gives back the slot that is kept for who continues a sample, if there is one."""
+        """Gives back the pages that are kept for who continues a sample, if there are any."""
         self._scheduler.forget(number, index)
 
     def step(self, params: Params, version: int = 0, *, ahead: bool = False) -> list[Progress]:
@@ -165,14 +180,21 @@ class Engine:
         scheduler, chunk, self._chunk = self._scheduler, self._chunk, None
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
+            if self._reader.use(params):
+                self._pages.forget_prompts()
             if chunk is None:
+                # Who has pages keeps them before others enter.
+                scheduler.reserve(self._chunk_tokens, by_force=True)
                 # Again until no slot is free: a sample may end with its first token.
                 while entering := scheduler.admit():
-                    fresh = [sample for sample in entering if not sample.shared]
+                    fresh = [sample for sample in entering if sample.is_fresh]
+                    others = [sample for sample in entering if not sample.is_fresh]
                     for batch in self._reader.split(params, fresh, scheduler):
                         self._insert(*batch, version)
-                    self._extend(params, [s for s in entering if s.shared], version)
+                    self._extend(params, others, version)
+                scheduler.reserve(self._chunk_tokens, by_force=True)
                 self.statistics.reread_tokens = scheduler.reread_tokens
+                self.statistics.put_back = scheduler.num_put_back
             filled = time.perf_counter()
             self.statistics.prefill_s += filled - began
             if self.num_active:
@@ -182,6 +204,7 @@ class Engine:
                 if ahead:
                     self._chunk = self._dispatch_ahead(params, version, chunk)
                 self._take(chunk)
+                self.statistics.most_pages = self._pages.most_used
                 self.statistics.decode_s += time.perf_counter() - filled
         return scheduler.progress()
 
@@ -234,34 +257,53 @@ class Engine:
         entering = [(index, s.slot, s.key, s.params) for s, index in prompts.items()]
         size = min(n for n in self.jitted.insert_sizes if n >= len(prompts))
         offsets = [sample.offset for sample in prompts]
-        admitted = inputs.admission(entering, size, self.num_slots, offsets)
-        state = self._state or self.jitted.empty()
-        self._state, outputs = self.jitted.insert(
-            state, prefix, admitted, filtered=filtered, num_top=num_top
-        )
+        wanted = [(page, index, at) for s, index in prompts.items() for page, at in s.writes]
+        most = self.jitted.num_writes(prefix, size)
+        # More than one part: each shard of the slots has pages of its own.
+        parts = [wanted[i : i + most] for i in range(0, len(wanted), most)] or [[]]
+        for number, part in enumerate(parts, 1):
+            samples = entering if number == len(parts) else []
+            self._state, outputs = self.jitted.insert(
+                self._state or self.jitted.empty(),
+                prefix,
+                inputs.admission(samples, size, self.num_slots, offsets[: len(samples)]),
+                inputs.writes(part, most, self.jitted.pages.num_pages),
+                filtered=filtered,
+                num_top=num_top,
+            )
         self._scheduler.take_first(list(prompts), jax.device_get(outputs), version)
 
     def _extend(self, params: Params, continuing: list[Sample], version: int) -> None:
-        """Reads what samples add to the tokens that their slots hold."""
+        """Reads the tokens of samples that their pages do not hold."""
         at = {sample: sample.shared for sample in continuing}  # the next token to read
         sampled: list[tuple[list[Sample | None], programs.Outputs]] = []  # read when all is begun
+        tokens = {sample: sample.tokens for sample in continuing}
+        layout, history_tokens = self.jitted.pages, self.jitted.history_tokens
         while at:
-            longest = max(len(s.prompt) - n for s, n in at.items())
+            longest = max(s.num_tokens - n for s, n in at.items())
             rows, width = inputs.continuation_size(longest, len(at), self.num_slots)
             part = list(at.items())[:rows]
-            pieces = [sample.prompt[n : n + width] for sample, n in part]
-            ends = [n + width >= len(sample.prompt) for sample, n in part]
-            seen = [(sample.sights, sample.offset) for sample, _ in part]
+            samples = [sample for sample, _ in part]
+            pieces = [tokens[sample][n : n + width] for sample, n in part]
+            ends = [n + width >= len(tokens[sample]) for sample, n in part]
+            seen = [
+                (inputs.longer_sights(s.sights, s.num_tokens, s.offset), s.offset) for s in samples
+            ]
             filtered, num_top = self._switches(at)
             # What follows a piece that is not the last is sampled too, and dropped.
-            params_of = [s.params if end else _ONE for (s, _), end in zip(part, ends, strict=True)]
-            entering = [(0, s.slot, s.key, p) for (s, _), p in zip(part, params_of, strict=True)]
+            params_of = [
+                s.params_left if end else _ONE for s, end in zip(samples, ends, strict=True)
+            ]
+            entering = [(0, s.slot, s.key, p) for s, p in zip(samples, params_of, strict=True)]
+            table = layout.table(enumerate(s.pages for s in samples), rows)
+            starts, histories = [n for _, n in part], [tokens[sample] for sample in samples]
+            given = pieces, starts, rows, width, table, seen, histories, history_tokens
             self._state, outputs, routes = self.jitted.extend(
                 params,
-                self._state,
-                inputs.continuation(pieces, [n for _, n in part], rows, width, seen),
+                self._state or self.jitted.empty(),
+                inputs.continuation(*given),
                 inputs.admission(entering, rows, self.num_slots, [n for _, n in seen]),
-                window=self._window(max(n for _, n in part)),
+                window=_at_least(max(starts), self.jitted.read_windows),
                 filtered=filtered,
                 num_top=num_top,
             )
@@ -269,8 +311,9 @@ class Engine:
             self.statistics.prefill_positions += rows * width
             if self.jitted.num_routes:
                 visited = np.asarray(routes)
-                for row, (sample, _) in enumerate(part):
-                    sample.completion.routes.append(visited[row, : len(pieces[row])])
+                for row, (sample, n) in enumerate(part):
+                    known = max(0, sum(map(len, sample.completion.routes)) - n)
+                    sample.completion.routes.append(visited[row, known : len(pieces[row])])
             entered = [s if end else None for (s, _), end in zip(part, ends, strict=True)]
             sampled.append((entered, outputs))
             for (sample, n), end in zip(part, ends, strict=True):
@@ -279,9 +322,6 @@ class Engine:
                     del at[sample]
         for entered, outputs in sampled:
             self._scheduler.take_first(entered, jax.device_get(outputs), version)
-
-    def _window(self, longest: int) -> int:
-        return min(n for n in self.jitted.windows if n >= min(longest, self.max_tokens))
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode."""
@@ -301,15 +341,17 @@ class Engine:
     def _dispatch(self, params: Params, version: int, num_slots: int, longest: int) -> _Chunk:
         """Gives the device a chunk of steps; no active sequence has over `longest` tokens."""
         queue_waits = self.num_waiting > 0
+        enough = num_slots - self.num_active + max(1, num_slots // 16)
         filtered, num_top = self._switches(self._scheduler.active.values())
         self._state, outputs = self.jitted.generate(
             params,
             self._state,
-            # While samples wait, a sixteenth of the slots free is worth a refill; afterwards the
-            # device runs on until its chunk or its work is done.
-            np.int32(max(1, num_slots // 16) if queue_waits else num_slots),
+            self._scheduler.table(),
+            # While samples wait, another sixteenth of the slots free is worth a refill (some are
+            # free where pages are short); else the device runs on until its chunk or work is done.
+            np.int32(min(num_slots, enough) if queue_waits else num_slots),
             num_slots=num_slots,
-            window=self._window(longest),
+            window=_at_least(longest, self.jitted.windows),
             filtered=filtered,
             num_top=num_top,
         )
@@ -324,7 +366,9 @@ class Engine:
         fewer = any(len(left) <= count < chunk.num_slots for count in self.jitted.slot_counts)
         if chunk.queue_waits or not left or searched or fewer:
             return None
-        longest = max(left) + self.chunk_steps * self._step_tokens
+        if not self._scheduler.reserve(2 * self._chunk_tokens, by_force=False):
+            return None
+        longest = max(left) + self._chunk_tokens
         return self._dispatch(params, version, chunk.num_slots, longest)
 
     def _take(self, chunk: _Chunk) -> None:
@@ -349,3 +393,7 @@ class Engine:
         most = max((p.num_top_log_probs for p in params), default=0)
         num_top = bucket(most, largest=self.limits.max_top_log_probs) if most else 0
         return any(p.is_filtered for p in params), num_top
+
+
+def _at_least(tokens: int, windows: Sequence[int]) -> int:
+    return next((size for size in windows if size >= tokens), windows[-1])

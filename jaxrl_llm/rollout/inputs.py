@@ -15,7 +15,7 @@ from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import ROUTE_DTYPE
 from jaxrl_llm.rollout import prefill, requests
 from jaxrl_llm.rollout.prefill import Prompts
-from jaxrl_llm.rollout.programs import Admission, Continuation
+from jaxrl_llm.rollout.programs import Admission, Continuation, Writes
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 
@@ -108,6 +108,16 @@ def plain_sights(num_tokens: int, offset: int = 0) -> Sights:
     return Sights(parts, at, nothing)  # type: ignore[arg-type]
 
 
+def longer_sights(sights: Sights | None, num_tokens: int, offset: int) -> Sights | None:
+    """Returns what images are to a prompt and the text after it, `num_tokens` together."""
+    if sights is None or (count := sights.at.shape[1]) == num_tokens:
+        return sights
+    more = plain_sights(num_tokens, offset)
+    positions = np.concatenate([sights.positions, more.positions[:, count:]], axis=1)
+    at = np.concatenate([sights.at, more.at[:, count:]], axis=1)
+    return sights._replace(positions=positions, at=at)  # type: ignore[arg-type]
+
+
 def put_sights(rows: Sights, seen: Sights, row: int, at: int, begin: int, end: int) -> None:
     """Puts what images are to tokens `begin` to `end` of a prompt into a row from column `at`."""
     into: Any = rows
@@ -142,31 +152,54 @@ def continuation(
     kept: Sequence[int],
     rows: int,
     width: int,
+    table: np.ndarray,
     seen: Sequence[tuple[Sights | None, int]] = (),
+    histories: Sequence[Sequence[int]] = (),
+    history_tokens: int = 0,
 ) -> Continuation:
     """Returns tokens that follow `kept` ones of each, in so many rows of this width.
 
-    `seen` is what images are to the whole of each, and the offset of positions after them.
+    `table` has the pages of each row; `seen` is what images are to the whole of each, and the
+    offset of positions after them; `histories` are all tokens of each, where they are kept.
     """
     zeros: Any = np.zeros
     made = Continuation(
-        zeros((rows, width), np.int32), zeros(rows, np.int32) + 1, zeros(rows, np.int32)
+        zeros((rows, width), np.int32),
+        zeros(rows, np.int32) + 1,
+        zeros(rows, np.int32),
+        zeros((rows, table.shape[1]), np.int32) + table,
+        zeros((rows, history_tokens), np.int32),
     )
     for row, (piece, before) in enumerate(zip(pieces, kept, strict=True)):
         made.tokens[row, : len(piece)] = piece
         made.lengths[row], made.kept[row] = len(piece), before
+    for row, tokens in enumerate(histories if history_tokens else ()):
+        made.history[row, : len(tokens)] = tokens
     ends = [before + len(piece) for piece, before in zip(pieces, kept, strict=True)]
-    parts = [
-        (sights, np.asarray(sights.at[0, before:end]))
-        for (sights, _), before, end in zip(seen, kept, ends, strict=False)
+    with_images = [
+        (sights, np.arange(before, end) + offset != sights.positions[0, before:end, 0])
+        for (sights, offset), before, end in zip(seen, kept, ends, strict=False)
         if sights is not None
     ]
-    if any((at >= 0).any() for _, at in parts):
-        found = no_sights(rows, width, parts[0][0].vectors.shape[1])
+    # Behind the last image positions follow from the offset alone.
+    if any(before_or_in.any() for _, before_or_in in with_images):
+        found = no_sights(rows, width, with_images[0][0].vectors.shape[1])
         for row, ((sights, offset), before, end) in enumerate(zip(seen, kept, ends, strict=True)):
             put_sights(found, sights or plain_sights(end, offset), row, 0, before, end)
         made = dataclasses.replace(made, sights=found)
     return made
+
+
+def writes(wanted: Sequence[tuple[int, int, int]], size: int, num_pages: int) -> Writes:
+    """Returns (page, prompt of the prefix, offset) of `size` pages; unused ones are past the last.
+
+    The offset is that of the page's first token in the prompt.
+    """
+    filled: Any = np.zeros((3, size), np.int32)
+    filled[0] = num_pages
+    if wanted:
+        filled[:, : len(wanted)] = np.transpose(wanted)
+    return Writes(*filled)
 
 
 def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.config.room import cache_pages
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import cache, inputs, prefill, programs
+from jaxrl_llm.rollout import attending, cache, inputs, prefill, programs
+from jaxrl_llm.rollout.pages import Layout
 from jaxrl_llm.rollout.programs import DecodeState
 from jaxrl_llm.sharding import mesh as mesh_lib
 
@@ -40,6 +42,7 @@ class Jitted:
         layout: str,
         speculation: SpeculationConfig,
         keeps_routes: bool,
+        cache_tokens: int = 0,
     ):
         self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
         self.num_routes = network.num_routes if keeps_routes else 0
@@ -47,20 +50,25 @@ class Jitted:
         ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
-        self.windows = windows(max_tokens, skips_unseen=network.decode_kernel is not None)
-        # On a CPU reading part of an array copies it: blocks end where windows do.
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        blocks = np.diff(self.windows, prepend=0).tolist() if on_cpu else [max_tokens]
+        platform = mesh.devices.flat[0].platform
+        reader = attending.reader_for(network, platform)
+        # Of what may be copied out of the pages: by chunks of decode steps, and by `extend`.
+        self.windows = windows(max_tokens) if reader == "gather" else (max_tokens,)
+        self.read_windows = (max_tokens,) if reader == "own" else windows(max_tokens)
+        self.split = split = ruled(cache.split_of)(network.shape, num_slots, mesh)
+        shards = cache.num_shards(mesh, split.slots)
+        sizes = cache_pages(cache_tokens, platform, max_tokens, num_slots, shards)
+        self.pages = Layout(*sizes, max_tokens, num_slots, shards)
+        self.history_tokens = max_tokens if speculation.draft_tokens else 0
 
         @ruled
         def empty():
-            keeps = speculation.draft_tokens > 0
-            return programs.empty_state(network, num_slots, blocks, keeps_history=keeps)
+            given = num_slots, *sizes, self.history_tokens
+            return programs.empty_state(network, *given, turned=reader in ("tpu", "loop"))
 
-        @ruled
         def sharding(a):
-            dims = cache.AXES if a.ndim == 4 else ("batch", *[None] * (a.ndim - 1))
-            return mesh_lib.sharding_of(a.shape, dims, mesh)
+            dims = split.arrays if a.ndim == 4 else PartitionSpec(split.slots)
+            return NamedSharding(mesh, dims)
 
         # The compiler could split the state that comes out in another way than the one that goes
         # in; then the next call would compile again.
@@ -72,8 +80,11 @@ class Jitted:
         self.prefill = jax.jit(ruled(read))
         both = functools.partial(jax.jit, out_shardings=(self.state_shardings, self._replicated))
         switches = ("filtered", "num_top")
-        self.insert = both(ruled(programs.insert), static_argnames=switches, donate_argnums=0)
-        extend = functools.partial(programs.extend, network, keeps_routes=keeps_routes)
+        insert = functools.partial(programs.insert, split=split)
+        self.insert = both(ruled(insert), static_argnames=switches, donate_argnums=0)
+        extend = functools.partial(
+            programs.extend, network, split=split, reader=reader, keeps_routes=keeps_routes
+        )
         self.extend = jax.jit(
             ruled(extend),
             out_shardings=(self.state_shardings, self._replicated, self._replicated),
@@ -83,10 +94,11 @@ class Jitted:
         decode = functools.partial(
             programs.generate,
             network,
+            split=split,
             num_steps=chunk_steps,
             draft_tokens=speculation.draft_tokens,
             ngram_tokens=speculation.ngram_tokens,
-            gather=on_cpu,
+            reader=reader,
             keeps_routes=keeps_routes,
         )
         statics = ("num_slots", "window", *switches)
@@ -95,10 +107,11 @@ class Jitted:
         self.release = in_place(programs.release)
         self.move = in_place(programs.move)
         # Slots that are split over devices stay where they are: all of them decode, always.
-        split = self.state_shardings.tokens.spec[0] is not None
-        halves = [num_slots >> i for i in reversed(range(16)) if num_slots % (1 << i) == 0]
-        counts = tuple(n for n in halves if n >= 8 or n == num_slots)
-        self.slot_counts = (num_slots,) if split else counts
+        self.slot_counts = (num_slots,) if split.slots else slot_counts(num_slots)
+
+    def num_writes(self, prefix: prefill.Prefix, size: int) -> int:
+        """Returns the pages that an insert of `size` samples writes: each prompt once, and ends."""
+        return prefix.tokens.shape[0] // self.pages.page_tokens + size
 
     def lower_prefill(
         self, params: Params, num_prompts: int, prompt_tokens: int
@@ -114,6 +127,7 @@ class Jitted:
             return self.generate.lower(
                 params,
                 self.abstract_state,
+                self._abstract(self.pages.table([], self._num_slots)),
                 self._abstract(np.int32(0)),
                 num_slots=self._num_slots,
                 window=window or self._max_tokens,
@@ -157,7 +171,7 @@ class Jitted:
                     functools.partial(self._generate_nothing, slots, window, filtered),
                 )
             sizes = inputs.continuation_sizes(self._num_slots) if continues else []
-            for (rows, width), window in itertools.product(sizes, self.windows):
+            for (rows, width), window in itertools.product(sizes, self.read_windows):
                 found[filtered, self._num_slots, window, 2, width, rows] = Program(
                     f"reading {width} tokens after {window} in {rows} slots{after}",
                     functools.partial(self._extend_nothing, rows, width, window, filtered),
@@ -175,7 +189,8 @@ class Jitted:
         prefix = self.prefill(params, inputs.empty_rows(rows, width, self.num_routes))
         for size in dict.fromkeys(self.insert_sizes):
             nobody = inputs.admission([], size, self._num_slots)
-            state, _ = self.insert(state, prefix, nobody, filtered=filtered, num_top=0)
+            nothing = inputs.writes([], self.num_writes(prefix, size), self.pages.num_pages)
+            state, _ = self.insert(state, prefix, nobody, nothing, filtered=filtered, num_top=0)
         return state
 
     def _extend_nothing(
@@ -187,7 +202,8 @@ class Jitted:
         params: Params,
         state: DecodeState,
     ) -> DecodeState:
-        nothing = inputs.continuation([], [], rows, width)
+        table, history = self.pages.table([], rows), self.history_tokens
+        nothing = inputs.continuation([], [], rows, width, table, history_tokens=history)
         nobody = inputs.admission([], rows, self._num_slots)
         switches = {"window": window, "filtered": filtered, "num_top": 0}
         return self.extend(params, state, nothing, nobody, **switches)[0]
@@ -201,24 +217,27 @@ class Jitted:
         state: DecodeState,
     ) -> DecodeState:
         enough_free = np.int32(0)  # slots: reached before the first step
-        sizes = {"num_slots": num_slots, "window": window}
-        return self.generate(params, state, enough_free, **sizes, filtered=filtered, num_top=0)[0]
+        table = self.pages.table([], self._num_slots)
+        sizes = {"num_slots": num_slots, "window": window, "filtered": filtered, "num_top": 0}
+        return self.generate(params, state, table, enough_free, **sizes)[0]
 
 
-def windows(max_tokens: int, *, skips_unseen: bool = False) -> tuple[int, ...]:
+def slot_counts(num_slots: int) -> tuple[int, ...]:
+    """Returns how many slots a program may decode.
+
+    >>> slot_counts(48)
+    (12, 24, 48)
+    """
+    halves = [num_slots >> i for i in reversed(range(16)) if num_slots % (1 << i) == 0]
+    return tuple(n for n in halves if n >= 8 or n == num_slots)
+
+
+def windows(max_tokens: int) -> tuple[int, ...]:
     """Returns how much of the cache a step may read: two sizes an octave, the last four octaves.
-
-    Where attention skips what no query sees, a wider window costs little more than a copy of the
-    slots once per chunk: two octaves apart is enough, and each size is a program to compile.
 
     >>> windows(1000)
     (64, 128, 192, 256, 384, 512, 768, 1000)
-    >>> windows(1000, skips_unseen=True)
-    (256, 1000)
     """
-    if skips_unseen:
-        octaves = [256 << 2 * i for i in range(12)]
-        return (*(size for size in octaves if size < max_tokens), max_tokens)
     smallest = max(_WINDOW_STEP, bucket(max_tokens) // 16)
     octaves = [smallest << i for i in range(5)]
     between = [size * 3 // 2 for size in octaves if size >= 2 * _WINDOW_STEP]

@@ -5,8 +5,6 @@ that scans stacked arrays copies the whole cache every step.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +12,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention_layers import Attention
-from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import ROUTE_DTYPE, Network, Params
+from jaxrl_llm.rollout import attending, sampling
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import sampling
-from jaxrl_llm.rollout.cache import NOWHERE, Cache, Recent
+from jaxrl_llm.rollout.attending import Reader
+from jaxrl_llm.rollout.cache import NOWHERE, WHOLE, Cache, Gathered, Paged, Recent, Split
 from jaxrl_llm.rollout.prefill import Prefix
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS
 from jaxrl_llm.rollout.sampling import SamplerState
+
+NO_CACHE = Cache((), ())
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.sampling import SamplerState
 class DecodeState:
     """All slots. A slot is active while `remaining` is positive."""
 
-    cache: Cache  # of T positions
+    cache: Cache
     tokens: Int[Array, " S"]  # sampled last, not yet in the cache
     positions: Int[Array, " S"]  # where that token stands in its sequence
     offsets: Int[Array, " S"]  # of rotary positions from these: images take fewer than tokens
@@ -73,53 +73,79 @@ class Admission:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Writes:
+    """Which tokens of a prefix go to which pages. A page past the last one is padding."""
+
+    pages: Int[Array, " n"]
+    prompts: Int[Array, " n"]  # of the prefix
+    offsets: Int[Array, " n"]  # of the page's first token in the prompt
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Tokens that follow those that n slots hold."""
+    """Tokens that follow those that pages hold, of n samples."""
 
     tokens: Int[Array, "n W"]
     lengths: Int[Array, " n"]  # tokens of each that count, at least 1
     kept: Int[Array, " n"]  # tokens in the cache that go before them
+    table: Int[Array, "n pages"]
+    history: Int[Array, "n T"]  # all tokens by position, for speculation; T is 0 without
     sights: Sights | None = None  # of those with images
 
 
 def empty_state(
-    network: Network, num_slots: int, blocks: Sequence[int], *, keeps_history: bool = False
+    network: Network,
+    num_slots: int,
+    num_pages: int,
+    page_tokens: int,
+    history_tokens: int = 0,
+    *,
+    turned: bool = False,
 ) -> DecodeState:
-    """Returns free slots; `blocks` are the sizes of the cache's, speculation needs the history."""
+    """Returns free slots and pages; speculation needs a history of the longest sequence.
+
+    `turned` as of `Cache`.
+    """
+    pages = num_pages, page_tokens
     zeros = jnp.zeros(num_slots, jnp.int32)
     ones = jnp.ones(num_slots, jnp.float32)
     keys = jnp.zeros((num_slots, 2), jnp.uint32)
     return DecodeState(
-        cache=cache_lib.empty(network.shape, num_slots, blocks, network.cached_dtype),
+        cache=cache_lib.empty(network.shape, *pages, network.cached_dtype, turned=turned),
         tokens=zeros,
         positions=zeros,
         offsets=zeros,
         remaining=zeros,
         stops=jnp.full((num_slots, NUM_STOP_TOKENS), -1, jnp.int32),
-        history=jnp.zeros((num_slots, sum(blocks) if keeps_history else 0), jnp.int32),
+        history=jnp.zeros((num_slots, history_tokens), jnp.int32),
         sampler=SamplerState(keys, ones, zeros, ones, jnp.zeros_like(ones)),
     )
 
 
 def insert(
-    state: DecodeState, prefix: Prefix, admission: Admission, *, filtered: bool, num_top: int
+    state: DecodeState,
+    prefix: Prefix,
+    admission: Admission,
+    writes: Writes,
+    *,
+    split: Split = WHOLE,
+    filtered: bool,
+    num_top: int,
 ) -> tuple[DecodeState, Outputs]:
-    """Copies prefixes into slots and samples the first token of each, a column of the outputs."""
+    """Copies prompts into pages and samples the first token of each sample, a column of outputs."""
     a = admission
     lengths, logits = prefix.lengths[a.prompts], prefix.logits[a.prompts]
     state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
-    width, starts = prefix.width, prefix.starts[a.prompts]
-
-    def cut(rows, axis):
-        # What follows a prompt is overwritten before it is read.
-        return jax.vmap(lambda at: lax.dynamic_slice_in_dim(rows, at, width, axis))(starts)
-
     history = state.history
     if history.shape[1]:
-        history = history.at[a.slots, :width].set(cut(prefix.tokens, 0), mode="drop")
+        # What follows a prompt is overwritten before it is read.
+        starts, width = prefix.starts[a.prompts], prefix.width
+        cut = lambda at: lax.dynamic_slice_in_dim(prefix.tokens, at, width)  # noqa: E731
+        history = history.at[a.slots, :width].set(jax.vmap(cut)(starts), mode="drop")
         history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
-    keys, values = ([cut(rows, 1) for rows in layers] for layers in (prefix.keys, prefix.values))
-    cache = cache_lib.fill(state.cache, a.slots, keys, values)
+    starts = prefix.starts[writes.prompts] + writes.offsets
+    cache = cache_lib.fill(state.cache, split, writes.pages, starts, prefix.keys, prefix.values)
     return dataclasses.replace(state, cache=cache, history=history), outputs
 
 
@@ -155,69 +181,64 @@ def extend(
     more: Continuation,
     admission: Admission,
     *,
+    split: Split = WHOLE,
     window: int,
+    reader: Reader,
     filtered: bool,
     num_top: int,
     keeps_routes: bool = False,
 ) -> tuple[DecodeState, Outputs, Int[Array, "n W routes"]]:
-    """Reads tokens that follow what slots hold, and samples the next of each.
+    """Reads tokens that follow what pages hold, and samples the next of each.
 
     Args:
       admission: As of `insert`; `prompts` is not used.
-      window: Static. No slot keeps more tokens.
+      window: Static. No sample keeps more tokens.
+      reader: Static, as of `generate`; but on accelerators so many queries read a copy.
 
     Returns:
       The state, the outputs as of `insert`, and the experts that the tokens visited, which chose
       for themselves; [n, W, 0] if routes are not kept.
     """
     (count, width), slots, sights = more.tokens.shape, len(state.tokens), more.sights
-    padding = slots + jnp.arange(count)  # all different, as `join` wants them
-    a = dataclasses.replace(
-        admission, slots=jnp.where(admission.slots < slots, admission.slots, padding)
-    )
     places = more.kept[:, None] + jnp.arange(width)
-    positions = jnp.where(jnp.arange(width) < more.lengths[:, None], places, NOWHERE)
-    recent = cache_lib.no_recent(network.shape, count, width, state.cache.keys[0][0].dtype)
-    in_cache = jnp.arange(window) < more.kept[:, None]
+    counted = (jnp.arange(width) < more.lengths[:, None]) & (admission.slots < slots)[:, None]
+    positions = jnp.where(counted, places, NOWHERE)
+    recent = cache_lib.no_recent(network.shape, count, width, state.cache.keys[0].dtype)
+    gather = reader != "own"
+    held: Gathered | Paged = Paged(state.cache, more.table, {})
+    if gather:
+        held = cache_lib.gathered(state.cache, split, more.table, window, by_slot=False)
+    seen = attending.sight(network.shape, places, more.kept, positions, window if gather else 0)
+    offsets = admission.offsets[:, None]
+    rotary = network.rotary(places + offsets if sights is None else sights.positions)
     x, keys, values, routes = _forward(
-        network,
-        params,
-        cache_lib.of_slots(state.cache, a.slots, window),
-        recent,
-        jnp.int32(0),
-        more.tokens,
-        network.rotary(places + a.offsets[:, None] if sights is None else sights.positions),
-        _seen(network.shape, places, in_cache, positions),
-        sights,
+        network, params, held, split, recent, jnp.int32(0), more.tokens, rotary, seen, sights
     )
     last = jnp.take_along_axis(x, (more.lengths - 1)[:, None, None], axis=1)
     logits = network.logits(params, network.norm(params, last))[:, 0]
     lengths = more.kept + more.lengths
-    state, outputs = _enter(state, a, logits, lengths, filtered, num_top)
+    state, outputs = _enter(state, admission, logits, lengths, filtered, num_top)
     history = state.history
     if history.shape[1]:
-        at = jnp.where(positions == NOWHERE, history.shape[1], positions)
-        history = history.at[a.slots[:, None], at].set(more.tokens, mode="drop")
-        history = history.at[a.slots, lengths].set(outputs.tokens[0], mode="drop")
-    end = sum(block.shape[3] for block in state.cache.keys[0])
-    # Keys written before the old ones are read would copy the cache; what it adds to slots is 0.
-    at = a.slots + (x[0, 0, 0] > jnp.inf)
-    cache = cache_lib.join(state.cache, Recent(keys, values, positions), end, at)
+        history = history.at[admission.slots].set(more.history, mode="drop")
+        history = history.at[admission.slots, lengths].set(outputs.tokens[0], mode="drop")
+    # Keys written before the old ones are read would copy the cache; what it adds to pages is 0.
+    table = more.table + (x[0, 0, 0] > jnp.inf)
+    recent = Recent(keys, values, positions)
+    cache = cache_lib.join(state.cache, split, recent, table, by_slot=False)
     state = dataclasses.replace(state, cache=cache, history=history)
     return state, outputs, routes[..., : network.num_routes if keeps_routes else 0]
 
 
 def move(state: DecodeState, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> DecodeState:
-    """Copies samples from slots to slots and frees the sources; a target past the last is none.
-
-    A source may be the target of another: samples then change places.
-    """
+    """Takes samples from slots to free slots; a target past the last is none. Pages stay."""
     put = lambda a, value: a.at[targets].set(value, mode="drop")  # noqa: E731
     slots = state.remaining.shape[0]
     left = jnp.where(targets < slots, sources, slots)
     remaining = put(state.remaining.at[left].set(0, mode="drop"), state.remaining[sources])
-    state = jax.tree.map(lambda a: put(a, a[sources]), state)
-    return dataclasses.replace(state, remaining=remaining)
+    small = dataclasses.replace(state, cache=NO_CACHE)
+    small = jax.tree.map(lambda a: put(a, a[sources]), small)
+    return dataclasses.replace(small, cache=state.cache, remaining=remaining)
 
 
 def release(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:
@@ -233,12 +254,14 @@ def generate(
     network: Network,
     params: Params,
     state: DecodeState,
+    table: Int[Array, "S pages"],
     free_target: Int[Array, ""],
     *,
+    split: Split = WHOLE,
     num_steps: int,
     num_slots: int,
     window: int,
-    gather: bool,
+    reader: Reader,
     filtered: bool,
     num_top: int,
     draft_tokens: int = 0,
@@ -247,23 +270,23 @@ def generate(
 ) -> tuple[DecodeState, Outputs]:
     """Decodes until `num_steps` are done or `free_target` slots are free, to be refilled soon.
 
-    Args, all static:
+    Args, all static but the table, which has the pages of all slots:
+      split: How slots and pages are split over devices.
       num_slots: Slots from this one on are free and cost nothing.
       window: No slot has more tokens before the first step.
-      gather: Whether the part of the cache that is read is copied out before the steps. On a CPU
-        each matmul with part of an array copies that part; accelerators do not.
+      reader: How the cache is read.
       num_top: Likeliest tokens to report.
       keeps_routes: Whether to report the experts that tokens visit.
     """
     width = 1 + draft_tokens
-    read = functools.partial(cache_lib.front, state.cache, num_slots, window)
-    gathered = read() if gather else None
-    small = dataclasses.replace(state, cache=Cache((), ()))
+    table = table[:num_slots]
+    small = dataclasses.replace(state, cache=NO_CACHE)
     live = jax.tree.map(lambda a: a[:num_slots], small)
-    # After a slot's tokens the cache holds those of earlier samples.
-    in_cache = jnp.arange(window) < live.positions[:, None]
+    ends = live.positions  # of what the pages hold
+    cached = network.shape, state.cache, split, table
+    held = attending.held(*cached, jnp.where(live.remaining > 0, ends, 0), window, reader)
     size = num_steps * width
-    recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.keys[0][0].dtype)
+    recent = cache_lib.no_recent(network.shape, num_slots, size, state.cache.keys[0].dtype)
     first = live.positions[:, None]
     angles = network.rotary(first + live.offsets[:, None] + jnp.arange(size))
     num_routes = network.num_routes if keeps_routes else 0
@@ -277,7 +300,6 @@ def generate(
         """
         number, live, recent, kept = carry
         start = number * width
-        cache = read() if gathered is None else gathered
         active = live.remaining > 0
         fed = live.tokens[:, None]  # [S, Q]
         drafts = fed[:, :0]
@@ -292,12 +314,15 @@ def generate(
             return lax.dynamic_update_slice_in_dim(recent.positions, positions, start, axis=1)
 
         positions = placed(jnp.where(active, width, 0))
-        in_sight = in_cache & active[:, None]  # kernels may skip what is not seen
-        # Each layer of each step would compute them again.
-        seen = _seen(network.shape, places, in_sight, positions)
+        # Kernels skip what is not seen, and each layer of each step would compute it again.
+        in_pages = jnp.where(active, ends, 0)
+        copied = window if reader == "gather" else 0
+        seen = attending.sight(network.shape, places, in_pages, positions, copied)
         steps = (places - first)[:, :, None, None]
         rotary = jax.tree.map(lambda table: jnp.take_along_axis(table, steps, axis=1), angles)
-        x, keys, values, routes = _forward(network, params, cache, recent, start, fed, rotary, seen)
+        x, keys, values, routes = _forward(
+            network, params, held, split, recent, start, fed, rotary, seen
+        )
         logits = network.logits(params, network.norm(params, x))
         routes = routes[..., :num_routes]
         following = places + 1
@@ -345,36 +370,13 @@ def generate(
     tops = (jnp.zeros((*dims, num_top), dtype) for dtype in (jnp.int32, jnp.float32))
     blank = (tokens, log_probs, *tops, jnp.zeros((*dims, num_routes), ROUTE_DTYPE))
     _, live, recent, kept = lax.while_loop(unfinished, step, (0, live, recent, blank))
-    cache = cache_lib.join(state.cache, recent, window + size)
+    cache = cache_lib.join(state.cache, split, recent, table, by_slot=True)
     rounds = [a.reshape(size, *a.shape[2:]) for a in kept]
     small = jax.tree.map(lambda whole, part: whole.at[:num_slots].set(part), small, live)
     return dataclasses.replace(small, cache=cache), Outputs(*[*rounds, live.remaining + 0])
 
 
-def _seen(shape: Shape, places, in_cache, positions):
-    """Returns by (window, chunk) of a layer what queries at `places` see [S, Q, cache + recent].
-
-    Args: `in_cache` [S, cache]: which positions there count; `positions` [S, recent].
-    """
-    old = jnp.broadcast_to(in_cache[:, None], (*places.shape, in_cache.shape[1]))
-    of_keys = jnp.arange(in_cache.shape[1]), positions[:, None]
-    before = [places[:, :, None] - at for at in of_keys]  # [S, Q, keys]
-
-    def near(window: int, chunk: int, before: Int[Array, "S Q keys"]) -> Bool[Array, "S Q keys"]:
-        sees = before >= 0
-        if window:
-            sees &= before < window
-        if chunk:
-            sees &= before <= (places % chunk)[:, :, None]
-        return sees
-
-    return {
-        kind: jnp.concatenate([old & near(*kind, before[0]), near(*kind, before[1])], axis=-1)
-        for kind in dict.fromkeys((layer.window, layer.chunk) for layer in shape.kinds)
-    }
-
-
-def _forward(network, params, cache, recent, start, fed, rotary, seen, sights=None):
+def _forward(network, params, held, split, recent, start, fed, rotary, seen, sights=None):
     """Returns the last hidden states [S, Q, D], recent keys and values, and routes."""
     x = network.embed(params, fed, sights)
     kept, visited = [], []
@@ -382,14 +384,7 @@ def _forward(network, params, cache, recent, start, fed, rotary, seen, sights=No
 
         def attend(a: Attention, i=i):
             added = cache_lib.add(recent, i, start, a.cached)
-            keys, values = (*cache.keys[i], added[0]), ()
-            if len(added) == 2:
-                values = (*cache.values[i], added[1])
-            visible = seen[a.window, a.chunk]
-            if network.decode_kernel:
-                return network.decode_kernel(a.q, keys, values, visible), added
-            given = a.q, keys, values, visible, a.scoring, a.value_size
-            return cache_lib.attention(*given), added
+            return attending.attend(network, held, split, i, a, added, seen), added
 
         x, added, routed = network.block(layer, x, rotary, attend, kind, compressed=True)
         kept.append(added)

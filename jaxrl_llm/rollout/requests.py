@@ -71,7 +71,7 @@ class Request:
     # Experts that the prompt's tokens are to visit, [tokens, routes], -1: the router's choice;
     # None: of all. Only for an engine that keeps routes.
     routes: np.ndarray | None = None
-    # Whether other requests may continue its samples: their keys and values stay in their slots
+    # Whether other requests may continue its samples: their keys and values stay in their pages
     # until other samples need these, or `Engine.forget`.
     keeps: bool = False
     # The sample that this one continues, as (its request, its index): what the prompt shares with
@@ -129,7 +129,9 @@ class Statistics:
     prefill_tokens: int = 0  # of prompts, each counted once
     prefill_positions: int = 0  # computed for them, padding included
     prefill_s: float = 0.0
-    reread_tokens: int = 0  # those of them that a slot held before another sample needed it
+    reread_tokens: int = 0  # those of them that pages held before other samples needed these
+    put_back: int = 0  # samples that lost their pages while they ran
+    most_pages: int = 0  # that were held at one time
     decode_tokens: int = 0  # sampled
     decode_steps: int = 0
     slot_steps: int = 0  # decode steps of each slot that was active in them
@@ -155,10 +157,14 @@ class Statistics:
         return right / self.guesses if self.guesses else 0.0
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*map(operator.add, vars(self).values(), vars(other).values()))
+        both = Statistics(*map(operator.add, vars(self).values(), vars(other).values()))
+        both.most_pages = max(self.most_pages, other.most_pages)
+        return both
 
     def __sub__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*map(operator.sub, vars(self).values(), vars(other).values()))
+        left = Statistics(*map(operator.sub, vars(self).values(), vars(other).values()))
+        left.most_pages = self.most_pages
+        return left
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of a step under their names in `metrics.jsonl`."""
@@ -167,6 +173,7 @@ class Statistics:
             "rollout/prefill_tokens_per_s": per_s(self.prefill_tokens, self.prefill_s),
             "rollout/decode_tokens_per_s": per_s(self.decode_tokens, self.decode_s),
             "rollout/reread_tokens": float(self.reread_tokens),
+            "rollout/put_back": float(self.put_back),
             "rollout/slot_occupancy": self.occupancy,
             "rollout/tokens_per_forward": self.tokens_per_forward,
             "rollout/draft_acceptance": self.acceptance,

@@ -122,11 +122,18 @@ class JetStreamEngine(engine_api.Engine):
         sampling: SamplingParams,
         seed: int = 0,
     ):
-        """`engine` has `chunk_steps=1`; JetStream ends a reply at its request's own limit."""
+        """`engine` has `chunk_steps=1`, and pages for all slots to hold the longest reply.
+
+        JetStream ends a reply at its request's own limit.
+        """
         self._engine, self._served, self._load = engine, served, load
         self._sampling, self._seed = sampling, seed
         self._num_inserted = itertools.count()
-        self.mesh, self.max_concurrent_decodes = engine.mesh, engine.num_slots
+        self.mesh = engine.mesh
+        # Each slot has pages of its own for the longest reply.
+        layout = engine.jitted.pages
+        self._table = np.arange(layout.num_pages, dtype=np.int32).reshape(layout.num_slots, -1)
+        self.max_concurrent_decodes = layout.num_slots
         # The first of JetStream's buckets that holds any prompt and its own token.
         self.max_prefill_length = min(_bucket(served.max_tokens + 1), 32768)
 
@@ -170,22 +177,27 @@ class JetStreamEngine(engine_api.Engine):
         # The engine ends a reply at the cache's end only.
         room = self._served.max_tokens - int(length)
         params = dataclasses.replace(self._sampling, max_tokens=room)
-        entering = inputs.admission([(0, slot, key, params)], 1, self.max_concurrent_decodes)
+        jitted = self._engine.jitted
+        entering = inputs.admission([(0, slot, key, params)], 1, self._engine.num_slots)
+        starts = range(0, int(length), jitted.pages.page_tokens)
+        wanted = [(int(self._table[slot, i]), 0, start) for i, start in enumerate(starts)]
+        writes = inputs.writes(wanted, jitted.num_writes(read, 1), jitted.pages.num_pages)
         with jax.set_mesh(self.mesh):
-            state, outputs = self._engine.jitted.insert(
-                decode_state.state, read, entering, filtered=params.is_filtered, num_top=0
+            state, outputs = jitted.insert(
+                decode_state.state, read, entering, writes, filtered=params.is_filtered, num_top=0
             )
             due = decode_state.due.at[slot].set(outputs.tokens[0, 0])
             return Slots(state, due, decode_state.num_given.at[slot].set(0))
 
     def generate(self, params: Params, decode_state: Slots) -> tuple[Slots, Any]:
         """Gives each slot's token that is due, and samples the one after it."""
-        num_slots, due = self.max_concurrent_decodes, decode_state.due
+        num_slots, due = self._engine.num_slots, decode_state.due
         with jax.set_mesh(self.mesh):
             data = _given(due, decode_state.num_given)
             state, outputs = self._engine.jitted.generate(
                 params,
                 decode_state.state,
+                self._table,
                 np.int32(num_slots),
                 num_slots=num_slots,
                 window=self._served.max_tokens,
@@ -200,7 +212,7 @@ class JetStreamEngine(engine_api.Engine):
         return self._load()
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Slots:
-        num_slots = self.max_concurrent_decodes
+        num_slots = self._engine.num_slots
         with jax.set_mesh(self.mesh):
             none = jnp.full(num_slots, -1, jnp.int32)
             return Slots(self._engine.jitted.empty(), none, jnp.zeros(num_slots, jnp.int32))

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import SpeculationConfig
+from jaxrl_llm.config.room import Lengths
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.models.transformer import Params
@@ -53,23 +54,31 @@ def engine(
     num_slots: int = 0,
     chunk_steps: int = 8,
     draft_tokens: int = 0,
+    full: bool = False,
 ) -> Engine:
     """Returns an engine for serving; fewer `chunk_steps` make streams smoother, more cost less.
 
-    Without `num_slots` it has 16 on CPU, 64 elsewhere, fewer where memory is short.
+    Without `num_slots` it has 16 on CPU, 64 elsewhere, fewer where memory is short. With `full`,
+    all of them may hold the longest reply at one time.
     """
     own, max_tokens = source.sampler.engine, model.max_tokens
     network, mesh = own.network, own.mesh
-    most = 16 if source.models.platform == "cpu" else 64
+    most, cache_tokens = 16 if source.models.platform == "cpu" else 64, 0
+    if not num_slots:
+        sizes = Lengths(max_tokens), most, draft_tokens
+        num_slots, cache_tokens = cache.fitting(network, mesh, *sizes)
+        if full:
+            num_slots, cache_tokens = max(1, min(num_slots, cache_tokens // max_tokens)), 0
     return Engine(
         network,
         mesh,
-        num_slots=num_slots or cache.fitting_slots(network, mesh, max_tokens, most, draft_tokens),
+        num_slots=num_slots,
         max_tokens=max_tokens,
         chunk_steps=chunk_steps,
         layout=own.layout,
         speculation=SpeculationConfig(draft_tokens=draft_tokens),
         decode=decoder(model.tokenizer),
+        cache_tokens=cache_tokens,
     )
 
 

@@ -350,6 +350,7 @@ RL = {
     "config.rollout.stop_tokens": (probe.engine, (5,)),
     "config.rollout.stop_strings": (probe.engine, ("#",)),
     "config.rollout.num_slots": (probe.engine, 4),
+    "config.rollout.cache_tokens": (probe.engine, 4096),
     "config.rollout.chunk_steps": (probe.engine, 4),
     "config.rollout.dtype": (probe.engine, "bfloat16"),
     "config.rollout.quantization": (probe.engine, "int8"),

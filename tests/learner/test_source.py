@@ -101,6 +101,8 @@ def test_waves_are_joined():
         prefill_positions=4,
         prefill_s=0.5,
         reread_tokens=1,
+        put_back=1,
+        most_pages=5,
         decode_tokens=3,
         decode_steps=2,
         slot_steps=3,
@@ -124,6 +126,7 @@ def test_waves_are_joined():
     np.testing.assert_array_equal(rewards.scores, [1, 2, 3, 4, 5, 6])
     assert rewards.num_failures == 3
     once, thrice = dataclasses.asdict(did), dataclasses.asdict(samples.engine)
+    assert thrice.pop("most_pages") == once.pop("most_pages") == 5  # at one time
     assert thrice == {name: 3 * value for name, value in once.items()} and all(once.values())
     assert samples.engine.metrics()["rollout/decode_tokens_per_s"] == 12.0
     assert samples.engine.metrics()["rollout/slot_occupancy"] == 0.25

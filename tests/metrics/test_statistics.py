@@ -181,6 +181,7 @@ def test_engine_speed_by_hand():
         "rollout/prefill_tokens_per_s": 16.0,
         "rollout/decode_tokens_per_s": 3.0,
         "rollout/reread_tokens": 0.0,
+        "rollout/put_back": 0.0,
         "rollout/slot_occupancy": 0.75,
         "rollout/tokens_per_forward": 1.5,
         "rollout/draft_acceptance": 0.25,

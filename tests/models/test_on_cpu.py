@@ -16,7 +16,7 @@ import tiny
 
 import jaxrl_llm
 from jaxrl_llm.models.on_cpu import kernels, products
-from jaxrl_llm.rollout import cache
+from jaxrl_llm.rollout import attending
 
 needs_compiler = pytest.mark.skipif(
     not kernels.available(), reason="no C++ compiler, so no kernels of our own"
@@ -70,45 +70,72 @@ def test_mlp(rows, size, inner):
     assert (np.abs(got - wanted) <= 3e-6 * scale.max(1, keepdims=True) + 1e-30).all()
 
 
+def paged(slots, width, size, page, lengths, recent, group, heads=2):
+    """Returns random arguments of `kernels.attention`; the pages lie in any order."""
+    most = max(1, -(-max(lengths) // page))
+    order = np.random.default_rng(5).permutation(slots * most + 2).astype(np.int32)
+    table = order[: slots * most].reshape(slots, most)
+    ends = np.array(lengths, np.int32)
+    firsts = np.minimum(np.arange(slots * width).reshape(slots, width) % 5, ends[:, None])
+    seen = np.random.default_rng(4).random((slots, width, recent)) < 0.5
+    seen[..., 0] = True
+    return [
+        random(slots, width, heads * group, size) * 3.0,
+        random(len(order), heads, size, page),
+        random(len(order), heads, page, size, seed=1),
+        table,
+        firsts.astype(np.int32),
+        ends,
+        random(slots, heads, size, recent, seed=2),
+        random(slots, heads, recent, size, seed=3),
+        seen,
+    ]
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "group", [1, 3, 8, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 5))]
 )
 @pytest.mark.parametrize(
-    ("slots", "width", "size", "blocks"),
-    [(1, 1, 8, (1,)), (3, 2, 16, (64, 7)), (5, 1, 64, (64, 128, 16)), (2, 3, 36, (20, 3))],
+    ("width", "size", "page", "lengths", "recent"),
+    [
+        (1, 8, 4, (3,), 1),
+        (2, 16, 32, (64, 7, 33), 7),
+        (1, 64, 32, (96, 0, 1, 41, 32), 16),
+        (2, 36, 20, (20, 3), 3),
+    ],
     ids=str,
 )
-def test_attention(group, slots, width, size, blocks):
-    heads = 2
-    q = random(slots, width, heads * group, size) * 3.0
-    keys = [random(slots, heads, size, n, seed=i) for i, n in enumerate(blocks)]
-    values = [random(slots, heads, n, size, seed=9 + i) for i, n in enumerate(blocks)]
-    seen = np.random.default_rng(4).random((slots, width, sum(blocks))) < 0.5
-    seen[-1, :, blocks[0] // 2 :] = False  # a short sequence
-    seen[..., 0] = True
-    got = np.asarray(jax.jit(kernels.attention)(q, keys, values, seen))
+def test_attention(group, width, size, page, lengths, recent):
+    given = paged(len(lengths), width, size, page, lengths, recent, group)
+    q, keys, values, table, firsts, ends, recent_keys, recent_values, seen = given
+    got = np.asarray(jax.jit(kernels.attention)(*given))
     with jax.enable_x64(True):
-        wide = [[jnp.asarray(a, jnp.float64) for a in arrays] for arrays in (keys, values)]
-        wanted = np.asarray(cache.attention(jnp.asarray(q, jnp.float64), *wide, jnp.asarray(seen)))
+        together = lambda pages, axis: np.concatenate(np.moveaxis(pages[table], 1, 0), axis)  # noqa: E731
+        blocks = [[together(keys, 3), recent_keys], [together(values, 2), recent_values]]
+        wide = [[jnp.asarray(a, jnp.float64) for a in arrays] for arrays in blocks]
+        at = np.arange(table.shape[1] * page)
+        in_pages = (at >= firsts[..., None]) & (at < ends[:, None, None])
+        visible = jnp.asarray(np.concatenate([in_pages, seen], -1))
+        wanted = np.asarray(attending.attention(jnp.asarray(q, jnp.float64), *wide, visible))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6)
-    seen[0, 0] = False  # a free slot may see nothing
-    with_free = np.array(jax.jit(kernels.attention)(q, keys, values, seen))
-    assert (with_free[0, 0] == 0).all()
-    with_free[0, 0] = got[0, 0]
-    np.testing.assert_array_equal(with_free, got)
+    ends[0], seen[0, 0] = 0, False  # a free slot may see nothing
+    assert (np.asarray(jax.jit(kernels.attention)(*given))[0, 0] == 0).all()
 
 
 @needs_compiler
-def test_positions_behind_the_last_that_is_seen_are_not_read():
-    q, seen = random(2, 1, 4, 32), np.zeros((2, 1, 80), bool)
-    seen[0, :, :41] = seen[1, :, :7] = seen[:, :, 64:70] = True
-    keys = [random(2, 2, 32, 64), random(2, 2, 32, 16, seed=1)]
-    values = [random(2, 2, 64, 32, seed=2), random(2, 2, 16, 32, seed=3)]
-    wanted = np.asarray(jax.jit(kernels.attention)(q, keys, values, seen))
-    for slot, end in ((0, 48), (1, 16)):  # whole vectors are read
-        keys[0][slot, :, :, end:] = values[0][slot, :, end:] = np.nan
-    got = jax.jit(kernels.attention)(q, keys, values, seen)
+def test_positions_that_nobody_sees_are_not_read():
+    given = paged(2, 1, 32, 32, (70, 7), 16, 2)
+    _, keys, values, table, firsts, *_, seen = given
+    firsts[:] = [[40], [0]]
+    seen[..., 3:] = False
+    wanted = np.asarray(jax.jit(kernels.attention)(*given))
+    # Pages before the first and behind the last that is seen; whole vectors are read.
+    unread = [page for page in range(len(keys)) if page not in (*table[0, 1:3], table[1, 0])]
+    keys[unread] = values[unread] = np.nan
+    keys[table[0, 2], ..., 16:] = values[table[0, 2], :, 16:] = np.nan
+    keys[table[1, 0], ..., 16:] = values[table[1, 0], :, 16:] = np.nan
+    got = jax.jit(kernels.attention)(*given)
     np.testing.assert_array_equal(got, wanted)
     assert np.isfinite(wanted).all()
 

@@ -137,10 +137,11 @@ def test_low_precision_leaves_room_for_more_slots():
         ours = setting(backend="tpu", rollout={"num_slots": 0, **low})
         return dataclasses.replace(ours, memory_bytes=memory_bytes)
 
-    # A quarter of the memory is a byte too small for all 64 sequences of a step.
+    # A quarter of the memory is a byte too small for all 64 sequences of a step, of which each has
+    # its prompt and half of its response on average.
     plain = of(0.0)
     logits = 3 * 4 * (64 / plain.row_shards) * plain.split(SHAPE.vocab_size)
-    needed = plain.cache_bytes(64, plain.config.max_sequence_tokens) + logits
+    needed = plain.cache_bytes(64, 128 + 128 / 2) + logits
     plain, int8, fp8 = (
         of(4 * (needed - 1), **low)
         for low in ({}, {"quantization": "int8"}, {"cache_dtype": "fp8"})
@@ -151,6 +152,22 @@ def test_low_precision_leaves_room_for_more_slots():
     saved = plain.rollout_weights - int8.rollout_weights
     assert saved == pytest.approx(0.75 * 4 * in_layers(plain.rollout_held), rel=0.01)
     assert fp8.rollout_weights == plain.rollout_weights
+
+
+def test_samples_of_a_prompt_count_it_once():
+    """Groups of 16 on prompts of 1024 tokens: a quarter of slots times the longest."""
+    sizes = {
+        "data": {"max_prompt_tokens": 1024},
+        "trainer": {"prompts_per_step": 32, "max_tokens_per_microbatch": 2048},
+    }
+    rollout = {"max_response_tokens": 256, "num_slots": 64}
+    grouped, alone = (
+        setting(rollout=rollout, algorithm={"samples_per_prompt": n}, **sizes) for n in (16, 1)
+    )
+    assert alone.cache_tokens == 64 * (1024 + 256)
+    assert grouped.cache_tokens == 64 * 256 + 4 * 1024 == alone.cache_tokens / 4
+    caches = [memory.programs(each)["decode"].cache for each in (grouped, alone)]
+    assert caches[0] < 0.26 * caches[1]  # with the tokens that have not joined it
 
 
 def test_less_is_less():

@@ -141,7 +141,8 @@ def test_turns_wait_for_no_compiler_and_copy_no_cache():
     needed = []
     for num_slots in (16, 64):
         jitted = engine_with(num_slots).jitted
-        arguments = inputs.continuation([], [], 8, 32), inputs.admission([], 8, num_slots)
+        nothing = inputs.continuation([], [], 8, 32, jitted.pages.table([], 8))
+        arguments = nothing, inputs.admission([], 8, num_slots)
         with jax.set_mesh(ONE):
             program = jitted.extend.lower(
                 rollout_params(),

@@ -28,6 +28,8 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
 
+MORE_TPUS = ("v5e:2x4", 4), ("v5p:2x2x2", 0), ("v6e:2x4", 0)
+
 
 @pytest.fixture
 def one_window(monkeypatch):
@@ -146,6 +148,38 @@ def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monk
     read = count_prompts_read(engine, monkeypatch)
     assert_same(engine.generate(rollout_params(), workload()), expected())
     assert read == [wanted.tokens for wanted in workload()]  # each once
+
+
+@pytest.mark.parametrize(
+    ("sizes", "draft_tokens"),
+    [
+        ({}, 0),
+        *(
+            pytest.param(*p, marks=pytest.mark.slow)
+            for p in (({}, 2), ({"fsdp": 2, "tensor": 2}, 0))
+        ),
+    ],
+    ids=str,
+)
+def test_pages_do_not_matter(sizes, draft_tokens, one_window, monkeypatch):
+    """With pages for a few sequences alone, samples are put back and read again: the same ones."""
+    monkeypatch.setattr("jaxrl_llm.config.room._PAGE_TOKENS", {"cpu": 8})
+    mesh = tiny.make_mesh(**sizes)
+    engine = Engine(
+        tiny.NETWORK,
+        mesh,
+        num_slots=8,
+        max_tokens=LIMIT,
+        chunk_steps=5,
+        speculation=SpeculationConfig(draft_tokens=draft_tokens),
+        cache_tokens=LIMIT,
+    )
+    shards = engine.jitted.pages.num_shards
+    assert engine.jitted.pages.num_pages == 8 * shards
+    assert_same(engine.generate(rollout_params(mesh), workload()), expected())
+    done = engine.statistics
+    assert done.put_back > 0 and done.reread_tokens > 0
+    assert done.most_pages <= 8 * shards and engine._pages.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -467,7 +501,7 @@ def test_calls_of_the_same_widths_compile_nothing(one_window, monkeypatch):
     assert counts == counts[:1] * 3
     # What goes out is split as what came in: slots over 2, 2 heads over 2.
     split = engine.jitted.state_shardings
-    assert split.cache.keys[0][0].spec[:2] == ("fsdp", "tensor")
+    assert split.cache.keys[0].spec[:2] == ("fsdp", "tensor")
     assert all(state == split for state in states)
 
 
@@ -573,9 +607,13 @@ def test_reading_in_pieces_needs_less_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "draft_tokens"), [(512, 0), (2048, 0), (512, 4)])
-def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, tpu_devices):
-    mesh = mesh_lib.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2), tpu_devices("v5e:2x4"))
+@pytest.mark.parametrize(
+    ("topology", "draft_tokens"),
+    [("v5e:2x4", 0), *(pytest.param(*p, marks=pytest.mark.nightly) for p in MORE_TPUS)],
+)
+def test_a_tpu_reads_pages_in_place(topology, draft_tokens, tpu_devices):
+    """The kernel for TPUs compiles; nothing copies the cache, which is longer than fast memory."""
+    mesh = mesh_lib.make_mesh(MeshConfig(data=4, fsdp=1, tensor=2), tpu_devices(topology))
     network = tiny.with_sizes(
         dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16"),
         vocab_size=4096,
@@ -586,11 +624,12 @@ def test_a_tpu_keeps_the_cache_in_place(window, draft_tokens, tpu_devices):
         mlp_size=2048,
     )
     guesses = SpeculationConfig(draft_tokens=draft_tokens)
-    engine = Engine(network, mesh, num_slots=64, max_tokens=2048, speculation=guesses)
+    engine = Engine(network, mesh, num_slots=64, max_tokens=8192, speculation=guesses)
     mover = tiny.resharder(mesh, network, dtype="bfloat16")
-    compiled = engine.jitted.lower_generate(mover.abstract(), window=window).compile()
+    compiled = engine.jitted.lower_generate(mover.abstract()).compile()
+    assert "tpu_custom_call" in compiled.as_text()
     memory = compiled.memory_analysis()
-    cache = cache_lib.cache_bytes(network, mesh, 64, 2048)
+    cache = cache_lib.cache_bytes(network, mesh, 64 * 8192, 64)
     assert memory.temp_size_in_bytes < 0.05 * cache
     assert memory.alias_size_in_bytes >= cache
 

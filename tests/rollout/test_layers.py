@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engine_work import LIMIT, ONE, engine_of, request
+from engine_work import LIMIT, ONE, assert_same, engine_of, request
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import cache, prefill
+from jaxrl_llm.rollout import attending, cache, prefill
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams
 
 
@@ -47,6 +48,21 @@ def test_log_probs_are_those_of_a_whole_pass(name):
         np.testing.assert_allclose(c.log_probs, row[len(prompt) :][:30], atol=5e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_of_all_kinds_read_pages_where_they_lie(name, monkeypatch):
+    network, _, rollout = made(name)
+    random = np.random.default_rng(0)
+    requests = [
+        request(random, length, [SamplingParams(25)] * count, seed)
+        for seed, (length, count) in enumerate([(5, 2), (30, 1), (17, 2)])
+    ]
+    wanted = engine_of(num_slots=4, network=network).generate(rollout, requests)
+    monkeypatch.setattr(attending, "reader_for", lambda network, platform: "loop")
+    engine = Engine(network, ONE, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
+    assert_same(engine.generate(rollout, requests), wanted)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_pieces_of_a_prompt_are_the_prompt(name):
     network, _, rollout = made(name)
@@ -67,6 +83,6 @@ def test_pieces_of_a_prompt_are_the_prompt(name):
 def test_latents_are_all_that_is_kept():
     network, _, _ = made("latents")
     assert network.shape.cached == (1, 20, 0)
-    held = cache.empty(network.shape, 3, [LIMIT], "float32")
-    assert held.values == () and [k.shape for (k,) in held.keys] == [(3, 1, 20, LIMIT)] * 2
-    assert cache.cache_bytes(network, ONE, 3, LIMIT) == sum(k.nbytes for (k,) in held.keys)
+    held = cache.empty(network.shape, 3, LIMIT, "float32")
+    assert held.values == () and [k.shape for k in held.keys] == [(3, 1, 20, LIMIT)] * 2
+    assert cache.cache_bytes(network, ONE, 3 * LIMIT, 3) == sum(k.nbytes for k in held.keys)

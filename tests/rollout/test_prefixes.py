@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.data.packing import bucket
 from jaxrl_llm.rollout import inputs, prefill
+from jaxrl_llm.rollout.pages import Layout, Pages
+from jaxrl_llm.rollout.reader import Reader
 from jaxrl_llm.rollout.requests import Request, SamplingParams, Statistics
-from jaxrl_llm.rollout.scheduler import Reader, Scheduler
+from jaxrl_llm.rollout.scheduler import Scheduler
 
 MOST = 600
 
@@ -72,11 +74,13 @@ def read_all(lengths):
         shapes.append(prompts.tokens.shape)
         return "what was read"
 
-    scheduler = Scheduler(len(lengths), "".join)
+    pages = Pages(Layout(len(lengths) * 8, 32, 256, len(lengths)))
+    scheduler = Scheduler("".join, pages, 1)
     for prompt in prompts_of(lengths):
         scheduler.add(Request(prompt, np.zeros((1, 2), np.uint32), (SamplingParams(1),)))
     done, params = Statistics(), {"weight": np.zeros(1)}
     reader = Reader(read, MOST, done)
+    assert reader.use(params) and not reader.use(params)
     samples = scheduler.admit()
     for _, indices in reader.split(params, samples, scheduler):
         assert list(indices.values()) == list(range(len(indices)))

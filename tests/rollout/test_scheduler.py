@@ -1,14 +1,24 @@
 """The scheduler on its own: replayed decisions, no device."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.rollout import inputs
+from jaxrl_llm.rollout.pages import Layout, Pages
 from jaxrl_llm.rollout.programs import Outputs
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Progress, Request, SamplingParams
 from jaxrl_llm.rollout.scheduler import Scheduler
+
+
+def make(num_slots, num_pages=0, page_tokens=4, max_tokens=32, num_shards=1, chunk_tokens=4):
+    """Returns a scheduler; without `num_pages` every slot has those of the longest sequence."""
+    num_pages = num_pages or num_slots * -(-max_tokens // page_tokens)
+    layout = Layout(num_pages, page_tokens, max_tokens, num_slots, num_shards)
+    return Scheduler(text_of, Pages(layout), chunk_tokens)
 
 
 def text_of(tokens):
@@ -47,7 +57,7 @@ def brief(progress):
 
 
 def test_one_run_by_hand():
-    scheduler = Scheduler(2, text_of)
+    scheduler = make(2)
     numbers = [scheduler.add(r) for r in (request(4, 1), request(3, stops=(5,)), request(2))]
     assert numbers == [0, 1, 2]
     assert (len(scheduler.waiting), len(scheduler.active)) == (4, 0)
@@ -93,7 +103,7 @@ def test_one_run_by_hand():
 
 
 def test_likeliest_tokens_are_as_many_as_asked_for():
-    scheduler = Scheduler(1, text_of)
+    scheduler = make(1)
     scheduler.add(request(2, top=1))
     scheduler.take_first(scheduler.admit(), first([3], [1]), version=5)
     scheduler.take(outputs({0: [4]}, 2, 1, [0]), version=6)
@@ -103,7 +113,7 @@ def test_likeliest_tokens_are_as_many_as_asked_for():
 
 
 def test_a_request_is_removed_wherever_its_samples_are():
-    scheduler = Scheduler(2, text_of)
+    scheduler = make(2)
     gone, other = scheduler.add(request(1, 5, 5)), scheduler.add(request(1))
     scheduler.take_first(scheduler.admit(), first([1, 2], [0, 4]))
     scheduler.take_first(scheduler.admit(), first([3], [4]))
@@ -126,7 +136,7 @@ def test_a_request_is_removed_wherever_its_samples_are():
 
 
 def test_active_samples_move_to_the_front():
-    scheduler = Scheduler(8, text_of)
+    scheduler = make(8)
     scheduler.add(request(*range(1, 9)))
     # Samples 3 and later live on; 0 to 2 end with their first token.
     scheduler.take_first(scheduler.admit(), first([1] * 8, [0, 0, 0, 3, 0, 5, 6, 0]))
@@ -139,7 +149,7 @@ def test_active_samples_move_to_the_front():
 
 
 def test_a_stop_string_ends_a_sample_within_a_chunk():
-    scheduler = Scheduler(2, text_of)
+    scheduler = make(2)
     scheduler.add(request(9, 9, strings=("bcd", "zz"), top=2))
     scheduler.take_first(scheduler.admit(), first([1, 0], [8, 8]))
     scheduler.take(outputs({0: [2, 3, 4, 5], 1: [1, 2, 4, 1]}, 4, 2, [4, 4]))
@@ -161,7 +171,7 @@ def test_a_stop_string_ends_a_sample_within_a_chunk():
     chunk=st.integers(1, 5),
 )
 def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
-    scheduler = Scheduler(num_slots, text_of)
+    scheduler = make(num_slots)
     numbers = [scheduler.add(request(*budgets)) for budgets in groups]
     lengths = [[0] * len(budgets) for budgets in groups]
     left = np.zeros(num_slots, int)
@@ -189,6 +199,181 @@ def test_every_sample_is_served_once_and_in_order(groups, num_slots, chunk):
     assert admitted == [(r, s) for r, group in enumerate(groups) for s in range(len(group))]
     assert lengths == groups
     assert numbers == list(range(len(groups)))
+
+
+def page_counts(scheduler):
+    """Returns how many samples hold each page, as the samples themselves say."""
+    counts = [0] * scheduler._pages.layout.num_pages
+    for holder in (*scheduler.active.values(), *scheduler._kept.values()):
+        for page in holder.pages:
+            counts[page] += 1
+    return counts
+
+
+def test_samples_of_a_prompt_share_its_full_pages():
+    scheduler = make(4)
+    scheduler.add(request(6, 6, 6, prompt=range(10)))
+    samples = scheduler.admit()
+    # Two full pages are written once, the third by each.
+    one, two, three = (sample.pages for sample in samples)
+    assert one[:2] == two[:2] == three[:2]
+    assert [sample.writes for sample in samples] == [
+        [(one[0], 0), (one[1], 4), (one[2], 8)],
+        [(two[2], 8)],
+        [(three[2], 8)],
+    ]
+    assert scheduler._pages.num_used == 5
+    scheduler.take_first(samples, first([1, 2, 3], [5, 5, 0]))
+    # The third ended: its own page is free, the prompt's are still held by two.
+    assert scheduler._pages.num_used == 4
+    assert scheduler.reserve(4, by_force=True)
+    # 11 tokens, 4 more, without the last: 14 in the cache.
+    assert [len(sample.pages) for sample in samples] == [4, 4, 0]
+    scheduler.take(outputs({0: [4] * 4, 1: [5] * 4}, 4, 4, [0, 0, 0, 0]))
+    assert scheduler._pages.num_used == 0
+    scheduler.add(request(6, 6, prompt=range(10)))
+    assert [len(sample.writes) for sample in scheduler.admit()] == [3, 1]
+    scheduler._pages.forget_prompts()  # the weights have changed
+    scheduler.add(request(6, prompt=range(10)))
+    assert [len(sample.writes) for sample in scheduler.admit()] == [3]
+
+
+def test_the_youngest_is_put_back_when_pages_run_out():
+    # Eight pages of four tokens: as many as the longest sequence has.
+    scheduler = make(3, num_pages=8)
+    for _ in range(3):
+        scheduler.add(request(28))
+    samples = old, young, last = scheduler.admit()
+    scheduler.take_first(samples, first([1, 1, 1], [27, 27, 27]))
+    for count in (3, 2):  # of 11 tokens each, two hold three pages and none is left for the third
+        assert scheduler.reserve(4, by_force=True)
+        assert len(scheduler.active) == count
+        columns = {slot: [2] * 4 for slot in scheduler.active}
+        scheduler.take(outputs(columns, 4, 3, [9] * 3))
+    assert [len(sample.pages) for sample in samples] == [3, 3, 0]
+    assert scheduler.stale_slots() == [2]
+    assert scheduler.admit() == []  # it would be put back at once
+    assert not scheduler.reserve(12, by_force=False)
+    assert scheduler.num_put_back == 1 and scheduler._pages.num_used == 6
+    assert scheduler.reserve(12, by_force=True)
+    assert scheduler.active == {0: old} and len(old.pages) == 6
+    assert scheduler.num_put_back == 2 and scheduler.stale_slots() == [1]
+    assert list(scheduler.waiting) == [young, last]
+    # It enters again when pages are free, with all its tokens to be read and the rest to be drawn.
+    assert scheduler.admit() == []
+    scheduler.remove(0)
+    assert scheduler.admit() == [young, last]
+    assert not young.is_fresh and young.shared == 0
+    assert young.params_left.max_tokens == 28 - len(young.completion.tokens) == 19
+    assert scheduler.reread_tokens == young.num_tokens + last.num_tokens == (2 + 9) + (2 + 5)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "group", "prompt", "longest", "share"),
+    [(32, 4, 64, 256, 0.5), (16, 16, 1024, 512, 0.25)],
+)
+def test_half_and_a_quarter_of_the_pages_are_enough(num_prompts, group, prompt, longest, share):
+    """Of slots times the longest sequence, with lengths as reasoning makes them: none waits."""
+    lengths = np.exp(np.random.default_rng(0).normal(4.0, 0.9, (num_prompts, group)))
+    budgets = np.clip(lengths * longest / 256, 1, longest).astype(int)
+    most, slots, chunk = prompt + longest, 64, 16
+    num_pages = int(share * slots * most / 32)
+    scheduler = make(slots, num_pages, 32, most, chunk_tokens=chunk)
+    for each in budgets:
+        scheduler.add(request(*each.tolist(), prompt=range(prompt)))
+    given, full = 0, 0
+    while scheduler.waiting or scheduler.active:
+        while samples := scheduler.admit():
+            left = [sample.params.max_tokens - 1 for sample in samples]
+            scheduler.take_first(samples, first([1] * len(samples), left))
+            given += len(samples)
+        full += len(scheduler.active) == slots
+        scheduler.reserve(chunk, by_force=True)
+        left = {at: s.most_tokens - s.num_tokens for at, s in scheduler.active.items()}
+        columns = {at: [2] * min(chunk, count) for at, count in left.items()}
+        remaining = [max(0, left.get(at, 0) - chunk) for at in range(slots)]
+        given += scheduler.take(outputs(columns, chunk, slots, remaining))
+    assert given == budgets.sum() and scheduler.num_put_back == 0 and full > 0
+    assert scheduler._pages.num_used == 0
+
+
+def test_who_leaves_what_it_continues_gives_its_pages_back_first():
+    """All pages hold a sample that ended; one that soon differs from it needs nearly all."""
+    scheduler = make(1, num_pages=8)
+    number = scheduler.add(dataclasses.replace(request(20, prompt=range(11)), keeps=True))
+    scheduler.take_first(scheduler.admit(), first([1], [19]))
+    scheduler.reserve(19, by_force=True)
+    scheduler.take(outputs({0: [2] * 19}, 19, 1, [0]))
+    assert scheduler._pages.num_used == 8
+    other = request(3, prompt=[*range(6), *[3] * 22])
+    scheduler.add(dataclasses.replace(other, continues=(number, 0)))
+    (sample,) = scheduler.admit()
+    assert sample.shared == 6 and len(sample.pages) == 7
+    assert page_counts(scheduler) == scheduler._pages._counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 18), max_size=5), st.booleans()),
+        max_size=6,
+    ),
+    sizes=st.sampled_from([(4, 1), (6, 1), (4, 2), (6, 3)]),
+    spare=st.integers(0, 6),
+    chunk=st.integers(1, 6),
+)
+def test_however_few_pages_there_are_every_sample_ends(groups, sizes, spare, chunk):
+    (num_slots, shards), per_slot = sizes, 8
+    num_pages = shards * (per_slot + spare)
+    scheduler = make(num_slots, num_pages, num_shards=shards, chunk_tokens=chunk)
+    waits = []  # of what is kept
+    for length, budgets, keeps in groups:
+        asked = request(*budgets, prompt=range(length))
+        number = scheduler.add(dataclasses.replace(asked, keeps=keeps))
+        waits += [(number, i, length, b) for i, b in enumerate(budgets) if keeps]
+    for _ in range(3000):
+        if not (scheduler.waiting or scheduler.active):
+            break
+        scheduler.reserve(chunk, by_force=True)
+        while samples := scheduler.admit():
+            for sample in samples:
+                assert len(sample.pages) * 4 >= sample.num_tokens > sample.shared
+                for page in sample.pages[sample.shared // 4 :]:
+                    alone = not scheduler._pages.is_shared(page)
+                    assert alone or sample.is_fresh
+            left = [sample.most_tokens - sample.num_tokens - 1 for sample in samples]
+            scheduler.take_first(samples, first([1] * len(samples), left))
+        scheduler.reserve(chunk, by_force=True)
+        assert page_counts(scheduler) == scheduler._pages._counts
+        steps = {
+            slot: min(chunk, sample.most_tokens - sample.num_tokens)
+            for slot, sample in scheduler.active.items()
+        }
+        for slot, sample in scheduler.active.items():
+            end = sample.num_tokens + steps[slot] - 1
+            assert len(sample.pages) * 4 >= end
+            here = {page * shards // num_pages for page in sample.pages}
+            assert here == {slot * shards // num_slots}
+            # Nobody writes to what others read.
+            for page in sample.pages[(sample.num_tokens - 1) // 4 : -(-end // 4)]:
+                assert not scheduler._pages.is_shared(page)
+        left = [0] * num_slots
+        for slot, sample in scheduler.active.items():
+            left[slot] = sample.most_tokens - sample.num_tokens - steps[slot]
+        columns = {slot: [2] * count for slot, count in steps.items()}
+        scheduler.take(outputs(columns, chunk, num_slots, left))
+        for p in scheduler.progress():
+            for number, i, length, budget in [w for w in waits if w[:2] == (p.request, p.sample)]:
+                if p.finish_reason:
+                    more = (*range(length), 1, *[2] * (budget - 1))[: 30 - i]
+                    more = (*more[: budget + i], *[3] * (len(more) - budget - i))  # or differs
+                    asked = request(2, prompt=more)
+                    scheduler.add(dataclasses.replace(asked, continues=(number, i)))
+                    waits.remove((number, i, length, budget))
+    assert not scheduler.waiting and not scheduler.active and not waits
+    for key in list(scheduler._kept):
+        scheduler.forget(*key)
+    assert scheduler._pages.num_used == 0
 
 
 def test_filters_are_seen():

@@ -117,6 +117,8 @@ def after_a_prompt(slots=4000):
     sampler = SamplerState(
         np.zeros((slots, 2), np.uint32), column(0.0), column(0), column(1.0), column(0.0)
     )
+    # All read the same page of 16 tokens, none writes to it in one step.
+    writes = inputs.writes([(0, 0, 0)], 1, slots)
     admission = programs.Admission(
         column(0),
         np.arange(slots),
@@ -125,19 +127,20 @@ def after_a_prompt(slots=4000):
         sampler,
         column(0),
     )
-    state = programs.empty_state(tiny.NETWORK, slots, [16], keeps_history=True)
+    state = programs.empty_state(tiny.NETWORK, slots, 1, 16, history_tokens=16)
     state, first = jax.jit(functools.partial(programs.insert, filtered=False, num_top=0))(
-        state, prefix, admission
+        state, prefix, admission, writes
     )
     step = functools.partial(
         programs.generate,
         tiny.NETWORK,
         params,
+        table=np.zeros((slots, 1), np.int32),
         free_target=jnp.int32(slots),
         num_steps=1,
         num_slots=slots,
         window=16,
-        gather=True,
+        reader="gather",
         filtered=True,
         num_top=0,
         draft_tokens=2,

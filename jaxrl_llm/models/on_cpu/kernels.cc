@@ -270,21 +270,25 @@ ffi::Error MLPImpl(Floats x, Floats gate, Floats up, Floats down, Result y) {
 struct Block {
   const float *keys, *values;  // of one slot and head: [H, size] and [size, H]
   int64_t size;
-  // Its place among all positions; positions up to the last that is seen; the place of their scores.
-  int64_t begin = 0, used = 0, at = 0;
+  int64_t used = 0;  // positions up to the last that is seen, and as many more as are as fast
+  int64_t at = 0;    // the place of their scores
+  // Of its positions, those in [first, end) are seen that `seen` says, if there is one.
+  int64_t first = 0, end = 0;
+  const bool* seen = nullptr;
 };
 
-// Finds what is used of each block, and gives its scores whole vectors.
-void LayOut(std::vector<Block>& blocks, const bool* seen) {
-  int64_t begin = 0, at = 0;
-  for (Block& block : blocks) {
-    block.begin = std::exchange(begin, begin + block.size);
-    for (block.used = block.size; block.used > 0; block.used--)
-      if (seen[block.begin + block.used - 1]) break;
-    int64_t whole = Ceiling(block.used, kLanes) * kLanes;
-    block.used = std::min(block.size, whole);  // as fast as the last few alone
-    block.at = std::exchange(at, at + whole);
+// Adds a block behind the others, if anything of it is seen; its scores get whole vectors.
+void Add(std::vector<Block>& blocks, Block block) {
+  if (block.seen)
+    while (block.end > 0 && !block.seen[block.end - 1]) block.end--;
+  if (block.first >= block.end) return;
+  int64_t whole = Ceiling(block.end, kLanes) * kLanes;
+  block.used = std::min(block.size, whole);
+  if (!blocks.empty()) {
+    const Block& last = blocks.back();
+    block.at = last.at + Ceiling(last.used, kLanes) * kLanes;
   }
+  blocks.push_back(block);
 }
 
 // R x N products of rows with `x` [K, N], `stride` apart, added to `out` where it is asked for.
@@ -320,13 +324,16 @@ void Rows(const float* const* row, int64_t K, const float* x, int64_t N, int64_t
 
 // Turns scores into weights that sum to one; those of what is not seen, or fills a block's last
 // vector up, are zero.
-void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, float scale) {
+void Softmax(float* scores, const std::vector<Block>& blocks, float scale) {
   constexpr float kUnseen = -1e30f;
   int64_t whole = 0;
   for (const Block& block : blocks) {
     float* mine = scores + block.at;
-    for (int64_t i = 0; i < block.used; i++)
-      mine[i] = seen[block.begin + i] ? mine[i] * scale : kUnseen;
+    int64_t end = std::min(block.end, block.used);
+    std::fill(mine, mine + block.first, kUnseen);
+    std::fill(mine + end, mine + block.used, kUnseen);
+    for (int64_t i = block.first; i < end; i++)
+      mine[i] = !block.seen || block.seen[i] ? mine[i] * scale : kUnseen;
     whole = block.at + Ceiling(block.used, kLanes) * kLanes;
     std::fill(mine + block.used, scores + whole, kUnseen);
   }
@@ -356,9 +363,10 @@ void Softmax(float* scores, const bool* seen, const std::vector<Block>& blocks, 
 
 // R queries of one slot and head. Queries and results lie H apart.
 template <int64_t R>
-void Attend(const float* q, const bool* seen, int64_t H, const std::vector<Block>& blocks,
-            float* y) {
-  int64_t whole = blocks.back().at + Ceiling(blocks.back().size, kLanes) * kLanes;
+void Attend(const float* q, int64_t H, const std::vector<Block>& blocks, float* y) {
+  std::fill(y, y + R * H, 0.f);
+  if (blocks.empty()) return;
+  int64_t whole = blocks.back().at + Ceiling(blocks.back().used, kLanes) * kLanes;
   float *scores = Scratch(1, R * whole), *to[R];
   const float* from[R];
   for (const Block& block : blocks) {
@@ -369,8 +377,7 @@ void Attend(const float* q, const bool* seen, int64_t H, const std::vector<Block
     Rows<R>(from, H, block.keys, block.used, block.size, to, false);
   }
   for (int64_t r = 0; r < R; r++)
-    Softmax(scores + r * whole, seen, blocks, 1.f / std::sqrt(static_cast<float>(H)));
-  std::fill(y, y + R * H, 0.f);
+    Softmax(scores + r * whole, blocks, 1.f / std::sqrt(static_cast<float>(H)));
   for (const Block& block : blocks) {
     for (int64_t r = 0; r < R; r++) {
       from[r] = scores + r * whole + block.at;
@@ -380,43 +387,51 @@ void Attend(const float* q, const bool* seen, int64_t H, const std::vector<Block
   }
 }
 
-// q and y [S, Q, N, H], seen [S, Q, W], then B blocks of keys and B of values.
-ffi::Error AttentionImpl(Floats q, ffi::Buffer<ffi::PRED> seen, ffi::RemainingArgs blocks,
+using Ints = ffi::Buffer<ffi::S32>;
+
+// q and y [S, Q, N, H]; pages of keys [pages, K, H, P] and of values; table [S, pages of a slot];
+// the positions [firsts, ends) of the pages are seen, [S, Q] and [S]; recent keys [S, K, H, R] and
+// values, of which `seen` [S, Q, R].
+ffi::Error AttentionImpl(Floats q, Floats keys, Floats values, Ints table, Ints firsts, Ints ends,
+                         Floats recent_keys, Floats recent_values, ffi::Buffer<ffi::PRED> seen,
                          Result y) {
   auto size = q.dimensions();
-  int64_t S = size[0], Q = size[1], N = size[2], H = size[3], W = seen.dimensions()[2];
-  int64_t num_blocks = blocks.size() / 2, K = 0;
-  std::vector<Block> all;
-  for (int64_t b = 0; b < num_blocks; b++) {
-    auto keys = blocks.get<Floats>(b), values = blocks.get<Floats>(num_blocks + b);
-    if (!keys.has_value() || !values.has_value())
-      return ffi::Error::InvalidArgument("no float32 block");
-    K = keys->dimensions()[1];
-    all.push_back({keys->typed_data(), values->typed_data(), keys->dimensions()[3]});
-  }
-  int64_t group = N / K;
-  Share(S * K, 1, 2 * Q * group * W * H, [&](int64_t first, int64_t last) {
+  int64_t S = size[0], Q = size[1], N = size[2], H = size[3];
+  int64_t K = keys.dimensions()[1], P = keys.dimensions()[3], pages = table.dimensions()[1];
+  int64_t recent = seen.dimensions()[2], group = N / K, held = 0;
+  for (int64_t s = 0; s < S; s++) held += ends.typed_data()[s] + recent;
+  Share(S * K, 1, 2 * Q * group * held / S * H, [&](int64_t first, int64_t last) {
+    std::vector<Block> mine;
     for (int64_t i = first; i < last; i++) {
-      std::vector<Block> mine = all;
-      for (Block& block : mine) {
-        block.keys += i * H * block.size;
-        block.values += i * H * block.size;
-      }
-      for (int64_t place = i / K * Q; place < (i / K + 1) * Q; place++) {
-        const bool* may = seen.typed_data() + place * W;
-        LayOut(mine, may);
+      int64_t s = i / K, head = i % K, end = ends.typed_data()[s];
+      const int32_t* row = table.typed_data() + s * pages;
+      for (int64_t place = s * Q; place < (s + 1) * Q; place++) {
+        mine.clear();
+        int64_t from = firsts.typed_data()[place];
+        for (int64_t p = from / P; p * P < end; p++) {
+          int64_t at = (row[p] * K + head) * H * P;
+          Block page{keys.typed_data() + at, values.typed_data() + at, P};
+          page.first = std::max<int64_t>(0, from - p * P);
+          page.end = std::min(P, end - p * P);
+          Add(mine, page);
+        }
+        int64_t at = i * H * recent;
+        Block last_ones{recent_keys.typed_data() + at, recent_values.typed_data() + at, recent};
+        last_ones.end = recent;
+        last_ones.seen = seen.typed_data() + place * recent;
+        Add(mine, last_ones);
         for (int64_t g = 0; g < group;) {
-          int64_t at = (place * N + i % K * group + g) * H, left = group - g;
-          const float* from = q.typed_data() + at;
-          float* to = y->typed_data() + at;
+          int64_t to = (place * N + head * group + g) * H, left = group - g;
+          const float* asks = q.typed_data() + to;
+          float* gets = y->typed_data() + to;
           if (left >= 4) {
-            Attend<4>(from, may, H, mine, to);
+            Attend<4>(asks, H, mine, gets);
             g += 4;
           } else if (left >= 2) {
-            Attend<2>(from, may, H, mine, to);
+            Attend<2>(asks, H, mine, gets);
             g += 2;
           } else {
-            Attend<1>(from, may, H, mine, to);
+            Attend<1>(asks, H, mine, gets);
             g += 1;
           }
         }
@@ -434,6 +449,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(product, ProductImpl,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     mlp, MLPImpl,
     Call::Bind().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    attention, AttentionImpl,
-    Call::Bind().Arg<Floats>().Arg<ffi::Buffer<ffi::PRED>>().RemainingArgs().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, AttentionImpl,
+                              Call::Bind()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<Floats>());

@@ -15,13 +15,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 from absl import logging
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 _SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 _OPTIMIZED = ("-O3", "-march=native", "-ffp-contract=fast")
@@ -102,12 +101,22 @@ def mlp(
 
 def attention(
     q: Float[Array, "S Q N H"],
-    keys: Sequence[Float[Array, "S K H _"]],
-    values: Sequence[Float[Array, "S K _ H"]],
-    seen: Bool[Array, "S Q window"],
+    keys: Float[Array, "pages K H page"],
+    values: Float[Array, "pages K page H"],
+    table: Int[Array, "S pages_of_slot"],
+    firsts: Int[Array, "S Q"],
+    ends: Int[Array, " S"],
+    recent_keys: Float[Array, "S K H recent"],
+    recent_values: Float[Array, "S K recent H"],
+    seen: Bool[Array, "S Q recent"],
 ) -> Float[Array, "S Q N H"]:
-    """Returns what `rollout.cache.attention` does; zeros where a query sees nothing."""
-    return _call("attention", q.shape, q, seen, *keys, *values)
+    """Returns attention over pages and recent tokens; zeros where a query sees nothing.
+
+    A query sees the positions from its `firsts` up to `ends` of its slot's pages, and the recent
+    tokens that `seen` says.
+    """
+    given = q, keys, values, table, firsts, ends, recent_keys, recent_values, seen
+    return _call("attention", q.shape, *given)
 
 
 def _call(name: str, shape: tuple[int, ...], *arguments: Array) -> Array:
