@@ -155,7 +155,7 @@ class Setting:
     def stages(self) -> int:
         return self.mesh.get(mesh_lib.STAGE, 1)
 
-    @property
+    @functools.cached_property
     def policy(self) -> Shape:
         """The shape of policy, reference and critics as this run stores them."""
         return self.stored(self.model)

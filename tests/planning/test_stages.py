@@ -10,7 +10,7 @@ from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
 from jaxrl_llm.planning import fit, memory, placement, times
 from jaxrl_llm.planning.devices import DEVICES, of_topology
-from jaxrl_llm.planning.setting import Setting, in_layers
+from jaxrl_llm.planning.setting import Setting
 from jaxrl_llm.planning.shapes import SHAPES
 from jaxrl_llm.sharding.mesh import AXES
 
@@ -37,11 +37,12 @@ def setting(shape=LARGE, rounds=1, **sizes) -> Setting:
 
 def test_a_stage_holds_its_own_layers():
     staged, flat = setting(stage=2, fsdp=8), setting(fsdp=16)
-    assert staged.held("lm").total() == flat.held("lm").total()  # 2 x 8 = 16 ways
+    # Split over 2 x 8 = 16 ways; norms, of which each device holds all, over 2 alone.
+    assert staged.held("lm").total() == pytest.approx(flat.held("lm").total(), rel=1e-3)
+    assert staged.held("lm").total() < flat.held("lm").total()
     # Sampling computes all layers on every device, training those of the stage.
     assert staged.used(sampling=True) == flat.used(sampling=True)
     assert 0.5 < staged.used().rest / flat.used().rest < 0.52  # the ends are on both
-    assert in_layers(staged.held("lm")) == in_layers(flat.held("lm"))
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -93,7 +94,7 @@ def test_what_stages_cannot_do_is_refused():
             "pools": pools,
             "roles": {**roles, "critic": "b", "reward": "b"},
         }
-        make(algorithm={"recipe": "ppo"}, placement=placed)
+        make(algorithm={"recipe": "ppo", "samples_per_prompt": 8}, placement=placed)
 
 
 @pytest.mark.slow
