@@ -1,4 +1,4 @@
-"""GRPO on images: counting drawn shapes, a random model of 0.4M parameters, minutes on two cores.
+"""GRPO on images: counting shapes, a random model of 0.4M parameters, minutes on two CPU cores.
 
 The run needs no files: tokenizer, tower, images and answers are made by the seed. The tower stays
 as it is. A supervised warm start learns from answers of which half are wrong; then RL removes the

@@ -28,6 +28,7 @@ from jaxrl_llm.algorithms import losses, selection
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
 from jaxrl_llm.checkpoint.saver import Saver
 from jaxrl_llm.config import LoraConfig, RLConfig, SFTConfig
+from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.data import datasets, prompt_stream, shapes, streams
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.errors import UserError
@@ -60,6 +61,8 @@ from jaxrl_llm.rewards import pool as reward_pool
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
+from jaxrl_llm.sharding import pools
+from jaxrl_llm.trainer import balance as balance_lib
 from jaxrl_llm.trainer import evaluate, run
 from jaxrl_llm.trainer import layouts as layouts_lib
 from jaxrl_llm.trainer import supervised as stages_lib
@@ -700,6 +703,9 @@ def alerts(config):
         "training/rollout_probs_diff_mean": 0.2,
         "critic/score/spread": 0.5,
         "reward/failure_share": 0.2,
+        "training/off_policy/staleness/mean": 5.0,
+        "perf/idle_share/rollout": 0.6,
+        "perf/idle_share/learner": 0.6,
         "timing_s/step": 1.0,
     }
     with (
@@ -717,6 +723,24 @@ def alerts(config):
             numbers |= {"actor/skipped_updates": 0.0}
             found.append((watch.allow_update(numbers), watch.check(number, numbers)))
     return found, [text[:60] for text in stopped], sorted(set(posted))
+
+
+def balance(config):
+    """Which layouts idle times ask for."""
+    watch, found = balance_lib.Balance(config), []
+    for _ in range(5):
+        watch.see({"perf/idle_share/learner": 0.6, "perf/idle_share/rollout": 0.0})
+        found.append(list(watch.layouts(config)) if watch.is_due else [])
+    return found
+
+
+def pools_of_hosts(config):
+    """The devices of two hosts that each role gets."""
+    devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
+    with mock.patch.object(
+        pools.mesh_lib, "make_mesh", lambda mesh, own: [device.id for device in own]
+    ):
+        return pools.meshes(config.placement, config.mesh, ROLES, devices)
 
 
 def profile(config):

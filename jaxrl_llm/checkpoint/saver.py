@@ -21,7 +21,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxrl_llm.checkpoint import seal
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import hosts, telling
 
 PathLike = str | os.PathLike[str]
 Tree = Any  # a pytree of arrays, or of jax.ShapeDtypeStructs with shardings
@@ -255,12 +255,22 @@ def _described(named: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _content(tree: Tree, extra: Json, best: Json) -> ocp.args.Composite:
-    # Views: an array that the library remembers could not be donated.
-    named = {k: jax.device_put(a, a.sharding, may_alias=True) for k, a in _named(tree).items()}
+    named = {name: _to_save(array) for name, array in _named(tree).items()}
     json.dumps(extra, allow_nan=False)  # a TypeError here points at the caller
     meta = {"arrays": _described(named), "extra": extra, "best": best}
     arrays = ocp.args.PyTreeSave(named, ocdbt_target_data_file_size=_FILE_BYTES)
     return ocp.args.Composite(arrays=arrays, meta=ocp.args.JsonSave(meta))
+
+
+def _to_save(array: jax.Array) -> Any:
+    """Returns an array as Orbax takes it, and may keep it."""
+    if jax.process_count() == 1 or len(telling.holders(array.sharding)) > 1:
+        # A view: an array that the library remembers could not be donated.
+        return jax.device_put(array, array.sharding, may_alias=True)
+    # Of a pool that is process 0's alone: Orbax refuses what one process holds, and writes process
+    # 0's copy of what is on the host.
+    here = bool(array.addressable_shards)
+    return np.array(array) if here else np.zeros(array.shape, array.dtype)
 
 
 def _meta(folder: epath.Path) -> Json:

@@ -221,12 +221,19 @@ class View(Options):
     port: Port = option("Port to listen on; 0: any free port.", 7007)
     png: File = option("PNG file to write the curves to, instead (extra [plot]).", "")
     text: bool = option("Print curves and samples here, instead.", False)
+    timeline: File = option(
+        "PNG or SVG file to write to, instead, when devices did what (profiler.*).", ""
+    )
 
     def rules(self) -> Problems:
         if self.png and not self.png.endswith(".png"):
             yield "png", f"{self.png!r} must end in .png"
-        if self.png and self.text:
-            yield "text", "give it or --png, not both"
+        if self.timeline and not self.timeline.endswith((".png", ".svg")):
+            yield "timeline", f"{self.timeline!r} must end in .png or .svg"
+        if self.timeline and len(self.workdir) != 1:
+            yield "timeline", f"is of one run, got {len(self.workdir)} folders; give one"
+        if len(given := [name for name in ("png", "text", "timeline") if getattr(self, name)]) > 1:
+            yield given[1], f"give it or --{given[0]}, not both"
 
 
 COMMANDS: Mapping[str, type[Options]] = {

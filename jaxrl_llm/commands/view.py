@@ -1,4 +1,4 @@
-"""Shows runs: as a web page, as a picture, or in the terminal."""
+"""Shows runs: as a web page, as pictures, or in the terminal."""
 
 import socket
 
@@ -11,8 +11,8 @@ from jaxrl_llm.viewer.runs import Run
 
 
 def main(options: View) -> None:
-    if options.png:
-        errors.check_package("matplotlib", "plot", "--png:")
+    if options.png or options.timeline:
+        errors.check_package("matplotlib", "plot", "--png:" if options.png else "--timeline:")
     elif not options.text:
         errors.check_package("starlette", "view", "jaxrl_llm view")
         errors.check_package("uvicorn", "view", "jaxrl_llm view")
@@ -21,6 +21,10 @@ def main(options: View) -> None:
         from jaxrl_llm.viewer import picture
 
         picture.save(runs, options.png)
+    elif options.timeline:
+        from jaxrl_llm.viewer import timeline
+
+        timeline.save(runs[0].path, options.timeline)
     elif options.text:
         terminal.show(runs, Console())
     else:

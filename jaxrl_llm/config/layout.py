@@ -1,8 +1,10 @@
 """Layouts that a run changes to between two steps: sizes of the mesh, placement of its roles."""
 
+import functools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +27,11 @@ def changed(config: RLConfig, text: str) -> RLConfig:
     """
     values: dict[str, Any] = to_dict(config)
     for key, value in parsed(text).items():
-        group, name = key.split(".")
-        values[group][name] = value
+        *groups, name = key.split(".")
+        place = functools.reduce(lambda at, group: at.get(group, {}), groups, values)
+        if groups[:2] == ["placement", "pools"] and name not in place:
+            raise ConfigError(f"layout {text!r}: {key}: no pool of this run")
+        place[name] = value
     found = from_config_dict(values)
     assert isinstance(found, RLConfig)
     return found
@@ -41,8 +46,9 @@ def parsed(text: str) -> Mapping[str, Any]:
     found, problems = {}, []
     for part in text.split():
         key, equals, value = part.partition("=")
-        if key not in CHANGEABLE or not equals:
-            known = ", ".join(CHANGEABLE)
+        size_of_pool = re.fullmatch(r"placement\.pools\.\w+\.devices", key)
+        if not (key in CHANGEABLE or size_of_pool) or not equals:
+            known = ", ".join((*CHANGEABLE, "placement.pools.NAME.devices"))
             problems.append(f"layout {text!r}: {part!r} is not KEY=VALUE with one of {known}")
         else:
             found[key] = yaml.safe_load(value)

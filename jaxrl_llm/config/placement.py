@@ -76,7 +76,7 @@ class MeshConfig(Group):
 class PoolConfig(Group):
     """A pool: its number of devices and its mesh; an axis of 0 has the size of `config.mesh`."""
 
-    devices: Axis = -1  # on all hosts together, the same number on each
+    devices: Axis = -1  # on all hosts together
     stage: PoolAxis = 0
     data: PoolAxis = 0
     fsdp: PoolAxis = 0
@@ -91,9 +91,19 @@ class PlacementConfig(Group):
     choice: Literal["colocate", "split", "hybrid", "standalone", "by_hand", "auto"] = "colocate"
     # Only for "by_hand": pools by name, and the pool of each role.
     pools: Mapping[str, PoolConfig] = dataclasses.field(default_factory=dict)
+    # Whether a pool has as many devices of each host, or hosts of its own, in the order of pools.
+    hosts: Literal["shared", "own"] = "shared"
     roles: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    # Steps of a run that samples ahead, after which devices move to the pool that the other waits
+    # for: of rollout, or of all other roles.
+    balance_every: Annotated[int, Range("[0, 2147483647]", "0: they stay")] = 0
 
     def rules(self) -> Problems:
+        alone = [role for role, pool in self.roles.items() if pool == self.roles.get("rollout")]
+        if self.balance_every and (len(self.pools) != 2 or alone != ["rollout"]):
+            yield "balance_every", "needs two pools by hand, one of them of rollout alone"
+        if self.balance_every and self.hosts == "own":
+            yield "balance_every", "devices of pools on hosts of their own stay; use hosts='shared'"
         if self.choice != "by_hand":
             if self.pools or self.roles:
                 yield "choice", f"{self.choice!r} names no pools; set it to 'by_hand'"

@@ -74,6 +74,10 @@ class AlertsConfig(Group):
     log_prob_difference: AlertConfig = AlertConfig(limit=0.1)
     constant_reward: AlertConfig = AlertConfig(limit=0.0, steps=10)  # at most: max - min of scores
     reward_failures: AlertConfig = AlertConfig(limit=0.1)  # above: share of failed calls
+    staleness: AlertConfig = AlertConfig(limit=4.0)  # above: mean age of tokens, in versions
+    # Above: share of a step in which a pool had nothing to do, because the other one is slower.
+    rollout_idle: AlertConfig = AlertConfig(limit=0.5, steps=5)
+    learner_idle: AlertConfig = AlertConfig(limit=0.5, steps=5)
     disk: AlertConfig = AlertConfig(limit=0.03)  # below: free share of the run's file system
     # Below: tokens/s relative to their median before; 5 steps, because a machine may be busy.
     throughput: AlertConfig = AlertConfig(limit=0.3, steps=5)

@@ -25,6 +25,7 @@ from jaxrl_llm.learner.predict import is_on_policy
 from jaxrl_llm.learner.weights import LearnerState
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import mesh as mesh_lib
+from jaxrl_llm.sharding import telling
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 
@@ -82,7 +83,9 @@ def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates],
 
     def has_signal(of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
         uniform = of_rewards["training/groups/uniform_share"] == 1.0
-        return not (advantages_alone and uniform) or bool(jnp.any(estimates.advantages != 0))
+        return not (advantages_alone and uniform) or bool(
+            telling.fetched(jnp.any(estimates.advantages != 0))
+        )
 
     return has_signal
 

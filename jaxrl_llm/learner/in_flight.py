@@ -57,7 +57,7 @@ def from_text(
     """Returns what `as_text` was given; `samples` is how each sample of a prompt is drawn."""
     message = messages.from_text(text)
     number, of_prompt = message["number"], message["prompt"]
-    tuples = {"tokens": tuple(of_prompt["tokens"]), "messages": tuple(of_prompt["messages"])}
+    tuples = {name: tuple(of_prompt[name]) for name in ("tokens", "messages", "images")}
     prompt = Prompt(**{**of_prompt, **tuples})
     sequences = []
     for i, (saved, params) in enumerate(zip(message["sequences"], samples, strict=True)):

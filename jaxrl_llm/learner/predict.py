@@ -27,7 +27,7 @@ from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding import pools, telling
 from jaxrl_llm.types import Predictions, Rollouts
 
 
@@ -274,6 +274,10 @@ def predictor(
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
     replay = config.router.replay
 
+    @functools.partial(jax.jit, out_shardings=mesh_lib.replicated(mesh))
+    def of_response(mask, answers: Predictions) -> Predictions:
+        return jax.tree.map(lambda a: jnp.where(mask, a, 0.0), answers)
+
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock):
         routing_lib.check_routes(config.router, rollouts)
         packed = models.packer.pack_rollouts(rollouts)
@@ -320,8 +324,8 @@ def predictor(
         if not one_mesh:
             answers = pools.move(answers, mesh_lib.replicated(mesh))
         with jax.set_mesh(mesh):
-            mask = rollouts.response_mask
-            return jax.tree.map(lambda a: jnp.where(mask, a, 0.0), answers), rollouts
+            answers = pools.given(answers, mesh)
+            return of_response(rollouts.response_mask, answers), rollouts
 
     return predict
 
@@ -343,7 +347,7 @@ def model_scorers(models: Models, frozen: Frozen) -> dict[str, Callable[[Rollout
         def score(rollouts: Rollouts) -> np.ndarray:
             packed = models.packer.pack_rollouts(rollouts)
             with jax.set_mesh(mesh):
-                return np.asarray(of_sequences(rollouts.tokens, rollouts.lengths, packed))
+                return telling.fetched(of_sequences(rollouts.tokens, rollouts.lengths, packed))
 
         return score
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -85,7 +86,17 @@ class Sampler:
 
     def metrics(self) -> dict[str, float]:
         """Returns what resharding moves and needs, by the names of metrics."""
-        return self.resharder.report().metrics()
+        found, target = self.resharder.report().metrics(), self.models.meshes["rollout"]
+        if self.resharder.mesh != target:  # each device's part of the rollout layout is copied
+            found["reshard/copied_bytes"] = float(self._copied_bytes)
+        return found
+
+    @functools.cached_property
+    def _copied_bytes(self) -> int:
+        """Bytes of weights that each device of rollout's own pool gets from another pool."""
+        shape = lambda a: a.sharding.shard_shape(a.shape)  # noqa: E731
+        leaves = jax.tree.leaves(self.resharder.abstract())
+        return sum(math.prod(shape(a)) * a.dtype.itemsize for a in leaves)
 
 
 def build(config: RLConfig, models: Models, base: Params, world: World | None = None) -> Sampler:

@@ -199,7 +199,7 @@ class Updater:
             if on_host:
                 mine = _moved_optimizers(pools.working, mine)
             with jax.set_mesh(mesh):
-                of_step = batch[mesh], here, key
+                of_step = pools.given((batch[mesh], here, key), mesh)
                 mine, found = program(mine, base, *of_step, train_policy=train_policy)
             if on_host:
                 mine = _moved_optimizers(pools.resting, mine)

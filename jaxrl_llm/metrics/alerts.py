@@ -25,6 +25,7 @@ from absl import logging
 from jaxrl_llm.algorithms import lookup
 from jaxrl_llm.config import AlertsConfig, ConfigError
 from jaxrl_llm.config.records import BEFORE_UPDATE, AlertConfig
+from jaxrl_llm.sharding import telling
 
 Numbers = Mapping[str, Any]
 
@@ -34,7 +35,7 @@ QUEUE_LENGTH = 64
 SPEED_STEPS = 20  # that the median of the throughput is taken over
 SPEED_MIN_STEPS = 5
 # These differ from run to run; a resumed run counts them from zero.
-MEASURED = ("disk", "throughput")
+MEASURED = ("disk", "throughput", "rollout_idle", "learner_idle")
 
 # Whether a reading is out of bounds; never for NaN, which `nonfinite` reports.
 _BAD = {"above": operator.gt, "below": operator.lt, "at most": operator.le}
@@ -87,6 +88,21 @@ ALERTS: Mapping[str, Alert] = {
         "the log names the first of them",
         ("reward/failure_share",),
     ),
+    "staleness": Alert(
+        "mean age of sampled tokens in versions of the weights",
+        "lower trainer.max_staleness, or give rollout more devices",
+        ("training/off_policy/staleness/mean",),
+    ),
+    "rollout_idle": Alert(
+        "share of the step in which rollout's devices had nothing to do",
+        "give the learner more of the devices, or raise trainer.max_staleness",
+        ("perf/idle_share/rollout",),
+    ),
+    "learner_idle": Alert(
+        "share of the step in which the learner waited for samples",
+        "give rollout more of the devices, or raise trainer.max_staleness",
+        ("perf/idle_share/learner",),
+    ),
     "disk": Alert(
         "free share of the run's file system",
         "remove what is not needed before the next checkpoint fails",
@@ -128,7 +144,7 @@ class Alerts(contextlib.AbstractContextManager["Alerts"]):
         """
         skips = [name for name in BEFORE_UPDATE if self._rule(name).action == "skip"]
         wanted = {number for name in skips for number in ALERTS[name].numbers}
-        readings = _readings(jax.device_get({k: v for k, v in numbers.items() if k in wanted}))
+        readings = _readings(telling.fetched({k: v for k, v in numbers.items() if k in wanted}))
         return not any(
             self._in_row[name] + 1 >= self._rule(name).steps and self._is_bad(name, readings)
             for name in skips

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.config import RLConfig
+from jaxrl_llm.sharding import telling
 from jaxrl_llm.types import Estimates, Predictions, Rewards, Rollouts
 
 HostOrDevice = np.ndarray | Array
@@ -58,6 +59,7 @@ def of_rollouts(
     over the rows that the term applies to. Values only with a critic, costs only with Safe-RLHF.
     `training/filter_groups/evicted_samples` counts the sequences that dynamic sampling replaced.
     """
+    estimates, of_critic = telling.fetched((estimates, predictions.values if critic else ()))
     mask = np.asarray(estimates.loss_mask)
     returns = np.asarray(estimates.returns)[mask]
     found = {
@@ -83,7 +85,7 @@ def of_rollouts(
         found |= _summary(f"{name}_length", lengths)
         found[f"{name}_length/clip_ratio"] = float((lengths >= most).mean())
     if critic:
-        values = np.asarray(predictions.values)[mask]
+        values = np.asarray(of_critic)[mask]
         found |= _summary("critic/values", values)
         found["critic/vf_explained_var"] = explained_variance(values, returns)
     if config.algorithm.safe:
@@ -139,7 +141,7 @@ def explained_variance(
 def mean(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the mean of each number over the groups that have it; reads the devices once."""
     found = collections.defaultdict(list)
-    for group in jax.device_get(list(groups)):
+    for group in telling.fetched(list(groups)):
         for name, value in group.items():
             found[name].append(value)
     return {name: float(np.mean(found[name])) for name in sorted(found)}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding import pools
+from jaxrl_llm.sharding import pools, telling
 
 
 class NotFiniteError(UserError, ValueError):
@@ -32,7 +32,7 @@ def check(tree: Any, where: str, remedy: str) -> None:
     bad = [
         jax.tree_util.keystr(path, simple=True, separator=".")
         for path, leaf in jax.tree.leaves_with_path(tree)
-        if not _leaf_is_finite(pools.working(leaf))
+        if not telling.fetched(_leaf_is_finite(pools.working(leaf)))
     ]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""

@@ -75,8 +75,16 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
 
 
 def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
-    """Returns what is on a device during all of a step: models, optimizers, the rollout copy."""
-    return sum((setting.resting(role) for role in roles), Parts())
+    """Returns what is on a device during all of a step: models, optimizers, the rollout copy.
+
+    A run that samples ahead may have that twice: the old one serves while the new one is copied to
+    a pool of its own, or until it has finished what it began.
+    """
+    found = sum((setting.resting(role) for role in roles), Parts())
+    finishes = setting.config.trainer.new_weights == "finish"
+    if setting.config.max_staleness and "rollout" in roles and (finishes or "policy" not in roles):
+        found += setting.resting("rollout")
+    return found
 
 
 def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:

@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.requests import (
     Statistics,
 )
 from jaxrl_llm.rollout.scheduler import Sample, Scheduler
+from jaxrl_llm.sharding import telling
 
 _MOST_AHEAD = 8  # programs, and where turns follow, which need nearly all of them:
 _MOST_OF_TURNS = 32
@@ -271,7 +272,7 @@ class Engine:
                 filtered=filtered,
                 num_top=num_top,
             )
-        self._scheduler.take_first(list(prompts), jax.device_get(outputs), version)
+        self._scheduler.take_first(list(prompts), telling.fetched(outputs), version)
 
     def _extend(self, params: Params, continuing: list[Sample], version: int) -> None:
         """Reads the tokens of samples that their pages do not hold."""
@@ -310,7 +311,7 @@ class Engine:
             self.statistics.prefill_tokens += sum(map(len, pieces))
             self.statistics.prefill_positions += rows * width
             if self.jitted.num_routes:
-                visited = np.asarray(routes)
+                visited = telling.fetched(routes)
                 for row, (sample, n) in enumerate(part):
                     known = max(0, sum(map(len, sample.completion.routes)) - n)
                     sample.completion.routes.append(visited[row, known : len(pieces[row])])
@@ -321,7 +322,7 @@ class Engine:
                 if end:
                     del at[sample]
         for entered, outputs in sampled:
-            self._scheduler.take_first(entered, jax.device_get(outputs), version)
+            self._scheduler.take_first(entered, telling.fetched(outputs), version)
 
     def _settle(self) -> int:
         """Brings the device in step with the scheduler; returns how many slots need to decode."""
@@ -373,7 +374,7 @@ class Engine:
 
     def _take(self, chunk: _Chunk) -> None:
         """Reads what a chunk sampled."""
-        sampled = jax.device_get(chunk.outputs)
+        sampled = telling.fetched(chunk.outputs)
         # [steps, S]: an active slot gets a token in every step, whatever was guessed.
         given = np.reshape(sampled.tokens >= 0, (-1, self._step_tokens, chunk.num_slots))
         active = np.any(given, axis=1)

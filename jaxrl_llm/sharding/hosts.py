@@ -9,7 +9,6 @@ it stopped, the others end with a message.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxrl_llm.errors import EXIT_MENDABLE, UserError
+from jaxrl_llm.sharding import telling
 from jaxrl_llm.sharding.cluster import ALL_DEVICES, ClusterError, Start
 
 Json = Any  # numbers, texts, booleans, None; lists of them, dicts of them by text
@@ -37,14 +37,11 @@ PERIOD_S = 3.0  # between two signs of life
 SILENCE_S = 30.0  # without one: the process is dead, or its host, or the network
 _UNEQUAL = "unequal copies "
 _FOLDER = "jaxrl_llm/alive/"  # keys of the coordination service
-_TOLD = "jaxrl_llm/told/"
-_TELLING_MS = 24 * 3600 * 1000  # the watch ends a process whose first one is gone
 _LEFT = "left"
 _STOPPED = "stopped: "
 _SMALLEST_SHARE = 4096  # bytes; shares are padded to powers of two: every size is compiled
 
 _watch: "Watch | None" = None
-_tellings = itertools.count()
 
 
 def is_first() -> bool:
@@ -123,12 +120,7 @@ def told_by_first(value: Json) -> Json:
     """
     if jax.process_count() == 1:
         return value
-    client: Any = distributed.global_state.client
-    number = next(_tellings)
-    if is_first():
-        client.key_value_set(f"{_TOLD}{number}", json.dumps(value))
-        return value
-    return json.loads(client.blocking_key_value_get(f"{_TOLD}{number}", _TELLING_MS))
+    return json.loads(telling.told(0, lambda: json.dumps(value).encode()))
 
 
 def whole(array: Array) -> np.ndarray:

@@ -1,20 +1,24 @@
 """Where arrays are: in a pool of devices, which has a mesh, or in host memory between uses.
 
-A pool takes equally many devices of every host. An array that moves to another pool is first split
-in its own as in the other, then copied from device to device within each host; `jax.device_put`
-alone would pass it through the host's memory.
+A pool takes equally many devices of every host, or whole hosts (`placement.hosts`). An array that
+moves to another pool is first split in its own as in the other, then copied from device to device
+within each host, where `jax.device_put` alone would pass it through the host's memory; to other
+hosts it goes by collectives (`crossing.py`).
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig
+from jaxrl_llm.sharding import crossing, telling
 from jaxrl_llm.sharding import mesh as mesh_lib
 
 _COPIES = "copies"  # mesh axis over devices that hold the same
@@ -31,8 +35,11 @@ def meshes(
     pools, homes = sizes(placement, config, used, len(devices), len(hosts))
     found, start = {}, 0
     for name, axes in pools.items():
-        share = math.prod(axes.values()) // len(hosts)
-        own = [device for of_host in hosts.values() for device in of_host[start : start + share]]
+        if placement.hosts == "own":
+            share, every = math.prod(axes.values()), [list(itertools.chain(*hosts.values()))]
+        else:
+            share, every = math.prod(axes.values()) // len(hosts), list(hosts.values())
+        own = [device for devices in every for device in devices[start : start + share]]
         start += share
         found[name] = mesh_lib.make_mesh(dataclasses.replace(config, **axes), own)
     return {role: found[pool] for role, pool in homes.items()}
@@ -60,15 +67,33 @@ def sizes(
     for name, pool in pools.items():
         count = rest if pool.devices == -1 else pool.devices
         axes = {axis: getattr(pool, axis) or getattr(config, axis) for axis in mesh_lib.AXES}
-        if count % num_hosts:
+        if placement.hosts == "shared" and count % num_hosts:
             problems.append(
                 f"config.placement.pools.{name}: {count} devices cannot be as many of each of"
                 f" {num_hosts} hosts; use a multiple of {num_hosts}"
+            )
+        if placement.hosts == "own" and num_hosts > 1 and count % (num_devices // num_hosts):
+            problems.append(
+                f"config.placement.pools.{name}: {count} devices are not whole hosts of"
+                f" {num_devices // num_hosts}; use a multiple of that, or placement.hosts='shared'"
             )
         try:
             found[name] = mesh_lib.mesh_sizes(dataclasses.replace(config, **axes), count)
         except ConfigError as error:
             problems += [f"config.placement: pool {name!r}: {each}" for each in error.problems]
+    if placement.hosts == "own" and homes["policy"] != next(iter(pools)):
+        problems.append(
+            f"config.placement.pools: {next(iter(pools))!r} is first, but process 0 must have the"
+            f" policy, whose numbers it writes; name the pool {homes['policy']!r} first"
+        )
+    of_critic = homes["critic"]
+    alone = math.prod(found.get(of_critic, {}).values()) <= num_devices // num_hosts
+    apart = num_hosts > 1 and "critic" in used and of_critic != homes["policy"]
+    if placement.hosts == "own" and apart and alone:
+        problems.append(
+            f"config.placement.pools.{of_critic}: a critic on one host that the policy is not on"
+            " cannot be saved; give it the policy's pool, or more hosts"
+        )
     if problems:
         raise ConfigError(problems)
     return found, homes
@@ -113,7 +138,10 @@ def _moved(array: Any, target: NamedSharding) -> Any:
     here, there = source.mesh, target.mesh
     assert isinstance(here, Mesh) and isinstance(there, Mesh), "arrays have devices"
     spec = target.spec if fits(here, there) else PartitionSpec()
-    return _copied(_split(NamedSharding(staging(here, there), spec))(array), target)
+    staged = _split(NamedSharding(staging(here, there), spec))(array)
+    if telling.holders(source) != telling.holders(target):
+        return crossing.crossed(staged, target)
+    return _copied(staged, target)
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,6 +163,25 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
             part = held[bounds([slice(None)] * array.ndim)][index or ()]
         pieces.append(jax.device_put(part, device))
     return jax.make_array_from_single_device_arrays(array.shape, target, pieces)
+
+
+def given(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree whose arrays a program of this mesh takes on every process.
+
+    A process that has no device of the mesh cannot give arrays of its own devices, as others do.
+    """
+    if len({device.process_index for device in mesh.devices.flat}) == jax.process_count():
+        return tree
+    everywhere = mesh_lib.replicated(mesh)
+
+    def put(array: Any) -> Any:
+        if not isinstance(array, jax.Array) or array.committed:
+            return array
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(array)))
+        return jax.device_put(np.asarray(array), everywhere)
+
+    return jax.tree.map(put, tree)
 
 
 def devices(meshes: Collection[Mesh]) -> list[Any]:

@@ -129,6 +129,7 @@ def train(
                 **seconds,
             }
             run.end(step, state, numbers, of_evaluation)
+            layouts.see(numbers)
     return state
 
 

@@ -36,7 +36,7 @@ from jaxrl_llm.metrics.alerts import Alerts
 from jaxrl_llm.metrics.clock import Clock, Profiler
 from jaxrl_llm.metrics.writer import Writer
 from jaxrl_llm.models import finite
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import hosts, telling
 from jaxrl_llm.trainer import report
 from jaxrl_llm.trainer.interruption import Interruption
 
@@ -183,7 +183,7 @@ class Run(contextlib.ExitStack):
 
         `numbers` (`Clock.seconds()` among them) and those of its `evaluation` may be on devices.
         """
-        numbers = jax.device_get({**numbers, **evaluation})
+        numbers = telling.fetched({**numbers, **evaluation})
         of_alerts = self.alerts.check(step, numbers)
         if self.writer.due(step) or evaluation or any(of_alerts.values()):
             self.writer.write(step, numbers, of_alerts)

@@ -39,7 +39,7 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards import base as rewards_lib
-from jaxrl_llm.sharding import hosts
+from jaxrl_llm.sharding import hosts, telling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer.evaluate import Evaluator, HeldOut
 from jaxrl_llm.trainer.run import Run
@@ -170,9 +170,9 @@ def learn(
         numbers["perf/throughput"] = num_tokens / (numbers["timing_s/step"] * mesh.size)
         run.end(step, state, numbers, of_evaluation)
         if step % 50 == 1 or step == run.total:
-            loss = float(of_update[f"{name}/loss"])
+            loss = float(telling.fetched(of_update[f"{name}/loss"]))
             logging.info("%s: update %d of %d, loss %.4f", name, step, run.total, loss)
-    if skipped := run.total - int(state.num_updates):
+    if skipped := run.total - int(telling.fetched(state.num_updates)):
         logging.warning(
             f"{name}: {skipped} of {run.total} updates were skipped, their results were not"
             " finite; lower the learning rate, or raise the optimizer's eps"

@@ -184,6 +184,9 @@ SHARED = {
     "config.alerts.log_prob_difference.limit": (probe.alerts, 0.5),
     "config.alerts.constant_reward.limit": (probe.alerts, 1.0),
     "config.alerts.reward_failures.limit": (probe.alerts, 0.5),
+    "config.alerts.staleness.limit": (probe.alerts, 6.0),
+    "config.alerts.rollout_idle.limit": (probe.alerts, 0.7),
+    "config.alerts.learner_idle.limit": (probe.alerts, 0.7),
     "config.alerts.disk.limit": (probe.alerts, 2.0, {"alerts.disk.limit": 0.0}),
     "config.alerts.throughput.limit": (probe.alerts, 0.0),
     "config.alerts.webhook": (probe.alerts, "http://localhost:1/"),
@@ -191,7 +194,8 @@ SHARED = {
     "config.profiler.first_step": (probe.profile, 2),
     "config.profiler.num_steps": (probe.profile, 3, {"profiler.first_step": 1}),
 }
-for name in ("kl", "reference_kl", "entropy", "log_prob_difference", "reward_failures"):
+WATCHED = "kl", "reference_kl", "entropy", "log_prob_difference", "reward_failures", "staleness"
+for name in (*WATCHED, "rollout_idle", "learner_idle"):
     SHARED[f"config.alerts.{name}.steps"] = (probe.alerts, 3)
     SHARED[f"config.alerts.{name}.action"] = (probe.alerts, "stop")
 SHARED |= {
@@ -425,6 +429,8 @@ RL = {
     "config.curriculum.memory": (probe.curriculum, 1.0, CHOSEN),
     "config.curriculum.floor": (probe.curriculum, 1.0, CHOSEN),
     "config.placement.choice": (probe.networks, "standalone"),
+    "config.placement.balance_every": (probe.balance, 2, POOLS | AHEAD),
+    "config.placement.hosts": (probe.pools_of_hosts, "own", POOLS),
     "config.placement.roles": (
         probe.networks,
         POOLS["placement.roles"] | {"critic": "other"},

@@ -11,7 +11,8 @@ import runs
 from jaxrl_llm.config import ConfigError, layout
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.errors import Interrupted
-from jaxrl_llm.trainer import layouts, rl
+from jaxrl_llm.learner import ahead
+from jaxrl_llm.trainer import balance, layouts, rl
 from jaxrl_llm.trainer.run import Run
 
 STEPS = 4
@@ -121,6 +122,41 @@ def test_a_command_is_followed_refused_and_remembered(train, tmp_path, monkeypat
         folder.rename(tmp_path / f"away_{step}")
     second = train("run", {"checkpoint": {"every": 1, "keep": 9}})
     assert_same(second, first)
+
+
+@pytest.mark.nightly
+def test_devices_follow_idle_times(tmp_path, monkeypatch):
+    """As if the config had named the layout for that step."""
+    three = jax.devices()[:3]
+    monkeypatch.setattr(jax, "devices", lambda *a: three)
+    monkeypatch.setattr(jax, "device_count", lambda *a: 3)
+    monkeypatch.setattr(ahead, "_is_ready", lambda pending: True)  # else it depends on time
+    learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
+    settings = {
+        "trainer": {"sampling": "ahead", "max_staleness": 2},
+        "mesh": {"fsdp": -1},
+        "placement": {
+            "choice": "by_hand",
+            "pools": {"learn": {"devices": 1}, "sample": {"devices": 2}},
+            "roles": {**learners, "rollout": "sample"},
+        },
+    }
+
+    def train(name, **changes):
+        values = recipe_settings.merged(recipe_settings.SUMS, recipe_settings.UNTAUGHT)
+        for more in (SMALL, settings, changes):
+            values = recipe_settings.merged(values, more)
+        state = rl.train(from_config_dict(values), tmp_path / name)
+        return tmp_path / name, jax.device_get(state)
+
+    text = "placement.pools.learn.devices=2 placement.pools.sample.devices=1"
+    wanted = train("wanted", trainer={"layouts": (f"3 {text}",)})
+    idle = {"perf/idle_share/learner": 0.0, "perf/idle_share/rollout": 0.8}
+    see = balance.Balance.see
+    monkeypatch.setattr(balance.Balance, "see", lambda self, numbers: see(self, numbers | idle))
+    found = train("found", placement={"balance_every": 2})
+    assert layout.answers(tmp_path / "found") == [{"step": 3, "layout": text, "refused": ""}]
+    assert_same(found, wanted)
 
 
 def test_what_is_no_layout_is_refused(tmp_path):

@@ -8,11 +8,14 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 
 import processes
 import pytest
 import runs
-import traces
+
+from jaxrl_llm.viewer import timeline
+from jaxrl_llm.viewer.timeline import Busy
 
 pytestmark = pytest.mark.multihost
 
@@ -31,6 +34,17 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return sum(c.isdigit() for c in solution_str) / 16
 """
 STEPS = 4
+
+
+def together(some: Sequence[Busy], others: Sequence[Busy]) -> float:
+    """Returns the share of their time in which `some` ran while one of `others` did.
+
+    Each sequence is of one device, whose runs follow each other.
+    """
+    both = sum(
+        max(0.0, min(a.end_s, b.end_s) - max(a.begin_s, b.begin_s)) for a in some for b in others
+    )
+    return both / sum(run.end_s - run.begin_s for run in some)
 
 
 def arguments(name: str, folder, num_steps: int = STEPS, **changes) -> list[str]:
@@ -175,7 +189,7 @@ def test_halves_of_every_host_work_at_the_same_time(tmp_path, cache):
     split = {"placement.choice": "split", "profiler.first_step": 3, "profiler.num_steps": 2}
     processes.run(arguments("ppo_tiny", tmp_path / "apart", **sizes, **split), 2, 2, cache)
     check_same_run(tmp_path / "apart/run", tmp_path / "together/run")
-    found = traces.busy(tmp_path / "apart/run")
+    found = [trace.busy for trace in timeline.read(tmp_path / "apart/run")]
     assert len(found) == 2
     for process in found:
         half, other = sorted({run.device for run in process if run.program == "jit_update"})
@@ -191,9 +205,9 @@ def test_halves_of_every_host_work_at_the_same_time(tmp_path, cache):
         assert len(policy["jit_update"]) == len(critic["jit_update"]) == 4
         assert len(policy["jit_of_policy"]) == 4 and len(critic["jit_of_critic"]) == 2
         assert not policy["jit_of_critic"] and not critic["jit_of_policy"]
-        learning = traces.together(critic["jit_update"], policy["jit_update"])
+        learning = together(critic["jit_update"], policy["jit_update"])
         scoring = max(
-            traces.together([run], policy["jit_of_policy"]) for run in critic["jit_of_critic"]
+            together([run], policy["jit_of_policy"]) for run in critic["jit_of_critic"]
         )  # in a step whose programs were compiled before
         print(f"the critic's half: {learning:.0%} of its updates, {scoring:.0%} of its scoring")
         # One after the other they share no moment; a busy machine takes from what they share.
@@ -254,21 +268,25 @@ def test_episodes_with_an_environment(tmp_path, cache):
     assert runs.metrics(tmp_path / "two/run")[STEPS]["num_turns/max"] > 2
 
 
+AHEAD = {
+    "trainer.sampling": "ahead",
+    "trainer.max_staleness": 2,
+    "placement.choice": "by_hand",
+    "placement.pools": {"learn": {"devices": 2}, "sample": {"devices": 2}},
+    "placement.roles": {
+        **dict.fromkeys(("policy", "critic", "reference", "reward"), "learn"),
+        "rollout": "sample",
+    },
+    "mesh.data": 1,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 1,
+}
+
+
+@pytest.mark.nightly
 def test_samples_ahead_on_halves_of_every_host_are_replayed_by_one_process(tmp_path, cache):
     """What depended on time was process 0's to say; one process repeats it without a clock."""
-    ahead = {
-        "trainer.sampling": "ahead",
-        "trainer.max_staleness": 2,
-        "placement.choice": "by_hand",
-        "placement.pools": {"learn": {"devices": 2}, "sample": {"devices": 2}},
-        "placement.roles": {
-            **dict.fromkeys(("policy", "critic", "reference", "reward"), "learn"),
-            "rollout": "sample",
-        },
-        "mesh.data": 1,
-        "mesh.fsdp": 2,
-        "mesh.tensor": 1,
-    }
+    ahead = AHEAD
     for folder in ("two", "one"):
         (tmp_path / folder).mkdir()
     recorded = {**ahead, "trainer.schedule": "record"}
@@ -279,3 +297,58 @@ def test_samples_ahead_on_halves_of_every_host_are_replayed_by_one_process(tmp_p
     check_same_run(tmp_path / "one/run", tmp_path / "two/run")
     numbers = runs.metrics(tmp_path / "two/run")
     assert numbers[STEPS]["training/off_policy/staleness/max"] > 0
+
+
+def test_a_process_learns_and_another_samples(tmp_path, cache):
+    """Each pool has a host of its own; after a resume too, one process repeats it bit for bit."""
+    own = {**AHEAD, "placement.hosts": "own"}
+    for folder in ("two", "one"):
+        (tmp_path / folder).mkdir()
+    recorded = {**own, "trainer.schedule": "record"}
+    processes.run(arguments("grpo_tiny", tmp_path / "two", num_steps=2, **recorded), 2, 2, cache)
+    said = processes.run(arguments("grpo_tiny", tmp_path / "two", **recorded), 2, 2, cache)
+    assert all("resumed after step 2" in text for text in said)
+    schedule = tmp_path / "two" / "run" / "schedule.jsonl"
+    replay = {**own, "trainer.schedule": "replay", "trainer.schedule_file": str(schedule)}
+    for num_steps in (2, STEPS):
+        command = arguments("grpo_tiny", tmp_path / "one", num_steps=num_steps, **replay)
+        processes.run(command, 1, 4, cache)
+    check_same_run(tmp_path / "one/run", tmp_path / "two/run")
+    found, wanted = (runs.metrics(tmp_path / name / "run") for name in ("one", "two"))
+    for step in range(1, STEPS + 1):
+        assert runs.repeatable(found[step]) == runs.repeatable(wanted[step]), step
+    assert wanted[STEPS]["training/off_policy/staleness/max"] > 0
+    assert wanted[STEPS]["reshard/copied_bytes"] > 0
+
+
+@pytest.mark.nightly
+def test_a_killed_sampler_ends_the_learner(tmp_path, cache):
+    """It waits for samples that never come, and is told who is silent."""
+    own = {**AHEAD, "placement.hosts": "own"}
+    command = arguments("grpo_tiny", tmp_path, **own)
+    (tmp_path / "wait").touch()
+    both = processes.start(command, 2, 2, cache)
+    try:
+        for process in both:
+            runs.wait_until(lambda: (tmp_path / "in_step_3").exists(), process)
+        both[1].kill()
+        killed = time.monotonic()
+        _, said = both[0].communicate(timeout=300)
+        print(f"the learner ended {time.monotonic() - killed:.1f} s after the kill")
+    finally:
+        for process in both:
+            process.kill()
+    assert both[0].returncode == 1
+    assert "process 1 gave no sign of life" in said and "start the run again to resume" in said
+
+
+@pytest.mark.nightly
+def test_a_layout_changes_on_all_processes(tmp_path, cache):
+    """Two processes change their mesh between two steps, as one process does."""
+    changes = {"trainer.layouts": ("3 mesh.data=1 mesh.fsdp=4",)}
+    for folder, count in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        command = arguments("grpo_tiny", tmp_path / folder, **changes)
+        said = processes.run(command, count, 8 // count, cache)
+        assert all("layout" in text for text in said)
+    check_same_run(tmp_path / "two/run", tmp_path / "one/run")

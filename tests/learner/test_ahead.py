@@ -35,7 +35,7 @@ class Engine:
     def reset(self, longest_prompt):
         pass
 
-    def compile_ahead(self, params, filtered):
+    def compile_ahead(self, params, filtered, continues):
         pass
 
 
@@ -139,7 +139,9 @@ class Run:
         models = types.SimpleNamespace(
             eos_tokens=(2,), tokenizer=types.SimpleNamespace(decode=lambda tokens, **_: "")
         )
-        sampler = types.SimpleNamespace(engine=Engine(), models=models, is_apart=self.apart)
+        sampler = types.SimpleNamespace(
+            engine=Engine(), models=models, is_apart=self.apart, world=None
+        )
         schedule = Schedule(self.config.trainer.schedule, self.path)
         self.stream = Stream()
         self.source = SampledAhead(self.config, sampler, self.stream, self.score, schedule)
@@ -281,6 +283,57 @@ def test_all_rejected_has_a_clear_end(runs):
     run = runs(k=2, uniform=1.0)
     with pytest.raises(SamplingError, match="in 9 waves gave 0 of the 2 groups"):
         run.step(1)
+
+
+@pytest.mark.parametrize("who", ["engine", "reward"])
+def test_what_dies_ends_the_run_and_the_next_start_loses_nothing(runs, monkeypatch, who):
+    """The engine while the learner is at work or waits; a reward function that gave up."""
+    for moment in range(1, 40, 6):
+        run = runs(moment, k=2)
+        calls = itertools.count()
+        whole = {"engine": Latencies.step, "reward": run.score}[who]
+
+        def dies(*args, calls=calls, whole=whole, moment=moment, **kwargs):
+            if next(calls) == moment:
+                raise RuntimeError("died")
+            return whole(*args, **kwargs)
+
+        saved, step, deaths = json.dumps(run.source.get_state()), 1, 0
+        with monkeypatch.context() as patch:
+            if who == "engine":
+                patch.setattr(Latencies, "step", dies)
+            else:
+                run.source._score = dies
+            learned: list[int] = []
+            while step <= STEPS:
+                try:
+                    run.step(step)
+                except RuntimeError as error:
+                    assert str(error) == "died"
+                    deaths += 1
+                    run.make()
+                    run.source.set_state(json.loads(saved))
+                    run.learned = list(learned)
+                    continue
+                saved, learned = json.dumps(run.source.get_state()), list(run.learned)
+                step += 1
+        assert deaths == (who == "engine" or moment < STEPS)
+        run.check_end()
+
+
+def test_a_full_buffer_waits_for_the_learner(runs):
+    """While an update takes for ever, no more is begun than K steps may use; then all is used."""
+    run = runs(k=2, size=3)
+    run.step(1)
+    never = iter(lambda: False, True)
+    run.source_ready = lambda: next(never)
+    run.source.meanwhile(None)  # returns, although the update is never ready
+    numbers = run.source.metrics()
+    assert numbers["training/off_policy/buffer"] == 2 * 3
+    assert numbers["training/off_policy/in_flight"] == 0
+    for step in range(2, STEPS + 1):
+        run.step(step)
+    run.check_end()
 
 
 def test_samples_are_not_interrupted_without_need(runs):

@@ -60,6 +60,13 @@ CASES = [
     ("log_prob_difference", {"of_estimates": {"training/rollout_probs_diff_mean": 0.2}}, {}),
     ("reward_failures", {"rewards": rewards(0, 1, 0, 1, failures=1)}, {}),
     ("constant_reward", {"rewards": rewards(1, 1)}, {"rewards": rewards(1, 0)}),
+    ("staleness", {"on_host": {"training/off_policy/staleness/mean": 4.5}}, {}),
+    ("rollout_idle", {"on_host": {"perf/idle_share/rollout": 0.6}}, {}),
+    (
+        "learner_idle",
+        {"on_host": {"perf/idle_share/learner": 0.6}},
+        {"on_host": {"perf/idle_share/learner": 0.4, "perf/idle_share/rollout": 0.9}},
+    ),
     ("disk", {"disk": (1000, 980, 20)}, {"disk": (1000, 500, 500)}),
 ]
 

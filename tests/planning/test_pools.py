@@ -34,6 +34,27 @@ def test_what_rests_is_the_sum_over_roles():
     assert all(each)
 
 
+def test_old_weights_that_go_on_sampling_are_counted():
+    """By "finish", and where the copy of the new ones arrives in a pool of its own."""
+
+    def weights(choice, **trainer):
+        apart = {
+            "choice": "by_hand",
+            "pools": {"learn": {"devices": 8}, "sample": {"devices": 8}},
+            "roles": {**dict.fromkeys(ROLES, "learn"), "rollout": "sample"},
+        }
+        placed = apart if choice == "apart" else {"choice": choice}
+        made = plan(placement=placed, trainer=VALUES["trainer"] | trainer)
+        return {n.partition(" ")[0]: p.weights for n, p in made.programs.items()}["decode"]
+
+    copy = plan().setting.rollout_weights
+    ahead = {"sampling": "ahead"}
+    assert weights("colocate", **ahead) == weights("colocate")
+    assert weights("colocate", **ahead, new_weights="finish") == weights("colocate") + copy
+    assert weights("apart", **ahead) == 2 * weights("apart")
+    assert weights("apart", **ahead, max_staleness=0) == weights("apart")
+
+
 @pytest.mark.parametrize("choice, num_pools", [("split", 2), ("hybrid", 2)])
 def test_every_role_is_planned_where_it_lives(choice, num_pools):
     made = plan(placement={"choice": choice})

@@ -68,6 +68,19 @@ def test_a_pool_takes_as_many_devices_of_every_host(monkeypatch):
     assert [[device.id for device in pool] for pool in taken] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     with pytest.raises(ConfigError, match=r"pools.b: 3 devices cannot be as many of each of 2"):
         places(devices=devices, **by_hand(a=PoolConfig(), b=PoolConfig(devices=3)))
+    taken.clear()
+    roles = {**dict.fromkeys(ROLES, "a"), "rollout": "b"}
+    sizes = {"a": PoolConfig(devices=4), "b": PoolConfig(devices=4)}
+    own = {"choice": "by_hand", "hosts": "own", "pools": sizes, "roles": roles}
+    places(devices=devices, **own)
+    assert [[device.id for device in pool] for pool in taken] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for changes, message in (
+        ({"pools": {"a": PoolConfig(devices=6), "b": PoolConfig()}}, "6 devices are not whole ho"),
+        ({"roles": {**roles, "policy": "b", "rollout": "a"}}, "'a' is first, but process 0 must"),
+        ({"roles": {**roles, "critic": "b"}}, "a critic on one host that the policy is not on"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            places(devices=devices, **(own | changes))
 
 
 @pytest.mark.parametrize(
