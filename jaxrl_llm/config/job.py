@@ -299,9 +299,8 @@ class RLConfig(JobConfig):
         if self.agent.is_used and not self.data.chat_template:
             message = "episodes of several turns need one; set it to True"
             yield "data.chat_template", message
-        if self.placement.balance_every and self.trainer.schedule != "free":
-            message = f"{self.trainer.schedule!r} cannot repeat layouts that follow idle times"
-            yield "trainer.schedule", f"{message}; set placement.balance_every=0"
+        if self.placement.balance_every and not self.trainer.is_free_ahead:
+            yield "placement.balance_every", "needs trainer.sampling='ahead' and schedule='free'"
         if self.agent.is_used and self.trainer.sampling == "ahead":
             message = "episodes with tools or environments are sampled in their step; use 'now'"
             yield "trainer.sampling", message
@@ -373,8 +372,6 @@ class RLConfig(JobConfig):
         for name in ("max_staleness", "new_weights") if trainer.sampling == "now" else ():
             if getattr(trainer, name) != getattr(default, name):
                 yield f"config.trainer.{name}: no effect, trainer.sampling is 'now'"
-        if self.placement.balance_every and trainer.sampling == "now":
-            yield "config.placement.balance_every: no effect, trainer.sampling is 'now'"
         algorithm = self.algorithm
         if self.max_staleness and algorithm.old_log_probs == "recompute" and not algorithm.corrects:
             message = "samples of older weights count as if the newest had drawn them; use 'token'"

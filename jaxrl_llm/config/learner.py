@@ -193,6 +193,11 @@ class RLTrainerConfig(TrainerConfig):
     # and placement.choice; what one does not name is as in the config.
     layouts: tuple[str, ...] = ()
 
+    @property
+    def is_free_ahead(self) -> bool:
+        """Whether samples come ahead of their step, by a schedule that nothing prescribes."""
+        return self.sampling == "ahead" and self.schedule == "free"
+
     def rules(self) -> Problems:
         if self.schedule == "replay" and not self.schedule_file:
             yield "schedule_file", "required to replay: the schedule.jsonl of a recorded run"

@@ -10,6 +10,7 @@ from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import inputs, requests
 from jaxrl_llm.rollout.prefill import Prefix, Prompts
 from jaxrl_llm.rollout.scheduler import Sample, Scheduler
+from jaxrl_llm.sharding import telling
 
 
 class Reader:
@@ -57,7 +58,7 @@ class Reader:
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 self._batch = self._read(params, batch)
                 if self._num_routes:
-                    visited = np.asarray(self._batch.routes)
+                    visited = telling.fetched(self._batch.routes)
                     starts = batch.starts[:count].tolist()
                     self._routes = [
                         visited[start : start + len(prompt)]
