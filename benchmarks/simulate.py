@@ -157,17 +157,14 @@ class Run:
             cached = num_slots * next(n for n in self._windows if n >= held.max())
         else:
             cached = int((-(-held // page) * page).sum())
-        for step in range(steps):
-            active = left > step
-            live = int((held[active] + step).sum())
-            read = cached + recent  # there is room for a whole chunk
-            cost = times.decode_step(self._setting, self._device, num_slots, read)
-            self._seconds += cost.seconds
-            self._steps += 1
-            self._active += int(active.sum())
-            self._read += read
-            self._live += live
         given = np.arange(steps)[:, None] < left
+        read = cached + recent  # of each step: there is room for a whole chunk
+        cost = times.decode_step(self._setting, self._device, num_slots, read)
+        self._seconds += steps * cost.seconds
+        self._steps += steps
+        self._active += int(given.sum())
+        self._read += steps * read
+        self._live += int(((held + np.arange(steps)[:, None]) * given).sum())
         scheduler.take(_sampled(given, np.maximum(left - steps, 0).tolist()))
         scheduler.progress()
 
