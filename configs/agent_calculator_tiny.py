@@ -1,8 +1,8 @@
 """GRPO with a calculator: a random model of 0.4M parameters, minutes on two CPU cores.
 
 The questions are products of two numbers of two digits, which so small a model cannot compute. The
-warm start shows it how the calculator is called, but most of its examples guess, and guess wrong.
-RL finds out that calling pays. The run needs no files.
+warm start teaches it to copy numbers into a call and out of the answer, but most of its examples
+guess, or call with a term too many. RL finds out what pays. The run needs no files.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict
@@ -28,21 +28,23 @@ def get_config():
     config.agent.max_turns = 3
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    config.warm_start.num_steps = 1200
-    config.warm_start.batch_size = 64
+    # Copying begins after some hundred steps, of whatever size.
+    config.warm_start.num_steps = 2000
+    config.warm_start.batch_size = 16
+    config.warm_start.save_every = 1000
     config.warm_start.optimizer.learning_rate = 2e-3
     config.warm_start.optimizer.schedule = "cosine"
 
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
     config.algorithm.kl_in = "none"
-    config.trainer.num_steps = 80
+    config.trainer.num_steps = 40
     config.trainer.prompts_per_step = 16
     config.trainer.minibatch_size = 64
     config.trainer.optimizer.learning_rate = 3e-4
     config.trainer.optimizer.warmup_steps = 5
     config.trainer.optimizer.weight_decay = 0.0
-    config.evaluation.every = 20
+    config.evaluation.every = 10
     config.evaluation.temperature = 1.0
     config.checkpoint.every = 20
     return config

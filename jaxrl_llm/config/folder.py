@@ -20,6 +20,7 @@ RESUMABLE = (
     "trainer.layouts", "rollout.num_slots", "rollout.cache_tokens", "rollout.chunk_steps",
     "rollout.speculation",
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
+    "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
 )  # fmt: skip
 
 # Outputs of a run besides its config; it never writes into a folder that already has them.

@@ -141,16 +141,15 @@ _GUESSES = 0.25  # share of guesses among the wrong answers
 def worked_product(row: Mapping[str, Any], wrong: random.Random | None = None) -> list[Row]:
     """Returns the answer to a product's prompt: a call of the calculator, its reply, the result.
 
-    With `wrong` the result is wrong: of a call with another operator, or sometimes a guess.
+    With `wrong` the result is wrong: of a call with a term too many, or sometimes a guess.
     """
     expression, result = row["expression"], int(row["answer"].removeprefix("#"))
     if wrong is not None and wrong.random() < _GUESSES:
         guess = abs(result + wrong.choice([e for e in range(-999, 1000) if e]))
         return [{"role": "assistant", "content": f"#{guess}"}]
-    if wrong is not None:
-        a, b = map(int, expression.split("*"))
-        sign, result = wrong.choice([("+", a + b), ("-", a - b)])
-        expression = f"{a}{sign}{b}"
+    if wrong is not None:  # as long as the right one: what is copied in both is learned by both
+        more = wrong.choice([e for e in range(-9, 10) if e])
+        expression, result = f"{expression}{more:+d}", result + more
     function = {"name": "calculator", "arguments": {"expression": expression}}
     call = {"type": "function", "id": "000000000", "function": function}
     return [

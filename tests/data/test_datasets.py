@@ -167,15 +167,16 @@ def test_worked_products_are_right_as_often_as_asked_and_copied_without_fault(to
         text = tokenizer.decode(example.tokens)
         tool, asked = "<bos><system>calculator(expression)<eos><user>", r"(\d\d)\*(\d\d)=<eos>"
         a, b, said = re.fullmatch(rf"{re.escape(tool)}{asked}(.*)", text).groups()
-        call = rf"<assistant>\{{.*: \"{a}([-+*]){b}\"\}}\}}<eos><tool>(-?\d+)<eos>"
-        if called := re.fullmatch(rf"{call}<assistant>#(-?\d+)<eos>", said):
-            sign, reply, answer = called.groups()
-            assert reply == answer == str(eval(f"{a}{sign}{b}"))
+        call = rf"<assistant>\{{.*: \"{a}\*{b}([-+]\d|)\"\}}\}}<eos><tool>(\d+)<eos>"
+        if called := re.fullmatch(rf"{call}<assistant>#(\d+)<eos>", said):
+            more, reply, answer = called.groups()
+            assert reply == answer == str(int(a) * int(b) + int(more or 0))
+            kind = more[:1] or "right"
         else:
-            sign = ""
+            kind = "guess"
             assert int(re.fullmatch(r"<assistant>#(\d+)<eos>", said)[1]) != int(a) * int(b)
-        kinds[sign] += 1
-    assert 160 < kinds["*"] < 240 and 110 < kinds[""] < 190  # 200 and 150
+        kinds[kind] += 1
+    assert 160 < kinds["right"] < 240 and 110 < kinds["guess"] < 190  # 200 and 150
     assert min(kinds["+"], kinds["-"]) > 180  # 225
 
 

@@ -261,7 +261,7 @@ def test_points_of_episodes_with_tools(points, tmp_path, cache):
     moments = [("save_begun", "SIGTERM"), *((point, "SIGKILL") for point in points)]
     settings = {
         **SETTINGS,
-        "rewards.functions": {},
+        "rewards.functions": {"answer": {"function": "arithmetic"}},
         "agent.tools": (),
         "agent.environments": {
             "talker": {"environment": f"{pathlib.Path(__file__).with_name('talker.py')}:Talker"}
