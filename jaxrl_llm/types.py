@@ -123,6 +123,8 @@ class Rollouts:
     lessons: Lessons | None = None  # None: the run has no teacher
     # The episode of each row; empty where all have one turn. Rows of an episode share its log.
     logs: tuple[EpisodeLog, ...] = ()
+    # Of each row, in prompt and response; empty: those of the prompts alone.
+    images: tuple[tuple[Picture, ...], ...] = ()
 
     @property
     def last_rows(self) -> Int[np.ndarray, " B"]:

@@ -37,6 +37,7 @@ from jaxrl_llm.learner import (
     batches,
     distillation,
     estimate,
+    eyes,
     lowering,
     objectives,
     optimizer,
@@ -300,11 +301,13 @@ def pairs(config: RLConfig):
 
 
 def towers(config):
-    """What reads the images of a random model."""
+    """What reads the images of a random model, and how it learns."""
     models = models_lib.of_job(config)
-    return models.gallery.tower, models.pictures.patches(
-        models.pictures.read(shapes.drawing("probe")[0], "here")
-    )[0]
+    return (
+        eyes.of(config, models.policy),
+        models.gallery.tower,
+        models.pictures.patches(models.pictures.read(shapes.drawing("probe")[0], "here"))[0],
+    )
 
 
 def networks(config):

@@ -16,6 +16,7 @@ from jaxrl_llm.data import masks
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.masks import Dialogue
 from jaxrl_llm.data.tokenizer import Message, rendered
+from jaxrl_llm.types import Picture
 
 
 class Addition(NamedTuple):
@@ -25,6 +26,7 @@ class Addition(NamedTuple):
     # The template writes the turn in another way now that others follow (Qwen3 drops thinking):
     # the tokens are the whole dialogue as it is to be read from here on.
     rewrites: bool
+    images: tuple[Picture, ...] = ()  # in these tokens, with their places there
 
 
 def addition(

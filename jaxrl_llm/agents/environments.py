@@ -122,12 +122,9 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise TypeError(f"returned {type(value).__name__} {value!r:.100}; {rule}")
     for message in value:
-        texts = (
-            [message.get(key) for key in ("role", "content")]
-            if isinstance(message, Mapping)
-            else [0]
-        )
-        if not all(isinstance(text, str) for text in texts):
+        given = message if isinstance(message, Mapping) else {}
+        role, content = given.get("role"), given.get("content")
+        if not isinstance(role, str) or not isinstance(content, str | list):  # parts with images
             raise TypeError(f"returned a message {message!r:.100}; {rule}")
     return [dict(message) for message in value]
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents import additions, calls, tools
+from jaxrl_llm.agents import additions, calls, contents, tools
 from jaxrl_llm.agents.calls import Call, Said
-from jaxrl_llm.agents.pool import Answer
+from jaxrl_llm.agents.pool import AgentError, Answer
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.pictures import Pictures, expanded
 from jaxrl_llm.data.tokenizer import Message, prompt_text, prompt_tokens
-from jaxrl_llm.types import EpisodeLog, Prompt
+from jaxrl_llm.types import EpisodeLog, Picture, Prompt
 
 _LOST = ("timeout", "ended")  # problems with which a process ends
 NOTHING = additions.Addition((), False)  # follows: the episode has ended
@@ -36,9 +37,11 @@ class Rules:
         config: AgentConfig,
         tokenizer: PreTrainedTokenizerBase,
         described: Mapping[str, Any],
+        pictures: Pictures | None = None,
     ):
-        """`described` is what `Pool.describe` returned."""
+        """`described` is what `Pool.describe` returned; `pictures` reads images, if the run can."""
         self.config, self.tokenizer, self._described = config, tokenizer, described
+        self.pictures = pictures
         self.call_format = call_format(config, tokenizer)
         self.special = tools.special_tokens(tokenizer)
 
@@ -63,6 +66,35 @@ class Rules:
         own = self._described["environments"].get(environment, []) if environment else []
         return [schema for name in names for schema in self._described["tools"][name]] + own
 
+    def told(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[Picture], int]:
+        """Returns a message for the template, its images, and how many of these are broken.
+
+        AgentError if it has images, and this run reads none.
+        """
+        said = contents.texts_of(message["content"], self._harmless)
+        if isinstance(said, str):
+            return {**message, "content": said}, [], 0
+        if self.pictures is None:
+            raise AgentError(
+                "config.agent: a tool or an environment gave an image, but this run reads text"
+                " alone; use a model of text and images, without what is refused for prompts with"
+                " images"
+            )
+        parts, found = [], list[Picture]()
+        for part in said:
+            if part["type"] == "image":
+                try:
+                    found.append(self.pictures.read(part["image"], "an image", files=False))
+                    part = {"type": "image"}
+                except DataError:
+                    part = {"type": "text", "text": contents.UNREADABLE}
+            parts.append(part)
+        broken = sum(part.get("text") == contents.UNREADABLE for part in parts)
+        return {**message, "content": parts}, found, broken
+
+    def _harmless(self, text: str) -> str:
+        return tools.harmless(text, self.special)
+
 
 class Episode:
     """One sample of a row. All hosts hold it; the process that its tools live in is one host's."""
@@ -74,6 +106,7 @@ class Episode:
         self._schemas = rules.schemas(prompt.extra_info)
         self._options = prompt.options
         self._messages: list[Message] = list(prompt.messages)  # those that the template has shown
+        self._images: list[Picture] = list(prompt.images)  # of these
         self._said: Said = Said("", ())
         self._last = -1  # the last token that was sampled
         self.is_lost = False  # its environment ended with its process: nothing answers any more
@@ -152,9 +185,9 @@ class Episode:
             return "unknown", f"no tool {call.name!r}; there are {', '.join(sorted(known))}"
         return "", ""
 
-    def _reply(self, number: int, call: Call, text: str) -> dict[str, Any]:
-        text = tools.harmless(self._cut(text), self._rules.special)
-        return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": text}
+    def _reply(self, number: int, call: Call, said: contents.Content) -> dict[str, Any]:
+        said = contents.texts_of(said, self._cut)
+        return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": said}
 
     def _cut(self, text: str) -> str:
         config = self._config
@@ -204,12 +237,14 @@ class Episode:
         """Takes in what the environment begins with; returns the prompt with that."""
         self.log.errors.update(outcome.get("errors", {}))
         self.is_lost = bool(outcome.get("lost"))
-        following = [self._harmless(message) for message in outcome["messages"]]
+        following = self._heard(outcome["messages"])
         if following:
             self._messages += following
             text = prompt_text(self._rules.tokenizer, self._messages, True, self._options)
             (tokens,) = prompt_tokens(self._rules.tokenizer, [text], True)
-            fields = {**vars(self.prompt), "tokens": tokens, "text": text}
+            where = f"environment {self.environment!r}"
+            tokens, images = expanded(self._rules.pictures, tokens, self._images, where)
+            fields = {**vars(self.prompt), "tokens": tokens, "text": text, "images": images}
             self.prompt = Prompt(**{**fields, "messages": tuple(self._messages)})
         return self.prompt
 
@@ -222,7 +257,8 @@ class Episode:
         log.calls.update(outcome["calls"])
         log.seconds += float(outcome["seconds"])
         self.is_lost = bool(outcome["lost"])
-        following = [self._harmless(message) for message in outcome["messages"]]
+        num_before = len(self._images)
+        following = self._heard(outcome["messages"])
         log.messages += following
         if outcome["done"] or self.is_lost or not following or self._is_last:
             return NOTHING
@@ -235,6 +271,8 @@ class Episode:
                 self._options,
                 self._last,
             )
+            seen = self._images[0 if found.rewrites else num_before :]
+            found = found._replace(**self._with_images(found.tokens, seen))
         except DataError:  # the template refuses such a dialogue
             log.errors["template"] += 1
             return NOTHING
@@ -247,8 +285,19 @@ class Episode:
         self.log.reward += float(outcome["reward"])
         self.log.errors.update(outcome["errors"])
 
-    def _harmless(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {**message, "content": tools.harmless(message["content"], self._rules.special)}
+    def _heard(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages for the template; their images are taken in."""
+        found = []
+        for message in messages:
+            told, images, broken = self._rules.told(message)
+            found.append(told)
+            self._images += images
+            self.log.errors.update({"image": broken} if broken else {})
+        return found
+
+    def _with_images(self, tokens: Sequence[int], images: Sequence[Picture]) -> dict[str, Any]:
+        every, placed = expanded(self._rules.pictures, tokens, images, "an addition")
+        return {"tokens": every, "images": placed}
 
 
 def call_id(number: int) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxrl_llm.agents import environments, ready, tools
+from jaxrl_llm.agents import contents, environments, ready, tools
 from jaxrl_llm.agents.coroutines import BlockedError, Own, Randomness, Watch
 from jaxrl_llm.agents.environments import Environment, settled
 from jaxrl_llm.processes import supervisor
@@ -223,7 +223,7 @@ class _Episode:
             return {"problem": "arguments", "text": f"{name}: {error}"}
         except ValueError:  # a tool without a signature
             pass
-        return {"text": self._shortened(tools.as_text(await settled(tool(**arguments))))}
+        return {"text": contents.content(await settled(tool(**arguments)), self._shortened)}
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the environment's answer to a turn."""
@@ -241,10 +241,11 @@ class _Episode:
 
     def _told(self, messages) -> list[dict[str, Any]]:
         """Returns messages as JSON holds them, their contents within the limit."""
-        return [
-            {**message, "content": self._shortened(tools.as_text(message["content"]))}
-            for message in json.loads(json.dumps(messages))
+        told = [
+            {**message, "content": contents.content(message["content"], self._shortened)}
+            for message in messages
         ]
+        return json.loads(json.dumps(told))
 
     def _shortened(self, text: str) -> str:
         settings = self._settings

@@ -18,6 +18,7 @@ from jaxrl_llm.agents.episode import NOTHING, Episode, Rules, Talk
 from jaxrl_llm.agents.on_ray import pool_of
 from jaxrl_llm.agents.pool import AgentError
 from jaxrl_llm.config.agent import AgentConfig
+from jaxrl_llm.data.pictures import Pictures
 from jaxrl_llm.sharding import hosts
 from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch
 
@@ -28,12 +29,20 @@ _TOGETHER_S = 0.05  # that a host waits for its own processes before it hears of
 class World(contextlib.AbstractContextManager["World"]):
     """The other side of episodes; a context manager that ends its processes."""
 
-    def __init__(self, config: AgentConfig, tokenizer: PreTrainedTokenizerBase):
-        """Starts the processes; AgentError if a tool or an environment cannot be used."""
+    def __init__(
+        self,
+        config: AgentConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        pictures: Pictures | None = None,
+    ):
+        """Starts the processes; AgentError if a tool or an environment cannot be used.
+
+        `pictures` reads the images that they give, if the run can.
+        """
         self._config, self._tokenizer = config, tokenizer
         self._pool = pool_of(config)
         try:
-            self._rules = Rules(config, tokenizer, self._pool.describe())
+            self._rules = Rules(config, tokenizer, self._pool.describe(), pictures)
             self._check()
         except BaseException:
             self._pool.__exit__()

@@ -47,7 +47,7 @@ def main(options: Evaluate) -> None:
     with contextlib.ExitStack() as stack:
         sampler, options_of = source.sampler, None
         if config.agent.is_used:
-            world = stack.enter_context(World(config.agent, tokenizer))
+            world = stack.enter_context(World(config.agent, tokenizer, source.models.pictures))
             sampler, options_of = dataclasses.replace(sampler, world=world), world.options
         held_out = datasets.load_dataset(
             config.data, tokenizer, "eval", config.seed, options_of, source.models.pictures

@@ -120,7 +120,7 @@ class Serve(OfDevices):
     warm_up_prompts: Natural = option("Prompts in one prefill; 0: no warm-up.", 1)
     grace_s: Annotated[float, Range("[0, inf]")] = option("Time for requests after SIGTERM.", 30.0)
     request_s: Annotated[float, Range("[0.1, inf]")] = option("Maximum time of a request.", 600.0)
-    body_bytes: Positive = option("Maximum body of a request.", 2**20)
+    body_bytes: Natural = option("Maximum body of a request; 0: 1 MiB, with images 32.", 0)
 
     def rules(self) -> Problems:
         yield from _either(self)

@@ -31,7 +31,8 @@ def main(options: Serve) -> None:
     logging.info("reading the weights of %s", source.name)
     params = source.weights().params
     driver = Driver(engine, params, max_waiting=options.max_waiting)
-    app = make_app(served, driver, Metrics(driver), options.request_s, options.body_bytes)
+    body_bytes = options.body_bytes or (2**20 if served.pictures is None else 2**25)
+    app = make_app(served, driver, Metrics(driver), options.request_s, body_bytes)
     longest = served.max_tokens - 1  # one token must fit
     filters = (False, True) if options.warm_up_prompts else ()
     programs = engine.jitted.programs(options.warm_up_prompts, longest, filters)

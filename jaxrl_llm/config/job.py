@@ -152,7 +152,7 @@ class DPOConfig(PolicyConfig):
     reference: learner.ReferenceConfig = learner.ReferenceConfig()
     dpo: PreferenceLossConfig = PreferenceLossConfig()
 
-    unread = PolicyConfig.unread | {"data.arithmetic_errors"}
+    unread = PolicyConfig.unread | {"data.arithmetic_errors", "trainer.tower_learning_rate"}
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -163,6 +163,7 @@ class RewardModelingConfig(SupervisedConfig):
     unread = SupervisedConfig.unread.union({
         "model.vocab_chunk", "mesh.rollout", "data.arithmetic_errors", "evaluation.functions",
         "evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.top_p",
+        "trainer.tower_learning_rate",
     })  # fmt: skip
 
 

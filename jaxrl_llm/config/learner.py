@@ -10,10 +10,10 @@ Width = Annotated[int, Range("[1, 16777216]")]
 class VisionConfig(Group):
     """The tower of a random model that reads images; that of a folder is as the folder says."""
 
-    hidden_size: Width = 64
-    num_layers: Annotated[int, Range("[1, 1024]")] = 2
-    num_heads: Annotated[int, Range("[1, 65536]")] = 4
-    mlp_size: Width = 128
+    hidden_size: Width = 64  # features of a patch
+    num_layers: Annotated[int, Range("[1, 1024]")] = 2  # every other one sees the whole image
+    num_heads: Annotated[int, Range("[1, 65536]")] = 4  # of each layer's attention
+    mlp_size: Width = 128  # features inside each layer's MLP
     patch_size: Annotated[int, Range("[1, 1024]")] = 4  # pixels a side; four patches are a token
     window_size: Annotated[int, Range("[1, 65536]")] = 16  # pixels a side
 
@@ -167,6 +167,9 @@ class TrainerConfig(Group):
     max_tokens_per_microbatch: Annotated[int, Range("[0, 2147483647]", "0: chosen by the plan")] = 0
     shared_prompts: Literal["auto", "off"] = "auto"  # compute the prompt of a group once
     optimizer: OptimizerConfig = OptimizerConfig()
+    # Peak learning rate of the policy's vision tower, in the warm start too; the schedule and all
+    # else are the optimizer's.
+    tower_learning_rate: Annotated[float, Range("[0, 1000]", "0: the tower is frozen")] = 0.0
 
 
 class RLTrainerConfig(TrainerConfig):

@@ -8,7 +8,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +252,16 @@ class Microbatch:
         return target.at[self.sequences].set(values, mode="drop")
 
 
+class Shown(NamedTuple):
+    """Images as a tower that learns reads them, one group of rows after another."""
+
+    pixels: Float[Array, "groups rows patches dims"]
+    places: Int[Array, "groups rows patches 2"]  # row and column in the image
+    images: Int[Array, "groups rows patches"]  # which of the row, from 1; 0: none
+    # Which of the tower's vectors, of all rows end to end, is each of the batch; -1: none.
+    order: Int[Array, " vectors"]
+
+
 def _no_vectors() -> Any:  # the device takes them as they are
     return np.zeros((0, 0), np.float32)
 
@@ -266,6 +276,7 @@ class PackedBatch:
     chosen: Bool[Array, " B"]  # sequences of this batch
     # Of the images of all its sequences.
     vectors: Float[Array, "vectors D"] = dataclasses.field(default_factory=_no_vectors)
+    shown: Shown | None = None  # the images themselves, for a policy whose tower learns
 
     def at(self, index: int | Int[Array, ""]) -> Microbatch:
         """Returns one microbatch; of those in turns, one turn without vectors."""

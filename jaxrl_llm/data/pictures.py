@@ -23,6 +23,7 @@ from jaxrl_llm.types import Picture
 
 COLUMN = "images"  # of verl's rows
 MARK = "<image>"  # in a text of a row with that column
+MOST_PIXELS = 1 << 26  # of an image as it came; a small file may hold very many
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,(.*)", re.DOTALL)
 _KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part, or of an entry of the column
 
@@ -84,17 +85,20 @@ class Pictures:
 
         contents = _contents(source, where, files)
         try:
-            with warnings.catch_warnings(), Image.open(io.BytesIO(contents)) as image:
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                image.load()  # all of it: a file that is cut short must be told now
-                width, height = image.size
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                with Image.open(io.BytesIO(contents)) as image:  # its header
+                    width, height = image.size
+                    if width * height > MOST_PIXELS:
+                        raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS}")
+                    image.load()  # all of it: a file that is cut short must be told now
             sizes = self._processor.size
             limits = sizes["shortest_edge"], sizes["longest_edge"]
             high, wide = smart_resize(height, width, self._patch * self._merge, *limits)
         except Exception as error:  # Pillow raises many kinds
             raise DataError(
                 f"{where}: the image cannot be read, {type(error).__name__}: {error}; replace it or"
-                " leave the row out"
+                " leave it out"
             ) from error
         digest = hashlib.sha256(contents).hexdigest()
         side = self._patch * self._merge

@@ -1,7 +1,8 @@
 """The loss of a batch and its gradient: microbatches one after the other, or on stages.
 
 On stages (`models/pipeline.py`) all microbatches pass the layers; each turn of them then has its
-loss, and the gradient of what stages made; at last all gradients go back through the stages.
+loss, and the gradient of what stages made; at last all gradients go back through the stages. A
+vision tower that learns (`eyes`) has its own pass before and after all microbatches.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.learner.eyes import Eyes
 from jaxrl_llm.learner.predict import Reader
 from jaxrl_llm.models import casting, pipeline
 from jaxrl_llm.models.transformer import Params
@@ -36,8 +38,10 @@ def of_batch(
 ) -> tuple[Found, Params]:
     """Returns (loss, metrics) of a batch and the gradient by `params`, sums in float32.
 
-    `whole` adds to the parameters what stages read beside them.
+    `whole` adds to the parameters what stages, or a tower, read beside them.
     """
+    if reader.eyes is not None:
+        return _of_eyes(reader.eyes, whole, params, packed, loss, compute_dtype)
     if reader.stages > 1:
         return _on_stages(reader, whole, params, packed, loss)
 
@@ -45,10 +49,45 @@ def of_batch(
         return loss(casting.bound(params, variables), microbatch)
 
     gradient = jax.value_and_grad(of_variables, has_aux=True)
-    variables = casting.variables(params, compute_dtype)
-    like = jax.eval_shape(gradient, variables, packed.at(0))
+    return _summed(packed, gradient, casting.variables(params, compute_dtype))
+
+
+def _summed(packed: PackedBatch, gradient: Callable[..., Any], *by: Any) -> tuple[Found, Any]:
+    """Returns the sums of `gradient(*by, microbatch)` over a batch."""
+    like = jax.eval_shape(gradient, *by, packed.at(0))
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), like)
-    return packing.accumulate(packed, functools.partial(gradient, variables), like)
+    return packing.accumulate(packed, functools.partial(gradient, *by), like)
+
+
+def _of_eyes(
+    eyes: Eyes,
+    whole: Callable[[Params], Params],
+    params: Params,
+    packed: PackedBatch,
+    loss: Loss,
+    compute_dtype: str,
+) -> tuple[Found, Params]:
+    """Returns `of_batch` where a tower learns: it reads all images of the batch once.
+
+    Its gradient is by what the sum over microbatches says of their vectors.
+    """
+    assert packed.shown is not None
+    shown, body = packed.shown, {k: v for k, v in params.items() if k != "vision"}
+
+    def look(tower: Params) -> Array:
+        return eyes.see(whole({**params, "vision": tower})["vision"], shown)
+
+    vectors, back = jax.vjp(look, params["vision"])
+
+    def of_variables(variables: Params, vectors: Array, microbatch: Microbatch) -> Found:
+        microbatch = dataclasses.replace(microbatch, vectors=vectors)
+        return loss(casting.bound(body, variables), microbatch)
+
+    gradient = jax.value_and_grad(of_variables, argnums=(0, 1), has_aux=True)
+    seen = dataclasses.replace(packed, vectors=vectors)
+    found, (summed, bars) = _summed(seen, gradient, casting.variables(body, compute_dtype), vectors)
+    (of_tower,) = back(bars.astype(vectors.dtype))
+    return found, {**summed, "vision": jax.tree.map(lambda g: g.astype(jnp.float32), of_tower)}
 
 
 @mesh_lib.in_stages()

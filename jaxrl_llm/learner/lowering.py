@@ -24,9 +24,10 @@ from jaxrl_llm.learner import absent, batches, distillation, optimizer, predict,
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import sampler as sampler_lib
 from jaxrl_llm.learner import weights as weights_lib
+from jaxrl_llm.learner.gallery import FEWEST, Gallery
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import LearnerState, Trainable
-from jaxrl_llm.models import lora
+from jaxrl_llm.models import lora, patches
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.planning import memory
@@ -45,7 +46,13 @@ def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> M
       ConfigError: If the mesh does not fit the devices.
     """
     meshes = models_lib.role_meshes(config, devices)
-    return models_lib.build(config, meshes, tokenizer_lib.character_tokenizer(), shape, (0,))
+    models = models_lib.build(config, meshes, tokenizer_lib.character_tokenizer(), shape, (0,))
+    if shape.vision is None:
+        return models
+    whole = dataclasses.replace(models.policy, shape=shape)
+    absent_files: Any = None  # no image is read
+    gallery = Gallery(whole.tower, absent_files, models.mesh, dict, models_lib.learns_tower(config))
+    return dataclasses.replace(models, gallery=gallery)
 
 
 def abstract_state(config: RLConfig, models: Models) -> LearnerState:
@@ -75,7 +82,8 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
 
     `prefill`, `decode` (one chunk with the widest window), `score` (policy or reference),
     `score_critic` (absent without a critic), `train` (one optimizer update of all learners),
-    `reshard` (the ends, the largest of its programs) and `reshard_layer`.
+    `reshard` (the ends, the largest of its programs), `reshard_layer`, and `tower`, which reads
+    images (absent for models of text).
     """
     state = abstract_state(config, models)
     base = weights_lib.abstract_params(models.policy, models.mesh) if config.lora.rank else {}
@@ -105,7 +113,10 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     reshard = resharder.lowered(policy)
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
         "prefill": lambda: engine.jitted.lower_prefill(
-            rollout_params, config.trainer.prompts_per_step, config.data.max_prompt_tokens
+            rollout_params,
+            config.trainer.prompts_per_step,
+            config.data.max_prompt_tokens,
+            0 if models.gallery is None else models.gallery.tower.out_size,
         ),
         "decode": lambda: engine.jitted.lower_generate(rollout_params),
         "score": lambda: score(of_policy, base, state.policy.params, entropy="value"),
@@ -114,6 +125,8 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
         "reshard": reshard["ends"],
         "reshard_layer": list(reshard.values())[-1],  # experts, if there are any, come last
     }
+    if models.gallery is not None:
+        programs["tower"] = functools.partial(_read, config, models, models.gallery)
     if not state.critic.params:
         del programs["score_critic"]
     return {name: functools.partial(within_mesh, make) for name, make in programs.items()}
@@ -137,7 +150,53 @@ def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> Packed
     widths = distillation.widths(config)
     if config.router.replay != "off":
         widths["routes"] = models.policy.num_routes
+    if models.gallery is not None:
+        widths |= {"parts": 3, "seen": 1}
+        packed = _with_images(config, models, models.gallery, packed, num_chosen)
     return wide.abstract(packed, models.mesh, **widths)
+
+
+def _with_images(
+    config: RLConfig, models: Models, gallery: Gallery, packed: PackedBatch, num_chosen: int
+) -> PackedBatch:
+    """Returns the shapes of a batch whose prompts are images alone, one each."""
+    tower, dims = gallery.tower, config.data.max_prompt_tokens
+    size = packing.bucket(config.trainer.prompts_per_step * dims, smallest=FEWEST)
+    vectors = _array(models, (size, tower.out_size), jnp.dtype(tower.compute_dtype))
+    packed = dataclasses.replace(packed, vectors=vectors)
+    if not gallery.learns:
+        return packed
+    width = patches.width(dims * tower.vision.merge_size**2)
+    rows, most = mesh_lib.row_shards(models.mesh)[0], max(1, patches.TOGETHER // width)
+    images = max(1, num_chosen // config.algorithm.samples_per_prompt)
+    rows *= packing.bucket(min(-(-images // rows), most), largest=most)
+    shape = packing.bucket(-(-images // rows)), rows, width
+
+    def split(last: tuple[int, ...], dtype: Any) -> Any:
+        sizes = shape + last
+        names = (None, "batch", *[None] * (len(sizes) - 2))
+        return jax.ShapeDtypeStruct(
+            sizes, dtype, sharding=mesh_lib.sharding_of(sizes, names, models.mesh)
+        )
+
+    shown = packing.Shown(
+        split((tower.vision.patch_dims,), jnp.float32),
+        split((2,), jnp.int32),
+        split((), jnp.int32),
+        _array(models, (size,), jnp.int32),
+    )
+    return dataclasses.replace(packed, shown=shown)
+
+
+def _read(config: RLConfig, models: Models, gallery: Gallery) -> jax.stages.Lowered:
+    """Returns the program that reads the largest images of a run, for the engine."""
+    vision, mesh = gallery.tower.vision, models.mesh
+    width = max(patches.MOST, patches.width(config.data.max_prompt_tokens * vision.merge_size**2))
+    shape = mesh_lib.row_shards(mesh)[0], width
+    params = weights_lib.abstract_tower(gallery.tower, models.policy, mesh)
+    pixels = _array(models, (*shape, vision.patch_dims), jnp.float32)
+    places, images = (_array(models, shape + last, jnp.int32) for last in ((2,), ()))
+    return gallery.read.lower(params, pixels, places, images)
 
 
 def abstract_batch(config: RLConfig, models: Models) -> Minibatch:

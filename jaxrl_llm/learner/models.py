@@ -16,6 +16,7 @@ from jaxrl_llm.config import (
     LoraConfig,
     ModelConfig,
     RLConfig,
+    SFTConfig,
     SupervisedConfig,
 )
 from jaxrl_llm.config.placement import ROLES
@@ -100,22 +101,40 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
         eos |= set(families.eos_token_ids(model.path))
     else:
         shape = random_model(model, len(tokenizer))
+        if shape.vision is not None:
+            token: Any = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+            vision = dataclasses.replace(shape.vision, image_token=token)
+            shape = dataclasses.replace(shape, vision=vision)
+    if learns_tower(config) and shape.vision is None:
+        raise ConfigError(
+            f"config.trainer.tower_learning_rate: {config.trainer.tower_learning_rate}, but the"
+            " model reads no images; set it to 0"
+        )
+    if learns_tower(config) and config.mesh.stage > 1:
+        raise ConfigError(
+            f"config.mesh.stage: {config.mesh.stage}, but a tower that learns is not split over"
+            " stages; use 1, or trainer.tower_learning_rate=0"
+        )
     models = build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
     return models if shape.vision is None else _with_tower(config, models, shape)
 
 
+def learns_tower(config: JobConfig) -> bool:
+    """Returns whether the tower of the policy is trained; pairs of answers have no images."""
+    has_images = isinstance(config, (RLConfig, SFTConfig))
+    return has_images and config.trainer.tower_learning_rate > 0
+
+
 def _with_tower(config: JobConfig, models: Models, shape: Shape) -> Models:
-    """Returns models whose images a frozen tower reads; its weights come with the first image."""
+    """Returns models whose images a tower reads; a frozen one's weights come with the first."""
     assert shape.vision is not None
     path, vision, mesh = config.model.path, shape.vision, models.mesh
     if path:
         pictures = Pictures.of_folder(path, vision.image_token)
     else:
-        token: Any = models.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        vision = dataclasses.replace(vision, image_token=token)
         sizes = vision.patch_size, vision.merge_size, vision.frames
-        pictures = Pictures.of_sizes(*sizes, token)
-    whole = dataclasses.replace(models.policy, shape=dataclasses.replace(shape, vision=vision))
+        pictures = Pictures.of_sizes(*sizes, vision.image_token)
+    whole = dataclasses.replace(models.policy, shape=shape)
 
     def load() -> Params:
         places = train_shardings(whole, mesh)["vision"]
@@ -124,7 +143,7 @@ def _with_tower(config: JobConfig, models: Models, shape: Shape) -> Models:
         key = jax.random.fold_in(jax.random.key(config.seed), _TOWER)
         return jax.jit(whole.tower.init, out_shardings=places)(key)
 
-    gallery = Gallery(whole.tower, pictures, mesh, load)
+    gallery = Gallery(whole.tower, pictures, mesh, load, learns_tower(config))
     return dataclasses.replace(models, pictures=pictures, gallery=gallery)
 
 
@@ -171,14 +190,14 @@ def build(
         _check_mesh(config, mesh, shape)
     stages.check_roles(config, {role: mesh.shape for role, mesh in meshes.items()})
     mesh = meshes["policy"]
-    shape = dataclasses.replace(shape, vision=None)  # it is frozen, and beside the decoder
-    policy = network(config, shape, "lm", mesh)
+    decoder = dataclasses.replace(shape, vision=None)  # a frozen tower is beside it
+    policy = network(config, shape if learns_tower(config) else decoder, "lm", mesh)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
         eos_tokens=eos,
         policy=policy,
-        value=network(config, shape, "scalar", mesh),
+        value=network(config, decoder, "scalar", mesh),
         packer=packer(config, meshes, policy),
     )
 

@@ -19,8 +19,9 @@ from jaxrl_llm.data import datasets, packing, streams
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.data.streams import Rows
 from jaxrl_llm.data.tasks import Split
-from jaxrl_llm.learner import predict, routing, wide
+from jaxrl_llm.learner import eyes, predict, routing, wide
 from jaxrl_llm.learner.batches import Packer
+from jaxrl_llm.learner.eyes import Eyes
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import lora
@@ -68,8 +69,11 @@ class Batch:
         packed = packer.pack(lengths, np.arange(len(lengths)), width=width, common=together)
         if models is not None and models.gallery is not None:
             images = [example.images for example in sequences]
-            found = models.gallery.of_sequences(images, lengths, width)
+            gallery = models.gallery
+            found = gallery.of_sequences(images, lengths, width, reads=not gallery.learns)
             packed = wide.carried(packed, models.mesh, **found)
+            if gallery.learns:
+                packed = gallery.shown(packed, images)
         # They go to the devices with the program.
         on_host: tuple[Any, Any, Any] = tokens, lengths, mask
         blank: Any = np.zeros(tokens.shape, np.float32)
@@ -103,10 +107,12 @@ class Objective:
     models: Models
     # log_probs(params, microbatch, batch): of all tokens [b, T]; where a reference is asked for
     log_probs: Callable[[Params, Microbatch, Batch], Float[Array, "b T"]] | None = None
+    eyes: Eyes | None = None  # read the images of batches, where the tower learns
 
     def reader(self, batch: Batch) -> predict.Reader:
         """Returns how the network reads a batch."""
-        return predict.Reader(self.network, batch.tokens, lambda m: self.told(m, batch))
+        told = lambda microbatch: self.told(microbatch, batch)  # noqa: E731
+        return predict.Reader(self.network, batch.tokens, told, self.eyes)
 
 
 def sft(config: JobConfig, models: Models) -> Objective:
@@ -129,7 +135,8 @@ def sft(config: JobConfig, models: Models) -> Objective:
         return _with_routers(config, found, routed, batch)
 
     weight = lambda batch: float(batch.mask.sum())  # noqa: E731
-    return Objective("sft", models.policy, models.mesh, rows, loss, told, weight, models)
+    given = models.policy, models.mesh, rows, loss, told, weight, models
+    return Objective("sft", *given, eyes=eyes.of(config, models.policy))
 
 
 def reward_model(

@@ -1,5 +1,6 @@
 """AdamW and its schedule, with optax; the update that refuses numbers that are not finite."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -36,8 +37,13 @@ def learning_rate(config: OptimizerConfig, num_updates: int) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
-def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformation:
+def make(
+    config: OptimizerConfig, num_updates: int, tower_rate: float = 0.0
+) -> optax.GradientTransformation:
     """Returns clipping by global norm, then AdamW (arXiv:1711.05101), of float32 gradients.
+
+    The branch `vision` of the parameters has `tower_rate` in place of `learning_rate`. The state is
+    the same whatever it is.
 
     `moment_dtype` is of the first moment. The second is float32: the 8 bits of a bfloat16 lose
     steps of 1 - beta2 = 0.001.
@@ -48,7 +54,7 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
         optax.chain(
             _adam(config),
             optax.add_decayed_weights(config.weight_decay, decays),
-            optax.scale_by_learning_rate(learning_rate(config, num_updates)),
+            _by_rates(config, num_updates, tower_rate),
         ),
     )
 
@@ -57,6 +63,26 @@ def make(config: OptimizerConfig, num_updates: int) -> optax.GradientTransformat
         return chain.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     return optax.GradientTransformation(init, chain.update)
+
+
+def _by_rates(
+    config: OptimizerConfig, num_updates: int, tower_rate: float
+) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_learning_rate`, with another rate for the branch `vision`."""
+    of_tower = dataclasses.replace(config, learning_rate=tower_rate)
+    rest, tower = (
+        optax.scale_by_learning_rate(learning_rate(each, num_updates))
+        for each in (config, of_tower)
+    )
+
+    def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree = None):
+        found, after = rest.update(updates, state, params)
+        if "vision" in updates:
+            scaled, _ = tower.update({"vision": updates["vision"]}, state)
+            found = {**found, **scaled}
+        return found, after
+
+    return optax.GradientTransformation(rest.init, update)
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -97,16 +123,17 @@ def _matrices(params: Tree) -> Tree:
     )
 
 
-def may_overflow(config: OptimizerConfig, num_updates: int) -> bool:
+def may_overflow(config: OptimizerConfig, num_updates: int, tower_rate: float = 0.0) -> bool:
     """Returns whether updates by finite gradients could make weights that are not finite.
 
     Clipping bounds the moments by `max_grad_norm` and so an update by
     `learning_rate * max_grad_norm / eps`; decay by no more than the weight itself shrinks it. All
     updates together below 1e30 are less than the rounding error of the largest float32.
     """
-    largest = 2.0 * config.learning_rate * config.max_grad_norm / config.eps
+    rate = max(config.learning_rate, tower_rate)
+    largest = 2.0 * rate * config.max_grad_norm / config.eps
     return (
-        config.learning_rate * config.weight_decay > 1.0
+        rate * config.weight_decay > 1.0
         or config.max_grad_norm > 1e15
         or num_updates * largest > 1e30
     )
@@ -145,7 +172,8 @@ def apply_if_finite(
 def module_norms(gradients: Tree, prefix: str) -> dict[str, Float[Array, ""]]:
     """Returns `PREFIX/MODULE`, the gradient's norm of each module over all layers.
 
-    Modules are embed, attention, mlp, norms, head. Their squares add up to the global norm's.
+    Modules are embed, attention, mlp, norms, head, and a tower that learns, `vision`. Their squares
+    add up to the global norm's.
     """
     modules = {k: [v] for k, v in gradients.items() if k != "layers"}
     for stack in gradients.get("layers", {}).values():

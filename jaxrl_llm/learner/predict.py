@@ -14,8 +14,9 @@ from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
+from jaxrl_llm.learner import eyes, wide
 from jaxrl_llm.learner import routing as routing_lib
-from jaxrl_llm.learner import wide
+from jaxrl_llm.learner.eyes import Eyes
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.weights import Frozen, LearnerState, Scalar
 from jaxrl_llm.metrics.clock import Clock
@@ -39,6 +40,7 @@ class Reader:
     tokens: Int[Array, "B T"]
     # What routers are told of a microbatch; None: nothing is given, all its tokens count.
     told: Callable[[Microbatch], Routing | None] = lambda microbatch: None
+    eyes: Eyes | None = None  # read the images of batches; None: their vectors are known
 
     @property
     def stages(self) -> int:
@@ -46,7 +48,9 @@ class Reader:
         return self.network.shape.stages
 
     def passed(self, params: Params, packed: PackedBatch) -> PackedBatch:
-        """Returns a batch whose microbatches have passed the stages, if there are several."""
+        """Returns a batch whose images are seen, and microbatches have passed several stages."""
+        if self.eyes is not None:
+            packed = self.eyes.seen(params, packed)
         if self.stages == 1:
             return packed
         turned = packed.on_stages(self.stages)
@@ -206,6 +210,7 @@ def scoring_programs(config: RLConfig, models: Models):
     Routers follow the routes of `packed`, if it has any. With `records` the experts that packed
     tokens visited are the second of two results, [M, R, W, routes].
     """
+    sees = eyes.of(config, models.policy)
 
     @functools.partial(jax.jit, static_argnames=("entropy", "records"))
     def of_policy(
@@ -243,7 +248,7 @@ def scoring_programs(config: RLConfig, models: Models):
                 visited = models.policy.routes(routed.chosen)
             return tuple(unpacked), visited
 
-        packed = Reader(models.policy, tokens, told).passed(whole, packed)
+        packed = Reader(models.policy, tokens, told, sees).passed(whole, packed)
         found, visited = packing.both_ways(packed, ask, *tokens.shape)
         return (found, visited) if records else found
 
@@ -283,6 +288,8 @@ def predictor(
         packed = models.packer.pack_rollouts(rollouts)
         if models.gallery is not None:
             packed = wide.carried(packed, mesh, **models.gallery.of_rollouts(rollouts))
+            if models.gallery.learns:
+                packed = models.gallery.showing(packed, rollouts)
         about = rollouts.tokens, rollouts.lengths, packed
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         old, entropies, squares = jnp.asarray(rollouts.rollout_log_probs), zeros, zeros

@@ -71,6 +71,10 @@ class Sampler:
         memory = self.resharder.empty() if old is None or apart or self.keeps_old else old
         if self.base:
             params = lora.joined(self.base, params)
+        if "vision" in params:  # it reads images beside the engine
+            assert self.models.gallery is not None
+            self.models.gallery.renew(params["vision"])
+            params = {name: value for name, value in params.items() if name != "vision"}
         moved = self.resharder.reshard(memory, params)
         if first and self.resharder.mesh.size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
@@ -103,7 +107,7 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
     """Returns the sampler of a run. Compiles and allocates nothing; arguments as in `Sampler`."""
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
-    policy, tokenizer = models.policy, models.tokenizer
+    policy, tokenizer = models.policy.decoder, models.tokenizer
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens

@@ -22,7 +22,7 @@ from jaxrl_llm.config import OptimizerConfig, RLConfig
 from jaxrl_llm.config.learner import RouterLossConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
-from jaxrl_llm.learner import distillation, optimizer, routing, wide
+from jaxrl_llm.learner import distillation, eyes, optimizer, routing, wide
 from jaxrl_llm.learner import gradients as gradients_lib
 from jaxrl_llm.learner.batches import minibatches, padding_share
 from jaxrl_llm.learner.models import Models
@@ -64,13 +64,14 @@ def take_update(
         reader, whole, role.params, packed, loss, compute_dtype
     )
     allowed = jnp.isfinite(value) & ~(metrics.get("actor/ppo_kl", jnp.zeros(())) > max_kl)
+    tower_rate = 0.0 if reader.eyes is None else reader.eyes.learning_rate
     params, opt_state, norm, skipped = optimizer.apply_if_finite(
-        optimizer.make(config, num_updates),
+        optimizer.make(config, num_updates, tower_rate),
         gradients,
         role.opt_state,
         role.params,
         allowed,
-        look=optimizer.may_overflow(config, num_updates),
+        look=optimizer.may_overflow(config, num_updates, tower_rate),
     )
     role = Trainable(params, opt_state, role.num_updates + ~skipped)
     return role, {
@@ -141,11 +142,13 @@ class Updater:
             # Before any update: the policy's devices make the copies for others, and would make
             # them only after the updates before.
             spread, fields = self.spread(batch), _wide_fields(rollouts)
-            if self.models.gallery is not None:
-                fields |= self.models.gallery.of_rollouts(rollouts)
+            if (gallery := self.models.gallery) is not None:
+                fields |= gallery.of_rollouts(rollouts)
             for packed, update_key in minibatches(self.config, packer, rollouts, key):
                 if fields:
                     packed = wide.carried(packed, self.homes["policy"], **fields)
+                if gallery is not None and gallery.learns:
+                    packed = gallery.showing(packed, rollouts)
                 state, metrics = self.update(
                     state, spread, packed, update_key, train_policy=train_policy
                 )
@@ -262,6 +265,7 @@ def updater(
             models.policy,
             batch.tokens,
             lambda microbatch: routing.told(config.router, microbatch, batch.response_mask),
+            eyes.of(config, models.policy),
         )
         # What clip_cov and kl_cov choose from the whole minibatch.
         chosen = jnp.zeros((num_sequences, width), bool)

@@ -18,6 +18,7 @@ from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.models import huggingface, peft_folder
+from jaxrl_llm.models.tower import Tower
 from jaxrl_llm.models.transformer import Network, Params
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -110,6 +111,12 @@ def abstract_params(network: Network, mesh: Mesh) -> Params:
     return _with_shardings(network.abstract(), models_lib.train_shardings(network, mesh))
 
 
+def abstract_tower(tower: Tower, network: Network, mesh: Mesh) -> Params:
+    """Returns `abstract` of the parameters of a tower beside a network."""
+    shape = dataclasses.replace(network.shape, vision=tower.vision)
+    return abstract_params(dataclasses.replace(network, shape=shape), mesh)["vision"]
+
+
 def abstract_trained(network: Network, mesh: Mesh) -> Params:
     """Returns `abstract` of what is trained of a network: all of it, or as `divided` says."""
     whole = abstract_params(network, mesh)
@@ -162,7 +169,7 @@ def initial(config: SupervisedConfig, models: Models) -> Params:
 
 def scalar_from_policy(models: Models, policy_params: Params, role: str) -> Params:
     """Returns a copy of the policy's body with a scalar head of zeros, on the role's mesh."""
-    body = {k: v for k, v in policy_params.items() if k != "head"}
+    body = {k: v for k, v in policy_params.items() if k not in ("head", "vision")}
 
     def make(body):
         score = jnp.zeros((1, models.policy.shape.hidden_size), models.value.param_dtype)

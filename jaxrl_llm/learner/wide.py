@@ -47,6 +47,7 @@ def without(packed: PackedBatch) -> PackedBatch:
     """Returns the batch for networks that read no wide field."""
     m = packed.microbatches
     blank = (*m.segment_ids.shape, 0)
+    packed = dataclasses.replace(packed, shown=None)
     return _with(packed, {name: np.zeros(blank, getattr(m, name).dtype) for name in _FIELDS})
 
 

@@ -4,11 +4,12 @@ A compiler's cost analysis counts the body of a scan once, however many layers r
 """
 
 import collections
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape
+from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape, Vision
 
 # Multiplications that take as long as mask, softmax and their gradient at one score, on CPUs.
 _SCORE_PRODUCTS = 256
@@ -73,6 +74,27 @@ def forward(shape: Shape, lengths: Int[np.ndarray, " B"], num_labels: int = 0) -
         weights += count * layer_products(shape, kind)
         attention += count * per_pair * seen_pairs(kind, lengths)
     return float(2 * weights * lengths.sum() + attention)
+
+
+def tower_layer(vision: Vision) -> int:
+    """Returns the weights of one layer of a tower that every patch is multiplied with."""
+    return 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.mlp_size
+
+
+def tower(vision: Vision, out_size: int, patches: Sequence[int]) -> float:
+    """Returns the operations of reading images of so many patches each, as `forward` counts them.
+
+    Layers of windows are counted as if no window had room left.
+    """
+    numbers, d = np.asarray(patches, np.float64), vision.hidden_size
+    merged = d * vision.merge_size**2
+    per_vector = merged * (merged + out_size)
+    weights = vision.patch_dims * d + vision.num_layers * tower_layer(vision)
+    weights += per_vector // vision.merge_size**2
+    whole = len(vision.full_layers)
+    pairs = whole * (numbers**2).sum()
+    pairs += (vision.num_layers - whole) * vision.window_patches * numbers.sum()
+    return float(2 * weights * numbers.sum() + 4 * d * pairs)
 
 
 def training(

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from jaxrl_llm.models.shape import Vision
 
 FEWEST = 256  # patches of a row of the tower; rows are as wide, twice as wide, ...
+TOGETHER = 1 << 13  # patches that a tower that learns reads on a device at one time
 MOST = 1 << 11  # of a row that holds several images: attention compares all of a row
 
 
@@ -26,6 +27,10 @@ class Grid(NamedTuple):
     def merged(self, vision: Vision) -> "Grid":
         """Returns the grid of the vectors that stand for the image, one token each."""
         return Grid(self.rows // vision.merge_size, self.columns // vision.merge_size)
+
+    def split(self, vision: Vision) -> "Grid":
+        """Returns the grid of the patches of an image whose vectors are this grid."""
+        return Grid(self.rows * vision.merge_size, self.columns * vision.merge_size)
 
     def num_tokens(self, vision: Vision) -> int:
         return self.merged(vision).num_patches
@@ -107,13 +112,18 @@ def width(num_patches: int) -> int:
     return size
 
 
-def groups(grids: Sequence[Grid], vision: Vision, num_rows: int) -> list[list[int]]:
-    """Returns which images the tower reads together: in their order, as many as rows hold."""
+def groups(
+    grids: Sequence[Grid], vision: Vision, num_rows: int, most: int = MOST
+) -> list[list[int]]:
+    """Returns which images the tower reads together: in their order, as many as rows hold.
+
+    Rows that hold several images have `most` patches.
+    """
     found: list[list[int]] = []
     used = 0
     for i, grid in enumerate(grids):
         size = num_places(grid, vision)
-        if not found or used + size > MOST * num_rows:
+        if not found or used + size > most * num_rows:
             found.append([])
             used = 0
         found[-1].append(i)

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import casting, modules
+from jaxrl_llm.config import LoraConfig
+from jaxrl_llm.models import casting, lora, modules
 from jaxrl_llm.models.attention import QUERY_BLOCK, masked_attention
 from jaxrl_llm.models.attention_layers import rotary_frequencies, rotate
-from jaxrl_llm.models.layers import MLP, Build, Linear, RMSNorm
+from jaxrl_llm.models.layers import MLP, NO_ADAPTERS, Build, Linear, RMSNorm
 from jaxrl_llm.models.remat import REMAT_POLICIES
 from jaxrl_llm.models.shape import EVERYWHERE, Layer, RopeScaling, Vision
 from jaxrl_llm.sharding.mesh import constrain
@@ -90,28 +91,44 @@ class Tower:
     param_dtype: str
     compute_dtype: str
     remat: str = "none"  # not "none": the backward pass keeps what layers read, and no more
+    lora: LoraConfig = NO_ADAPTERS
 
     def module(self, part: str, kind: Layer = EVERYWHERE) -> nnx.Module:
-        """Returns a "block", or the "ends"."""
+        """Returns a "block", one with adapters ("adapted"), or the "ends"."""
         return self._made(part, nnx.Rngs(0))
 
     def _made(self, part: str, rngs: nnx.Rngs) -> nnx.Module:
-        build = Build(rngs, jnp.dtype(self.param_dtype))
-        if part == "block":
-            return TowerBlock(build, self.vision)
-        return TowerEnds(build, self.vision, self.out_size)
+        adapters = self.lora if part == "adapted" else NO_ADAPTERS
+        build = Build(rngs, jnp.dtype(self.param_dtype), adapters)
+        if part == "ends":
+            return TowerEnds(build, self.vision, self.out_size)
+        return TowerBlock(build, self.vision)
 
     def init(self, key: jax.Array) -> modules.Params:
         """Returns random parameters, as `Network.init` draws them."""
         keys = jax.random.split(key, self.vision.num_layers + 1)
-        make = jax.vmap(lambda k: modules.pure(self._made("block", nnx.Rngs(k))))
         ends = modules.pure(self._made("ends", nnx.Rngs(keys[-1])))
-        return {**ends, "layers": make(keys[:-1])}
+        return {**ends, "layers": self._stacked("block", keys[:-1])}
+
+    def init_adapters(self, key: jax.Array) -> modules.Params:
+        """Returns adapters that change nothing yet, as `Network.init_adapters`."""
+        keys = jax.random.split(key, self.vision.num_layers)
+        return lora.only({"layers": self._stacked("adapted", keys)})
+
+    def _stacked(self, part: str, keys: jax.Array) -> modules.Params:
+        return jax.vmap(lambda k: modules.pure(self._made(part, nnx.Rngs(k))))(keys)
 
     def logical_axes(self) -> modules.Params:
         """Returns the tree of `init` with a tuple of logical dim names for each array."""
-        layers = modules.axes(modules.definition(self, "block")[1], ("layers",))
-        return {**modules.axes(modules.definition(self, "ends")[1]), "layers": layers}
+        ends = modules.axes(modules.definition(self, "ends")[1])
+        return {**ends, "layers": self._axes("block")}
+
+    def adapter_axes(self) -> modules.Params:
+        """Returns the tree of `init_adapters` with the logical dim names of each array."""
+        return lora.only({"layers": self._axes("adapted")})
+
+    def _axes(self, part: str) -> modules.Params:
+        return modules.axes(modules.definition(self, part)[1], ("layers",))
 
     def read(
         self,
@@ -136,7 +153,8 @@ class Tower:
         def one(x, entry):
             stacked, index, of_image = entry
             layer = casting.computed(stacked, index, self.compute_dtype)
-            return modules.merged(self, "block", layer)(x, table, images, of_image), None
+            part = "adapted" if lora.present(layer) else "block"
+            return modules.merged(self, part, layer)(x, table, images, of_image), None
 
         if self.remat != "none":
             one = jax.checkpoint(one, policy=REMAT_POLICIES["full"], prevent_cse=False)

@@ -156,7 +156,9 @@ class Network:
         """What reads images; for networks with `shape.vision` alone."""
         assert self.shape.vision is not None
         dtypes = self.param_dtype, self.compute_dtype
-        return tower.Tower(self.shape.vision, self.shape.hidden_size, *dtypes, self.remat)
+        return tower.Tower(
+            self.shape.vision, self.shape.hidden_size, *dtypes, self.remat, self.lora
+        )
 
     def module(self, part: str, kind: Layer) -> nnx.Module:
         """Returns a block, a block with adapters ("adapted"), or the "ends"."""
@@ -190,7 +192,10 @@ class Network:
 
     def init_adapters(self, key: jax.Array) -> Params:
         """Returns adapters that change nothing yet: the first factor random, the second zero."""
-        return lora.only({"layers": self._stacked(key, self.lora)})
+        found = lora.only({"layers": self._stacked(key, self.lora)})
+        if self.shape.vision:
+            found["vision"] = self.tower.init_adapters(jax.random.fold_in(key, 2))
+        return found
 
     def abstract_adapters(self) -> Params:
         """Returns shapes and dtypes of the adapters, nothing allocated; `{}` with rank 0."""
@@ -198,7 +203,10 @@ class Network:
 
     def adapter_axes(self) -> Params:
         """Returns the tree of `abstract_adapters` with the logical dim names of each array."""
-        return lora.only({"layers": self.stacked_axes("adapted")})
+        found = lora.only({"layers": self.stacked_axes("adapted")})
+        if self.shape.vision:
+            found["vision"] = self.tower.adapter_axes()
+        return found
 
     def embed(
         self, params: Params, tokens: Int[Array, "B T"], sights: Sights | None = None

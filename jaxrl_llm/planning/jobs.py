@@ -41,6 +41,7 @@ def of(config: SupervisedConfig) -> tuple[Planned, ...]:
             prompts_per_step=trainer.batch_size,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             optimizer=trainer.optimizer,
+            tower_learning_rate=trainer.tower_learning_rate,
         ),
     )
     rollout = dataclasses.replace(training.rollout, max_response_tokens=longest - 1)

@@ -13,6 +13,7 @@ from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.config.samples import PIECE_TOKENS
 from jaxrl_llm.models import attention, experts, heads
 from jaxrl_llm.models.shape import Layer
+from jaxrl_llm.planning import towers
 from jaxrl_llm.planning.setting import SCORING, Head, Parts, Setting, in_layers, num_params
 
 
@@ -71,12 +72,15 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
         found["train"] = _train(setting, learners)
     if "policy" in roles:
         found |= _reshard(setting)
+    if "policy" in roles and setting.policy.vision:
+        found["tower"] = towers.reading(setting)
     return found
 
 
 def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     """Returns what is on a device during all of a step: models, optimizers, the rollout copy.
 
+    And, with the policy, what reads images beside the engine: a frozen tower, or a copy of it.
     A run that samples ahead may have that twice: the old one serves while the new one is copied to
     a pool of its own, or until it has finished what it began.
     """
@@ -84,6 +88,8 @@ def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     finishes = setting.config.trainer.new_weights == "finish"
     if setting.config.max_staleness and "rollout" in roles and (finishes or "policy" not in roles):
         found += setting.resting("rollout")
+    if "policy" in roles:
+        found += Parts(weights=1.0 * setting.tower * setting.param_item)
     return found
 
 
@@ -103,7 +109,8 @@ def peak(setting: Setting, roles: Collection[str] = ROLES) -> float:
 def _counted_twice(setting: Setting, program: str, own: Parts, roles: Collection[str]) -> Parts:
     """Returns the arguments of a program that `resident` has counted too."""
     if program == "train":
-        return resident(setting, [role for role in ("policy", "critic") if role in roles])
+        learners = [role for role in ("policy", "critic") if role in roles]
+        return sum((setting.resting(role) for role in learners), Parts())
     if program == "score" and setting.resting("reference").host:
         # Brought back from the host's memory: a copy that `resident` does not count.
         return Parts()
@@ -231,13 +238,16 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
         gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
     )
     phases = [at_head] * ("policy" in roles) + [*layers, at_end]
+    if "policy" in roles and setting.learns_tower:
+        phases.append(towers.learning(setting) + Parts(gradients=summed, temporary=waiting))
     busiest = max(phases, key=lambda parts: parts.total)
     # A step's sequences as the update reads them: a whole copy on every device.
     config, width = setting.config, setting.config.max_sequence_tokens
     batch = 1.0 * config.sequences_per_step * width * (4 + 2 * 1 + 9 * 4)
     batch += config.minibatch_size * width * 2 * 4
     if "policy" in roles:
-        batch += setting.lessons(config.minibatch_size)
+        batch += setting.lessons(config.minibatch_size) + towers.vectors(setting)
+        batch += towers.shown(setting, config.minibatch_size) + towers.summed(setting)
     made = Parts(activations=batch, host=offloaded)
     return arguments + busiest * compiler.packing + made
 
@@ -311,7 +321,10 @@ def _score(setting: Setting, head: Head) -> Parts:
         tables = 3  # log-probs, entropies, squares
     busiest = between + max(phases, key=lambda parts: parts.total)
     tokens = setting.config.sequences_per_step * setting.config.max_sequence_tokens
-    return busiest + Parts(weights=setting.weights(head), activations=tokens * (4 + 8 + 4 * tables))
+    given = tokens * (4 + 8 + 4 * tables) + towers.vectors(setting)
+    if head == "lm":
+        given += towers.shown(setting, setting.config.sequences_per_step)
+    return busiest + Parts(weights=setting.weights(head), activations=given)
 
 
 def _decode(setting: Setting) -> Parts:
@@ -358,7 +371,7 @@ def _prefill(setting: Setting) -> Parts:
     return Parts(
         weights=setting.rollout_weights,
         cache=cache * (1 + (setting.backend == "gpu")),
-        activations=2 * scores + made,
+        activations=2 * scores + made + towers.prefilled(setting, prompts * width),
         logits=rows * setting.split(shape.vocab_size) * 4.0,
     )
 

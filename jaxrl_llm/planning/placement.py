@@ -25,7 +25,12 @@ Grouping = tuple[tuple[str, ...], ...]
 
 # The phases of each stage of a step, with the role that each is of.
 _STAGES: Mapping[str, Mapping[str, str]] = {
-    "generate": {"reshard": "policy", "prefill": "rollout", "decode": "rollout"},
+    "generate": {
+        "reshard": "policy",
+        "tower": "policy",
+        "prefill": "rollout",
+        "decode": "rollout",
+    },
     "score": {
         "score": "policy",
         **{f"score_{role}": role for role in ROLES[1:]},

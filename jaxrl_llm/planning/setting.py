@@ -6,7 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +172,27 @@ class Setting:
         return has.get(role, True)
 
     @property
+    def learns_tower(self) -> bool:  # else the tower, if there is one, is frozen
+        return self.policy.vision is not None and self.config.trainer.tower_learning_rate > 0
+
+    @property
+    def image_tokens(self) -> int:  # most of a sequence that are of images
+        config = self.config
+        if self.policy.vision is None:
+            return 0
+        # Jobs on given answers are planned with prompts of one token.
+        prompt = config.data.max_prompt_tokens
+        return prompt if prompt > 1 else config.max_sequence_tokens
+
+    @property
+    def tower(self) -> int:  # parameters of a tower on a device in training
+        return self.counted(Network(self.policy))["vision"] if self.policy.vision else 0
+
+    def network(self, head: Head = "lm", **settings: Any) -> Network:
+        """Returns the policy's, or a critic's, network without its tower."""
+        return Network(dataclasses.replace(self.policy, vision=None), head=head, **settings)
+
+    @property
     def row_shards(self) -> int:  # devices that the rows of a microbatch are split over
         return self.mesh["data"] * self.mesh["fsdp"] * self.mesh["expert"]
 
@@ -293,14 +314,19 @@ class Setting:
 
     def held(self, head: Head) -> Counter[str]:
         """Returns the policy's, or a critic's, parameters on a device in training."""
-        return self.counted(Network(self.policy, head=head))
+        return self.counted(self.network(head))
 
     def weights(self, head: Head) -> float:
-        return self.held(head).total() * self.param_item
+        held = self.held(head).total()
+        return (held + (self.tower if self._with_tower(head) else 0)) * self.param_item
+
+    def _with_tower(self, head: Head) -> bool:
+        """Returns whether a tower learns with a network: the policy has it among its weights."""
+        return self.learns_tower and head == "lm"
 
     def computed(self) -> dict[str, LayerParams]:
         """Returns by stack the parameters of one of the policy's layers, gathered for use."""
-        return _computed(Network(self.policy), tuple(self.mesh.items()))
+        return _computed(self.network(), tuple(self.mesh.items()))
 
     def used(self, sampling: bool = False) -> LayerParams:
         """Returns the policy's parameters that a device computes with, one layer after another.
@@ -312,7 +338,7 @@ class Setting:
             (of_layers[name], len(stack.numbers) // (1 if sampling else stack.stages))
             for name, stack in stacks.items()
         ]
-        held = self.counted(Network(self.policy), "tensor")
+        held = self.counted(self.network(), "tensor")
         ends = held.total() - in_layers(held)
         found = sum(count * of.experts for of, count in layers)
         return LayerParams(found, ends + sum(count * of.rest for of, count in layers))
@@ -320,9 +346,12 @@ class Setting:
     def num_learned(self, head: Head) -> int:
         """Returns the parameters that are trained, on a device: all of them, or the adapters."""
         if not self.adapts(head):
-            return self.held(head).total()
+            return self.held(head).total() + (self.tower if self._with_tower(head) else 0)
         lora = self.config.lora
-        return self.counted(Network(self.policy, lora=lora), adapters=True).total()
+        network = self.network(lora=lora)
+        if self._with_tower(head):
+            network = Network(self.policy, lora=lora)
+        return self.counted(network, adapters=True).total()
 
     def adapts(self, head: Head) -> bool:
         """Returns whether only adapters of a network are trained."""
@@ -330,14 +359,14 @@ class Setting:
 
     @property
     def rollout_held(self) -> Counter[str]:  # the rollout copy's parameters on a device
-        return self.counted(Network(self.policy), self.config.mesh.rollout)
+        return self.counted(self.network(), self.config.mesh.rollout)
 
     @property
     def _rollout_bytes(self) -> Counter[str]:
         """Bytes of the rollout copy by group; routers and rounded weights have their own dtypes."""
         rollout, param_dtype = self.config.rollout, self.config.model.param_dtype
         products = Products(quantization=rollout.quantization)
-        network = Network(self.policy, param_dtype=param_dtype, products=products)
+        network = self.network(param_dtype=param_dtype, products=products)
         layout, mesh = self.config.mesh.rollout, tuple(self.mesh.items())
         return _bytes_as(network, layout, mesh, self.rollout_dtype)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError, ModelConfig, RLConfig
 from jaxrl_llm.models import families, huggingface
-from jaxrl_llm.models.shape import RopeScaling, Shape, random_model
+from jaxrl_llm.models.shape import RopeScaling, Shape, Vision, random_model
 from jaxrl_llm.planning.setting import Head, Scorer
 
 _LLAMA = {"family": "llama", "norm_eps": 1e-5, "head_size": 128}
@@ -82,6 +82,12 @@ def _gpt_oss(layers: int, experts: int) -> Shape:
     )
 
 
+def _qwen_vl(base: Mapping[str, Any], *sizes: int, tower_mlp: int = 3420) -> Shape:
+    vision = Vision(32, 1280, 16, tower_mlp, full_layers=(7, 15, 23, 31))
+    more = {"family": "qwen2_5_vl", "rope_sections": (16, 24, 24), "max_positions": 128_000}
+    return dataclasses.replace(_shape({**base, **more}, *sizes), vision=vision)
+
+
 _DEEPSEEK_V3 = _published(
     "deepseek_v3",
     "DeepseekV3",
@@ -120,6 +126,10 @@ SHAPES: Mapping[str, Shape] = {
     "Qwen2.5-14B": _shape(_QWEN2_LARGE, 5120, 48, 40, 8, 13_824),
     "Qwen2.5-32B": _shape(_QWEN2_LARGE, 5120, 64, 40, 8, 27_648),
     "Qwen2.5-72B": _shape(_QWEN2_LARGE, 8192, 80, 64, 8, 29_568),
+    "Qwen2.5-VL-3B": _qwen_vl(_QWEN2, 2048, 36, 16, 2, 11_008),
+    "Qwen2.5-VL-7B": _qwen_vl(_QWEN2_LARGE, 3584, 28, 28, 4, 18_944),
+    "Qwen2.5-VL-32B": _qwen_vl(_QWEN2_LARGE, 5120, 64, 40, 8, 27_648, tower_mlp=3456),
+    "Qwen2.5-VL-72B": _qwen_vl(_QWEN2_LARGE, 8192, 80, 64, 8, 29_568, tower_mlp=3456),
     "Qwen3-0.6B": _shape(_QWEN3, 1024, 28, 16, 8, 3072),
     "Qwen3-1.7B": _shape(_QWEN3, 2048, 28, 16, 8, 6144),
     "Qwen3-4B": _shape(_QWEN3, 2560, 36, 32, 8, 9728),

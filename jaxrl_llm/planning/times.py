@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.models import flops, pipeline
 from jaxrl_llm.models.shape import Shape
+from jaxrl_llm.planning import towers
 from jaxrl_llm.planning.devices import Device
 from jaxrl_llm.planning.setting import SCORING, Head, LayerParams, Setting
 
@@ -47,6 +48,8 @@ def phases(setting: Setting, device: Device) -> dict[str, Cost]:
         "train": _pass(setting, device, "lm", trained=True),
         "reshard": _reshard(setting, device),
     }
+    if setting.policy.vision:
+        found["tower"] = _tower(setting, device)
     if needed.reference:
         found["score_reference"] = found["score"]
     if needed.critic:
@@ -181,6 +184,24 @@ def _prefill(setting: Setting, device: Device) -> Cost:
     links = 4 * shape.num_layers * here * shape.hidden_size * (tensor - 1) / tensor
     links += _exchanged(setting, here)
     return _cost(setting, device, work, work, weights * batches, {tensor: links})
+
+
+def _tower(setting: Setting, device: Device) -> Cost:
+    """Returns what reading the images of a step costs.
+
+    A frozen tower reads each once in a run: this is of steps whose images are new. One that learns
+    reads them for the engine and each time that log-probs are asked for or an update is taken.
+    """
+    once = towers.operations(setting)
+    useful = again = 0.0
+    if setting.learns_tower:
+        config = setting.config
+        scored = 1 + needs.of(config.algorithm).reference
+        useful = once * (scored + 3 * config.trainer.epochs)
+        again = 0.0 if config.model.remat == "none" else once * config.trainer.epochs
+    weights = 1.0 * setting.tower * setting.param_item
+    work, links = once + useful, {setting.num_devices: weights}
+    return _cost(setting, device, work + again, work, weights, links)
 
 
 def _decode(setting: Setting, device: Device) -> Cost:

@@ -122,6 +122,7 @@ def as_rollouts(
         if (num_routes := engine.limits.num_routes)
         else None,
         logs=tuple(logs[s.episode] for s in sequences) if logs else (),
+        images=tuple(s.images for s in sequences),
     )
     for row, s in enumerate(sequences):
         response = slice(starts[row], ends[row])

@@ -114,11 +114,14 @@ class Jitted:
         return prefix.tokens.shape[0] // self.pages.page_tokens + size
 
     def lower_prefill(
-        self, params: Params, num_prompts: int, prompt_tokens: int
+        self, params: Params, num_prompts: int, prompt_tokens: int, vector_size: int = 0
     ) -> jax.stages.Lowered:
-        """Returns the widest program that reads such prompts; `params` may be abstract."""
+        """Returns the widest program that reads such prompts; `params` may be abstract.
+
+        With a `vector_size`, that of images, prompts with images.
+        """
         shape = inputs.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        rows = jax.tree.map(self._abstract, inputs.empty_rows(*shape, self.num_routes))
+        rows = jax.tree.map(self._abstract, inputs.empty_rows(*shape, self.num_routes, vector_size))
         return self.prefill.lower(params, rows)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:

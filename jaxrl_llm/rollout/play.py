@@ -35,6 +35,11 @@ class Following(Protocol):
         """Whether the tokens are the whole dialogue anew: another sequence begins with them."""
         ...
 
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        """Those in the tokens, with their places there."""
+        ...
+
 
 class World(Protocol):
     """What answers the policy. Episodes are numbered prompt-major; all hosts get the same."""
@@ -68,7 +73,7 @@ class Sequence:
     prompt: tuple[int, ...]
     params: SamplingParams
     key: np.ndarray
-    images: tuple[Picture, ...] = ()
+    images: tuple[Picture, ...] = ()  # of prompt and tokens
     tokens: list[int] = dataclasses.field(default_factory=list)
     chosen: list[bool] = dataclasses.field(default_factory=list)  # sampled, not appended
     log_probs: list[float] = dataclasses.field(default_factory=list)
@@ -96,9 +101,10 @@ class Sequence:
         if sampled.routes:
             self.routes = np.concatenate(sampled.routes)[: len(self.prompt) + len(self.tokens)]
 
-    def append(self, tokens: Several[int]) -> None:
-        """Takes in what follows a turn."""
-        count = len(tokens)
+    def append(self, tokens: Several[int], images: Several[Picture] = ()) -> None:
+        """Takes in what follows a turn; images have their places in `tokens`."""
+        count, begin = len(tokens), len(self.prompt) + len(self.tokens)
+        self.images += tuple(dataclasses.replace(i, start=begin + i.start) for i in images)
         self.tokens += tokens
         self.chosen += [False] * count
         self.log_probs += [0.0] * count
@@ -243,10 +249,11 @@ class Play:
         elif following.rewrites:
             self._engine.forget(*last.place)
             params = dataclasses.replace(last.params, max_tokens=self._left(episode))
-            episode.append(Sequence(last.episode, following.tokens, params, last.key))
+            whole = following.tokens, params, last.key, following.images
+            episode.append(Sequence(last.episode, *whole))
             self._submit(episode[-1:])
         else:
-            last.append(following.tokens)
+            last.append(following.tokens, following.images)
             self._submit([last], continues=last.place)
 
     def _left(self, episode: Several[Sequence]) -> int:

@@ -13,6 +13,7 @@ from jaxrl_llm.agents.additions import with_json
 from jaxrl_llm.agents.episode import call_id
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.pictures import expanded
 from jaxrl_llm.data.tokenizer import Message
 from jaxrl_llm.serving.calls import Expected
 from jaxrl_llm.serving.protocol import (
@@ -25,16 +26,34 @@ from jaxrl_llm.serving.protocol import (
     TopLogProbs,
     Wanted,
 )
+from jaxrl_llm.types import Picture
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 128
 
 
 class TextPart(Strict):
-    """A part of a message's content; there are none but texts."""
+    """A text in a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Strict):
+    """An image itself, as data:image/png;base64,...; nothing is downloaded."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # of no consequence
+
+
+class ImagePart(Strict):
+    """An image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class CalledFunction(Strict):
@@ -67,7 +86,7 @@ class ChatMessage(Strict):
     """A message; what a server has replied may be sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], First] | None = None
+    content: str | Annotated[list[Part], First] | None = None
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], First] | None = None
@@ -81,13 +100,29 @@ class ChatMessage(Strict):
             raise ValueError("tool_call_id belongs to messages of role 'tool', and to all of them")
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing; only a message with tool_calls has none")
+        if self.images and self.role not in ("user", "tool"):
+            raise ValueError(f"images are of role 'user' or 'tool', not {self.role!r}")
         return self
 
     @property
-    def text(self) -> str:
-        """The content, its parts joined."""
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    def _parts(self) -> Sequence[TextPart | ImagePart]:
+        return [] if self.content is None or isinstance(self.content, str) else self.content
+
+    @property
+    def images(self) -> list[str]:
+        """The addresses of the images in the content."""
+        return [part.image_url.url for part in self._parts if isinstance(part, ImagePart)]
+
+    @property
+    def shown(self) -> str | list[dict[str, str]]:
+        """The content for a chat template: parts if some are images, else a text, joined."""
+        if isinstance(self.content, str) or self.content is None:
+            return self.content or ""
+        parts = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
+        return parts if self.images else "".join(part["text"] for part in parts)
 
 
 class Function(Strict):
@@ -175,6 +210,7 @@ class ChatBody(Body):
         if served.chat_template and not served.tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template; use /v1/completions")
         messages, shown = _as_templates_want(self.messages), self._shown_tools
+        found = _pictures(served, self.messages)
         if shown and not (served.chat_template and served.call_format):
             message = "tools: the chat template of this model does not tell how it calls tools"
             raise ApiError(400, f"{message}; leave them out", param="tools")
@@ -189,9 +225,13 @@ class ChatBody(Body):
             begun = _begun(served, messages, options, text, self._demanded) if shown else ""
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        prompts = tokenizer_lib.prompt_tokens(
+        (tokens,) = tokenizer_lib.prompt_tokens(
             served.tokenizer, [text + begun], served.chat_template
         )
+        try:
+            tokens, images = expanded(served.pictures, tokens, found, "messages")
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
         expected = Expected(
             served.call_format,
             calls.schemas_of(shown),
@@ -202,13 +242,30 @@ class ChatBody(Body):
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
         return self._wanted(
             served,
-            prompts,
+            [tokens],
             "messages",
             limit,
             served.max_tokens,
             num_top,
             expected if shown else None,
+            images,
         )
+
+
+def _pictures(served: Served, messages: Sequence[ChatMessage]) -> list[Picture]:
+    """Returns the images of messages, read; one that cannot be is an `ApiError`."""
+    found = []
+    for number, message in enumerate(messages):
+        for image, address in enumerate(message.images):
+            where = f"messages.{number}.content, image {image + 1}"
+            if served.pictures is None:
+                rule = "this model reads text alone; leave images out"
+                raise ApiError(400, f"{where}: {rule}", param="messages")
+            try:
+                found.append(served.pictures.read(address, where, files=False))
+            except DataError as error:
+                raise ApiError(400, str(error), param="messages") from error
+    return found
 
 
 def _as_templates_want(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -220,7 +277,7 @@ def _as_templates_want(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     known: dict[str, dict[str, str]] = {}  # a client's name of a call -> what a reply to it has
     for message in messages:
         role = "system" if message.role == "developer" else message.role
-        new: dict[str, Any] = {"role": role, "content": message.text}
+        new: dict[str, Any] = {"role": role, "content": message.shown}
         if message.tool_calls:
             new["tool_calls"] = []
             for number, call in enumerate(message.tool_calls):

@@ -6,7 +6,7 @@ Fields that are not served are refused.
 import dataclasses
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data.files import is_text
+from jaxrl_llm.data.pictures import Pictures
+from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.rollout import requests
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
 from jaxrl_llm.serving.calls import Expected
+from jaxrl_llm.types import Picture
 
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
@@ -77,6 +80,9 @@ class Served:
     max_tokens: int  # prompt and reply of one sample
     chat_template: bool = True  # False: messages are joined by newlines
     call_format: str = ""  # in which the model calls tools; "": it calls none
+    pictures: Pictures | None = None  # prepares images; None: the model reads text alone
+    # What images are to a prompt of so many tokens; called by one thread.
+    see: Callable[[Sequence[Picture], int], Sights | None] = lambda images, num_tokens: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +210,7 @@ class Body(Strict):
         default_tokens: int,  # gives way to a long prompt; `max_tokens` does not
         num_top: int,  # likeliest tokens beside each log-prob; -1: no log-probs
         calls: Expected | None = None,
+        images: Sequence[Picture] = (),  # of every prompt
     ) -> Wanted:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
         if own := self.stop_token_ids:
@@ -235,7 +242,8 @@ class Body(Strict):
                 stop_strings=tuple(self.stop or ()),
                 num_top_log_probs=max(0, num_top),
             )
-            asked.append(Request(prompt, keys, (params,) * count))
+            sights = served.see(images, length)
+            asked.append(Request(prompt, keys, (params,) * count, sights=sights))
         return Wanted(tuple(asked), num_top >= 0, calls)
 
 

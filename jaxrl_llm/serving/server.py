@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import uvicorn
 from absl import logging
@@ -37,6 +38,9 @@ def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
         # another thread from decoding.
         backend.no_truncation()
         backend.no_padding()
+    reads: dict[str, Any] = {}
+    if models.gallery is not None:
+        reads = {"pictures": models.pictures, "see": models.gallery.sights}
     return Served(
         name=name or source.name,
         tokenizer=models.tokenizer,
@@ -45,6 +49,7 @@ def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
         max_tokens=max_tokens or source.max_tokens,
         chat_template=source.config.data.chat_template,
         call_format=call_format(source.config.agent, models.tokenizer),
+        **reads,
     )
 
 

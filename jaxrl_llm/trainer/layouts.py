@@ -92,6 +92,11 @@ def checked(config: RLConfig, text: str) -> RLConfig:
     if config.placement.hosts == "own" and found.placement != config.placement:
         message = "pools on hosts of their own stay as they are (placement.hosts='own')"
         raise ConfigError(f"layout {text!r}: {message}")
-    models_lib.of_job(found, planned.meshes(found))
+    models = models_lib.of_job(found, planned.meshes(found))
+    if models.gallery is not None and found.placement.choice != "colocate":
+        raise ConfigError(
+            f"placement.choice: {found.placement.choice!r}, but the model reads images, which roles"
+            " on devices of their own do not; change mesh.* alone"
+        )
     planned.check(found, jax.devices())
     return found

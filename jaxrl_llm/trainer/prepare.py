@@ -82,7 +82,8 @@ def checked(
         logging.warning("%s", warning)
     world, options_of = None, None
     if config.agent.is_used:
-        world = open_until.enter_context(World(config.agent, models.tokenizer))
+        pictures = None if gallery.refused(config, bool(replay)) else models.pictures
+        world = open_until.enter_context(World(config.agent, models.tokenizer, pictures))
         options_of = world.options
     load = functools.partial(
         datasets.load_dataset,

@@ -142,6 +142,7 @@ SHARED = {
     "config.model.vision.mlp_size": (probe.towers, 32, IMAGES),
     "config.model.vision.patch_size": (probe.towers, 2, IMAGES),
     "config.model.vision.window_size": (probe.towers, 8, IMAGES),
+    "config.trainer.tower_learning_rate": (probe.towers, 0.5, IMAGES),
     "config.model.rope_theta": (probe.networks, 500.0),
     "config.model.tie_embeddings": (probe.networks, False),
     "config.model.param_dtype": (probe.networks, "bfloat16"),

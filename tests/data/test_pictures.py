@@ -25,6 +25,12 @@ def png(height, width, mode="RGB"):
     return file.getvalue()
 
 
+def blank(height, width):
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 def uri(contents):
     return "data:image/png;base64," + base64.b64encode(contents).decode()
 
@@ -99,6 +105,7 @@ WRONG = {
     "no base64": (row(images=["data:image/png;base64,???"]), "is no base64"),
     "of the net": (row(images=["https://a.b/c.png"]), "nothing is downloaded"),
     "a number": (row(images=[5]), "must be bytes, a path or a data URI, got int"),
+    "huge": (row(images=[uri(blank(9000, 9000))]), "9000 x 9000 pixels, more than 67108864"),
     "too narrow": (row(images=[uri(png(2, 900))]), "aspect ratio"),
     "its token": (
         row(prompt=[{"role": "user", "content": "<image><|image_pad|>"}]),

@@ -61,6 +61,11 @@ CASES = {
     "ppo": {"algorithm": {"recipe": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
     "ahead": {"trainer": {"sampling": "ahead", "max_staleness": 2}},
     "lora": {"lora": {"rank": 2}, "algorithm": {"kl_in": "loss", "kl_coef": 0.1}},
+    "images": {
+        "model": {"family": "qwen2_5_vl", "vision": {"hidden_size": 32, "num_heads": 2}},
+        "data": {"task": "shapes", "max_prompt_tokens": 40, "chat_template": True},
+        "trainer": {"tower_learning_rate": 1e-3},
+    },
 }
 APART = {"placement": {"choice": "hybrid"}, "mesh": {"fsdp": 1}}
 
@@ -75,6 +80,7 @@ APART = {"placement": {"choice": "hybrid"}, "mesh": {"fsdp": 1}}
         ),
         ("ahead", "mesh.fsdp=1 mesh.tensor=2", TENSOR),
         pytest.param("lora", "mesh.fsdp=1 mesh.tensor=2", TENSOR, marks=pytest.mark.nightly),
+        pytest.param("images", "mesh.fsdp=1 mesh.tensor=2", TENSOR, marks=pytest.mark.nightly),
     ],
 )
 def test_a_change_is_a_restart(case, text, settings, train, monkeypatch):

@@ -1,63 +1,20 @@
 """Images through a step: read once, the same to engine and learner, on any mesh."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
+from pictured import CONFIG, ONE_DEVICE, on, sampled
 
-from jaxrl_llm.config import DataConfig, MeshConfig, ModelConfig, RLConfig, RolloutConfig
-from jaxrl_llm.config.learner import RLTrainerConfig, VisionConfig
-from jaxrl_llm.data import datasets
-from jaxrl_llm.learner import models as models_lib
+from jaxrl_llm.agents.additions import Addition
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.data import shapes
+from jaxrl_llm.data.pictures import expanded
 from jaxrl_llm.learner import predict, wide
 from jaxrl_llm.learner import sampler as sampler_lib
-from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.rollout import episodes
-from jaxrl_llm.types import Weights
-
-CONFIG = RLConfig(
-    model=ModelConfig(
-        family="qwen2_5_vl",
-        hidden_size=32,
-        num_heads=2,
-        num_kv_heads=2,
-        mlp_size=48,
-        vision=VisionConfig(hidden_size=32, num_heads=2, mlp_size=48),
-        remat="none",
-    ),
-    data=DataConfig(
-        task="shapes",
-        arithmetic_train_prompts=6,
-        arithmetic_eval_prompts=1,
-        max_prompt_tokens=40,
-    ),
-    rollout=RolloutConfig(max_response_tokens=8, num_slots=8),
-    trainer=RLTrainerConfig(prompts_per_step=3, max_tokens_per_microbatch=128),
-)
-NUM_SAMPLES = 4
-
-
-def on(mesh, config=CONFIG):
-    """Returns models on so many devices, and the weights of a policy that reads images."""
-    config = dataclasses.replace(config, mesh=mesh)
-    sizes = mesh.data * mesh.fsdp * mesh.tensor
-    models = models_lib.of_job(config, models_lib.one_mesh(config, jax.devices()[:sizes]))
-    return config, models, weights_lib.initial_policy(config, models)
-
-
-@functools.cache
-def sampled():
-    config, models, params = on(MeshConfig(fsdp=1))
-    given = config.data, models.tokenizer, "train", 0, None, models.pictures
-    prompts = datasets.load_dataset(*given).batches(3)[0]
-    prompts = dataclasses.replace(prompts, prompts=(*prompts.prompts, prompts.prompts[0]))
-    sampler = sampler_lib.build(config, models, {})
-    how = [episodes.sampling_params(config.rollout, models.eos_tokens)] * NUM_SAMPLES
-    weights = Weights(sampler.weights(params), 0)
-    rollouts, _ = sampler.rollout(weights, prompts, how, jax.random.key(1))
-    return models.gallery, rollouts
+from jaxrl_llm.types import EpisodeLog, PromptBatch, Weights
 
 
 def scored(config, models, params, rollouts):
@@ -75,7 +32,7 @@ def test_an_image_is_read_once_and_means_the_same_everywhere():
     # Three images for 4 prompts of 4 samples each.
     assert gallery.num_read == 3
     assert gallery.tower.vision.image_token == gallery.pictures.image_token  # what is exported
-    found = scored(*on(MeshConfig(fsdp=1)), rollouts)
+    found = scored(*on(ONE_DEVICE), rollouts)
     gallery.of_rollouts(rollouts)
     assert gallery.num_read == 3
     assert rollouts.response_mask.sum() > 40
@@ -90,8 +47,8 @@ def test_the_image_matters():
         dataclasses.replace(prompt, images=other.images)
         for prompt, other in zip(prompts, prompts[1:] + prompts[:1], strict=True)
     ]
-    other = dataclasses.replace(rollouts, prompts=tuple(swapped))
-    found = scored(*on(MeshConfig(fsdp=1)), other)
+    other = dataclasses.replace(rollouts, prompts=tuple(swapped), images=())
+    found = scored(*on(ONE_DEVICE), other)
     assert np.abs(found - rollouts.rollout_log_probs).max() > 1e-4
 
 
@@ -100,7 +57,7 @@ def test_prompts_that_stand_once_or_in_every_row_are_the_same():
     _, rollouts = sampled()
     shared = dataclasses.replace(CONFIG.trainer, shared_prompts="off")
     config = dataclasses.replace(CONFIG, trainer=shared)
-    found = scored(*on(MeshConfig(fsdp=1), config), rollouts)
+    found = scored(*on(ONE_DEVICE, config), rollouts)
     np.testing.assert_allclose(found, rollouts.rollout_log_probs, atol=1e-5)
 
 
@@ -109,3 +66,65 @@ def test_eight_devices_compute_what_one_does():
     _, rollouts = sampled()
     found = scored(*on(MeshConfig(data=2, fsdp=2, tensor=2)), rollouts)
     np.testing.assert_allclose(found, rollouts.rollout_log_probs, atol=1e-5)
+
+
+class Showing:
+    """Answers the first turn of every episode with an image among words."""
+
+    def __init__(self, models, image):
+        text = "<eos><tool><|vision_start|><|image_pad|><|vision_end|>see<eos>"
+        tokens = models.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens, images = expanded(models.pictures, tokens, [image], "here")
+        self.addition = Addition(tokens, False, images)
+        self.turns, self.waiting = {}, []
+
+    def begin(self, prompts, num_samples):
+        self.turns = dict.fromkeys(range(len(prompts.prompts) * num_samples), 0)
+        return prompts
+
+    def take(self, number, tokens, stopped):
+        self.turns[number] += 1
+        self.waiting += [number] * (self.turns[number] == 1)
+        return self.turns[number] == 1
+
+    def answers(self, wait):
+        waiting, self.waiting = self.waiting, []
+        return [(number, self.addition) for number in waiting]
+
+    def end(self, number):
+        raise AssertionError("the answer must fit")
+
+    def finish(self):
+        return [EpisodeLog() for _ in self.turns]
+
+
+def test_an_image_that_comes_after_a_turn_is_read_in_its_place():
+    config = dataclasses.replace(
+        CONFIG, rollout=dataclasses.replace(CONFIG.rollout, max_response_tokens=48)
+    )
+    config, models, params = on(ONE_DEVICE, config)
+    first = sampled()[1].prompts[0]
+    text = dataclasses.replace(first, tokens=(*first.tokens[:2], *first.tokens[-8:]), images=())
+    shown = models.pictures.read(shapes.drawing("later")[0], "here")
+    world = Showing(models, shown)
+    sampler = sampler_lib.build(config, models, {}, world)
+    sampler = dataclasses.replace(sampler, max_turn_tokens=4)
+    how = [episodes.sampling_params(config.rollout, models.eos_tokens)] * 2
+    weights = Weights(sampler.weights(params), 0)
+    rollouts, _ = sampler.rollout(weights, PromptBatch((first, text)), how, jax.random.key(2))
+    assert [len(images) for images in rollouts.images] == [2, 2, 1, 1]
+    for row, images in enumerate(rollouts.images):
+        last = images[-1]
+        here = slice(last.start, last.start + last.num_tokens)
+        assert (rollouts.tokens[row, here] == models.pictures.image_token).all()
+        assert not rollouts.response_mask[row, here].any()
+        assert rollouts.response_mask[row, here.stop :].any()
+    found = scored(config, models, params, rollouts)
+    np.testing.assert_allclose(found, rollouts.rollout_log_probs, atol=1e-5)
+    other = models.pictures.read(shapes.drawing("another")[0], "here")
+    others = tuple(
+        (*images[:-1], dataclasses.replace(other, start=images[-1].start))
+        for images in rollouts.images
+    )
+    found = scored(config, models, params, dataclasses.replace(rollouts, images=others))
+    assert np.abs(found - rollouts.rollout_log_probs).max() > 1e-4

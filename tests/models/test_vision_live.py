@@ -1,16 +1,34 @@
 """Qwen2.5-VL against transformers: vectors, positions, logits, folders, greedy decode."""
 
+import dataclasses
+import io
+
+import commands
 import numpy as np
+import pictured
 import pytest
 import seen
 import tiny
+from PIL import Image
 
+from jaxrl_llm.config import (
+    LoraConfig,
+    OptimizerConfig,
+    SFTConfig,
+)
+from jaxrl_llm.config.learner import SupervisedTrainerConfig
+from jaxrl_llm.config.records import MetricsConfig
+from jaxrl_llm.config.samples import EvaluationConfig
+from jaxrl_llm.data import shapes
+from jaxrl_llm.learner import saved
+from jaxrl_llm.learner import weights as weights_lib
 from jaxrl_llm.models import families, huggingface, patches, safetensors_file
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding.mesh import TRAIN, shardings
+from jaxrl_llm.trainer import supervised
 
 pytestmark = pytest.mark.parity
 
@@ -201,3 +219,63 @@ def test_greedy_tokens_are_those_of_generate(model, torch):
         requests.append(Request(tuple(tokens), keys, (greedy,), sights=sights))
     answers = engine.generate(tiny.rollout_params(text, mesh, decoder), requests)
     assert [answer[0].tokens for answer in answers] == wanted
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_trained_tower_is_exported(rank, torch, tmp_path, capsys):
+    """The logits of transformers for the export are those of the run's own weights."""
+    import transformers
+
+    config = SFTConfig(
+        model=dataclasses.replace(pictured.CONFIG.model, tie_embeddings=False),
+        data=pictured.CONFIG.data,
+        lora=LoraConfig(rank=rank),
+        trainer=SupervisedTrainerConfig(
+            num_steps=2,
+            batch_size=4,
+            tower_learning_rate=1e-2,
+            optimizer=OptimizerConfig(learning_rate=1e-2),
+        ),
+        evaluation=EvaluationConfig(every=0, before=False, after=False),
+        metrics=MetricsConfig(tensorboard=False, console=False),
+    )
+    supervised.train(config, tmp_path / "run")
+    code, _, log = commands.call(
+        capsys, "export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"
+    )
+    assert code == 0, log
+    learned = saved.learned(tmp_path / "run")
+    params, network = learned.whole(learned.read()[0]), learned.network
+    first = weights_lib.initial(config, learned.models)
+    before, after = (tree["vision"]["layers"]["mlp"]["up"]["kernel"] for tree in (first, params))
+    assert np.abs(np.asarray(before) - np.asarray(after)).max() > 1e-3
+    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        tmp_path / "out"
+    ).eval()
+    processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "out")
+    drawings = [Image.open(io.BytesIO(shapes.drawing(f"export {i}")[0])) for i in range(2)]
+    found = processor(drawings, return_tensors="np")
+    grids = [patches.Grid(*map(int, grid[1:])) for grid in found["image_grid_thw"]]
+    ends = np.cumsum([grid.num_patches for grid in grids])[:-1]
+    images = list(zip(grids, np.split(found["pixel_values"], ends), strict=True))
+    vision, tokens, starts = network.shape.vision, [5, 6], []
+    for grid, _ in images:
+        starts.append(len(tokens))
+        tokens += [vision.image_token] * grid.num_tokens(vision) + [7, 8]
+    merged = [grid.merged(vision) for grid in grids]
+    at = np.where(np.array(tokens) == vision.image_token, 0, -1)
+    at[at == 0] = np.arange((at == 0).sum())
+    positions = patches.positions(len(tokens), starts, merged)
+    sights = Sights(positions[None], at[None], np.concatenate(vectors_of(network, params, images)))
+    given = np.array([tokens], np.int32), np.arange(len(tokens))[None], np.ones_like(at)[None]
+    ours = network.logits(params, network.hidden(params, *given, sights=sights))[0]
+    row = torch.tensor([tokens])
+    with torch.no_grad():
+        want = theirs(
+            row,
+            attention_mask=torch.ones_like(row),
+            pixel_values=torch.tensor(found["pixel_values"]),
+            image_grid_thw=torch.tensor(found["image_grid_thw"]),
+            mm_token_type_ids=(row == vision.image_token).int(),
+        ).logits[0]
+    np.testing.assert_allclose(ours, want, atol=1e-4)

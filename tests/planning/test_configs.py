@@ -14,6 +14,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SIZES = ("3b", "8b", "32b", "70b", "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3")
 PLANNED = [f"{recipe}_{size}" for recipe in ("ppo", "grpo") for size in SIZES]
 PLANNED += [f"{job}_8b" for job in ("sft", "dpo", "reward_model", "agent_search")]
+PLANNED += ["grpo_vl_7b"]
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import lowering
+from jaxrl_llm.models.shape import Vision
 from jaxrl_llm.planning import fit, memory
 from jaxrl_llm.planning.devices import DEVICES
 from jaxrl_llm.planning.setting import Setting, in_layers, num_params
@@ -54,6 +55,43 @@ def test_within_a_tenth_of_the_compiler(name):
     """Compiled here and now, on fake CPU devices."""
     ours = setting()
     models = lowering.abstract_models(ours.config, SHAPE, jax.devices())
+    report = lowering.compile_report(lowering.lowered(ours.config, models)[name])
+    assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
+
+
+WITH_TOWER = dataclasses.replace(
+    SHAPES["Qwen2.5-VL-3B"],
+    num_layers=4,
+    hidden_size=1024,
+    num_heads=8,
+    mlp_size=4096,
+    vision=Vision(8, 640, 8, 1664, full_layers=(3, 7)),
+)
+
+
+@pytest.mark.parametrize(
+    "name, rate",
+    [
+        ("tower", 0.0),
+        *(
+            pytest.param(name, rate, marks=pytest.mark.nightly)
+            for name in ("score", "train")
+            for rate in (0.0, 1e-6)
+        ),
+    ],
+)
+def test_a_tower_and_its_images_are_within_a_tenth_of_the_compiler(name, rate):
+    ours = setting(
+        WITH_TOWER,
+        algorithm={"recipe": "grpo", "samples_per_prompt": 2},
+        data={"max_prompt_tokens": 512},
+        trainer={
+            "prompts_per_step": 32,
+            "max_tokens_per_microbatch": 1280,
+            "tower_learning_rate": rate,
+        },
+    )
+    models = lowering.abstract_models(ours.config, WITH_TOWER, jax.devices())
     report = lowering.compile_report(lowering.lowered(ours.config, models)[name])
     assert memory.programs(ours)[name].total == pytest.approx(report.total, rel=0.1)
 
