@@ -238,7 +238,7 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
         gradients=compiler.optimizing * (4.0 * learned if several else narrow), temporary=waiting
     )
     phases = [at_head] * ("policy" in roles) + [*layers, at_end]
-    if "policy" in roles and setting.learns_tower:
+    if "policy" in roles and setting.learns_tower():
         phases.append(towers.learning(setting) + Parts(gradients=summed, temporary=waiting))
     busiest = max(phases, key=lambda parts: parts.total)
     # A step's sequences as the update reads them: a whole copy on every device.

@@ -171,22 +171,14 @@ class Setting:
         has = {"critic": needed.critic, "reference": reference, "reward": bool(self.scorers)}
         return has.get(role, True)
 
-    @property
-    def learns_tower(self) -> bool:  # else the tower, if there is one, is frozen
-        return self.policy.vision is not None and self.config.trainer.tower_learning_rate > 0
-
-    @property
-    def image_tokens(self) -> int:  # most of a sequence that are of images
-        config = self.config
-        if self.policy.vision is None:
-            return 0
-        # Jobs on given answers are planned with prompts of one token.
-        prompt = config.data.max_prompt_tokens
-        return prompt if prompt > 1 else config.max_sequence_tokens
+    def learns_tower(self, head: Head = "lm") -> bool:
+        """Returns whether a tower learns with a network; the policy's weights have it then."""
+        learns = self.config.trainer.tower_learning_rate > 0
+        return head == "lm" and self.model.vision is not None and learns
 
     @property
     def tower(self) -> int:  # parameters of a tower on a device in training
-        return self.counted(Network(self.policy))["vision"] if self.policy.vision else 0
+        return self.counted(Network(self.policy))["vision"] if self.model.vision else 0
 
     def network(self, head: Head = "lm", **settings: Any) -> Network:
         """Returns the policy's, or a critic's, network without its tower."""
@@ -317,12 +309,7 @@ class Setting:
         return self.counted(self.network(head))
 
     def weights(self, head: Head) -> float:
-        held = self.held(head).total()
-        return (held + (self.tower if self._with_tower(head) else 0)) * self.param_item
-
-    def _with_tower(self, head: Head) -> bool:
-        """Returns whether a tower learns with a network: the policy has it among its weights."""
-        return self.learns_tower and head == "lm"
+        return (self.held(head).total() + self.learns_tower(head) * self.tower) * self.param_item
 
     def computed(self) -> dict[str, LayerParams]:
         """Returns by stack the parameters of one of the policy's layers, gathered for use."""
@@ -346,12 +333,9 @@ class Setting:
     def num_learned(self, head: Head) -> int:
         """Returns the parameters that are trained, on a device: all of them, or the adapters."""
         if not self.adapts(head):
-            return self.held(head).total() + (self.tower if self._with_tower(head) else 0)
-        lora = self.config.lora
-        network = self.network(lora=lora)
-        if self._with_tower(head):
-            network = Network(self.policy, lora=lora)
-        return self.counted(network, adapters=True).total()
+            return self.held(head).total() + self.learns_tower(head) * self.tower
+        shape = self.policy if self.learns_tower(head) else self.network().shape
+        return self.counted(Network(shape, lora=self.config.lora), adapters=True).total()
 
     def adapts(self, head: Head) -> bool:
         """Returns whether only adapters of a network are trained."""

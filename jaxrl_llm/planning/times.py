@@ -194,7 +194,7 @@ def _tower(setting: Setting, device: Device) -> Cost:
     """
     once = towers.operations(setting)
     useful = again = 0.0
-    if setting.learns_tower:
+    if setting.learns_tower():
         config = setting.config
         scored = 1 + needs.of(config.algorithm).reference
         useful = once * (scored + 3 * config.trainer.epochs)

@@ -10,10 +10,20 @@ from jaxrl_llm.models.shape import Vision
 from jaxrl_llm.planning.setting import Parts, Setting
 
 
+def image_tokens(setting: Setting) -> int:
+    """Returns the most tokens of a sequence that are of images."""
+    config = setting.config
+    if setting.model.vision is None:
+        return 0
+    # Jobs on given answers are planned with prompts of one token.
+    prompt = config.data.max_prompt_tokens
+    return prompt if prompt > 1 else config.max_sequence_tokens
+
+
 def vectors(setting: Setting) -> float:
     """Returns bytes of the vectors of a step's images, of which every device has all."""
     prompts = setting.config.trainer.prompts_per_step
-    numbers = prompts * setting.image_tokens * setting.policy.hidden_size
+    numbers = prompts * image_tokens(setting) * setting.policy.hidden_size
     return 1.0 * numbers * setting.compute_item
 
 
@@ -40,19 +50,19 @@ def reading(setting: Setting) -> Parts:
 
 def summed(setting: Setting) -> float:
     """Returns bytes of what the update itself sees in images, and of the sum of its gradient."""
-    return setting.learns_tower * vectors(setting) * (1 + 4 / setting.compute_item)
+    return setting.learns_tower() * vectors(setting) * (1 + 4 / setting.compute_item)
 
 
 def shown(setting: Setting, num_sequences: int) -> float:
     """Returns bytes of the images of so many sequences as a tower that learns is given them."""
-    if not setting.learns_tower:
+    if not setting.learns_tower():
         return 0.0
     vision = setting.policy.vision
     assert vision is not None
     prompts = max(1, num_sequences // setting.config.algorithm.samples_per_prompt)
     width = _width(setting, vision)
     group = max(patches.TOGETHER, width) * setting.row_shards
-    groups = -(-prompts * setting.image_tokens * vision.merge_size**2 // group)
+    groups = -(-prompts * image_tokens(setting) * vision.merge_size**2 // group)
     return 1.0 * groups * group / setting.row_shards * (vision.patch_dims + 3) * 4
 
 
@@ -75,14 +85,14 @@ def operations(setting: Setting) -> float:
     """Returns the operations of reading a step's images once, on one device."""
     vision = setting.policy.vision
     assert vision is not None
-    num = setting.image_tokens * vision.merge_size**2
+    num = image_tokens(setting) * vision.merge_size**2
     each = flops.tower(vision, setting.policy.hidden_size, [num])
     return setting.config.trainer.prompts_per_step * each / setting.num_devices
 
 
 def _width(setting: Setting, vision: Vision) -> int:
     """Returns the patches of a row of the tower that holds the largest image."""
-    return patches.width(setting.image_tokens * vision.merge_size**2)
+    return patches.width(image_tokens(setting) * vision.merge_size**2)
 
 
 def _layer(setting: Setting, vision: Vision, here: int) -> float:
