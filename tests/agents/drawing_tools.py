@@ -31,4 +31,4 @@ class Gallery:
         from jaxrl_llm.agents.environments import Step
 
         shown = {"role": "user", "content": [Image.new("RGB", (8, 16)), "and this"]}
-        return Step([shown], 1.0, False)
+        return Step([shown], reward=1.0)
