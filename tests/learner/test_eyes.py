@@ -119,7 +119,7 @@ def test_eight_devices_take_the_update_of_one():
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_of_decoder_and_tower():
     config, models, before, (after, base), _, packed = updated(rank=2)
     layers = before["vision"]["layers"]

@@ -98,6 +98,7 @@ class Showing:
         return [EpisodeLog() for _ in self.turns]
 
 
+@pytest.mark.slow
 def test_an_image_that_comes_after_a_turn_is_read_in_its_place():
     config = dataclasses.replace(
         CONFIG, rollout=dataclasses.replace(CONFIG.rollout, max_response_tokens=48)
