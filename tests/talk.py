@@ -10,6 +10,7 @@ APPENDED = (60, 61, 62)
 class Following(NamedTuple):
     tokens: tuple[int, ...]
     rewrites: bool = False
+    images: tuple = ()
 
 
 class Talk:

@@ -42,7 +42,7 @@ def plain_steps(monkeypatch):
         init=optax.tree.zeros_like,
         update=lambda gradients, state, params: (optax.tree.scale(-1.0, gradients), gradients),
     )
-    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
+    monkeypatch.setattr(optimizer, "make", lambda *settings: transformation)
 
 
 def config_of(loss, teachers=("all",), **trainer):

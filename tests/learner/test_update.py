@@ -53,7 +53,7 @@ def plain_steps(monkeypatch):
         init=optax.tree.zeros_like,
         update=lambda gradients, state, params: (optax.tree.scale(-1.0, gradients), gradients),
     )
-    monkeypatch.setattr(optimizer, "make", lambda config, num_updates: transformation)
+    monkeypatch.setattr(optimizer, "make", lambda *settings: transformation)
 
 
 class Tiny(NamedTuple):

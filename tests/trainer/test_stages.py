@@ -176,7 +176,8 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
             def loss(params, microbatch):
                 return task.loss(params, microbatch, batch)
 
-            return update.take_update(role, *no_matter, batch.packed, loss, "float32", learns)
+            read = batch.packed, task.reader(batch), loss
+            return update.take_update(role, *no_matter, *read, "float32", learns)
 
         with jax.set_mesh(task.mesh):
             after, metrics = step(role, batch)
