@@ -80,9 +80,9 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
 def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     """Returns what is on a device during all of a step: models, optimizers, the rollout copy.
 
-    And, with the policy, what reads images beside the engine: a frozen tower, or a copy of it.
     A run that samples ahead may have that twice: the old one serves while the new one is copied to
-    a pool of its own, or until it has finished what it began.
+    a pool of its own, or until it has finished what it began. With the policy, what reads images
+    beside the engine: a frozen tower, or a copy of it.
     """
     found = sum((setting.resting(role) for role in roles), Parts())
     finishes = setting.config.trainer.new_weights == "finish"
