@@ -298,8 +298,7 @@ class RLConfig(JobConfig):
             yield "rewards.cost_models", message
         yield from self._rules_of_teachers()
         if self.agent.is_used and not self.data.chat_template:
-            message = "episodes of several turns need one; set it to True"
-            yield "data.chat_template", message
+            yield "data.chat_template", "episodes of several turns need one; set it to True"
         if self.placement.balance_every and not self.trainer.is_free_ahead:
             yield "placement.balance_every", "needs trainer.sampling='ahead' and schedule='free'"
         if self.agent.is_used and self.trainer.sampling == "ahead":
