@@ -338,7 +338,8 @@ def _decode(setting: Setting) -> Parts:
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
     if setting.backend == "tpu":
-        temporary += 1.25 * table  # in the order that the head's product wants
+        # In the order that the head's product wants, which is half that of the embedding.
+        temporary += (0.5 if shape.tie_embeddings else 1.25) * table
         if latent := shape.latent:  # what it expands latents with, in the order of two products
             inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
             temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
