@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.types import Example, Pair, Prompt
+from jaxrl_llm.types import Example, Pair, Picture, Prompt
 
 
 class _Kind(NamedTuple):
@@ -27,6 +27,10 @@ _KINDS: Mapping[type, _Kind] = {
     datetime.time: _Kind(datetime.time.isoformat, datetime.time.fromisoformat),
     datetime.timedelta: _Kind(
         lambda d: [d.days, d.seconds, d.microseconds], lambda parts: datetime.timedelta(*parts)
+    ),
+    Picture: _Kind(
+        lambda p: [p.contents, p.digest, p.grid, p.start],
+        lambda parts: Picture(parts[0], parts[1], tuple(parts[2]), parts[3]),
     ),
 }
 _NAMES = {f"{kind.__name__} of a row": kind for kind in _KINDS}
@@ -58,7 +62,7 @@ def _row(fields: list[Any]) -> Any:
     if name == "Prompt":
         names = [field.name for field in dataclasses.fields(Prompt)]
         given = dict(zip(names, values, strict=True))
-        tuples = {name: tuple(given[name]) for name in ("tokens", "messages")}
+        tuples = {name: tuple(given[name]) for name in ("tokens", "messages", "images")}
         return Prompt(**given | tuples)
     if name == "Pair":
         return Pair(*(Example(*map(tuple, value)) for value in values))

@@ -32,7 +32,7 @@ IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _UNUSED_TOKENS = tuple(f"<unused{number}>" for number in range(5))
 CHARACTER_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}<system>{{ tool.function.name }}"
-    "({{ tool.function.parameters.properties | join(', ') }}){{ eos_token }}{% endfor %}"
+    "({{ (tool.function.parameters or {}).properties | join(', ') }}){{ eos_token }}{% endfor %}"
     "{% for message in messages %}"
     "<{{ message['role'] }}>{{ message['content'] }}"
     "{% for call in message['tool_calls'] %}"

@@ -1,5 +1,6 @@
 """Rows sent from process to process are the rows."""
 
+import dataclasses
 import datetime
 import decimal
 import math
@@ -8,7 +9,7 @@ import pytest
 
 from jaxrl_llm.data import rows_as_text
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.types import Example, Pair, Prompt
+from jaxrl_llm.types import Example, Pair, Picture, Prompt
 
 EXAMPLE = Example((1, 2, 3), (False, True, True))
 VALUES = {
@@ -29,10 +30,18 @@ VALUES = {
 
 def test_rows_come_back():
     prompt = Prompt((4, 5), "text", "source", decimal.Decimal(3), VALUES, 7)
-    rows = {0: prompt, 5: EXAMPLE, 6: Pair(EXAMPLE, Example((9,), (True,))), 8: None}
+    picture = Picture(b"\x89PNG", "a digest", (2, 3), 4)
+    seen = Example((9,) * 12, (True,) * 12, (picture,))
+    rows = {
+        0: prompt,
+        2: dataclasses.replace(prompt, images=(picture, picture)),
+        5: EXAMPLE,
+        6: Pair(EXAMPLE, seen),
+        8: None,
+    }
     found = rows_as_text.read(rows_as_text.written(rows))
     assert found == rows
-    assert [type(row) for row in found.values()] == [Prompt, Example, Pair, type(None)]
+    assert [type(row) for row in found.values()] == [Prompt, Prompt, Example, Pair, type(None)]
     assert found[0].tokens == (4, 5) and type(found[6].rejected) is Example
 
 
