@@ -170,7 +170,8 @@ def test_programs_do_not_grow_with_microbatches_or_layers():
         of = dataclasses.replace(DENSE, num_layers=layers)
         return lowered(on_stages(of, 2), mesh, number).as_text().count(" = ")
 
-    assert size(4, 4) == size(4, 16) == size(12, 4)
+    # With as many microbatches as layers two small functions are the same one.
+    assert size(4, 8) == size(4, 16) == size(12, 8)
 
 
 @pytest.mark.slow
