@@ -87,7 +87,10 @@ def test_fewer_steps_than_are_done(tmp_path):
 
 def test_a_mesh_that_does_not_fill_the_devices(tmp_path):
     said = refused(tmp_path, {"mesh.data": 3}, ConfigError)
-    assert "config.mesh: stage 1 x data 3 x fsdp -1 x expert 1 x sequence 1 x tensor 1 does not fill" in said
+    assert (
+        "config.mesh: stage 1 x data 3 x fsdp -1 x expert 1 x sequence 1 x tensor 1 does not fill"
+        in said
+    )
     assert "the 8 devices" in said
 
 

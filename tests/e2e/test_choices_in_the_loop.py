@@ -47,6 +47,7 @@ def two_steps(**algorithm):
     return {"algorithm": algorithm, "trainer": {"num_steps": 2}}
 
 
+@pytest.mark.slow
 def test_remax_samples_its_baseline_in_the_same_wave(babble, waves):
     _, workdir = babble("remax", two_steps(kl_coef=0.0))
     found = recipe_settings.metrics(workdir)
@@ -67,6 +68,7 @@ def test_remax_samples_its_baseline_in_the_same_wave(babble, waves):
         assert found[step]["critic/advantages/mean"] == pytest.approx(mean, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_dapo_replaces_uniform_groups_and_penalizes_length(babble, waves):
     _, workdir = babble("dapo", two_steps(overlong_buffer_tokens=8, overlong_penalty=0.5))
     assert len(waves) > 2  # some groups were uniform, and others sampled in their place
@@ -149,6 +151,7 @@ def from_files(tmp_path, one_device):
     return run
 
 
+@pytest.mark.slow
 def test_rewards_are_weighted_by_data_source(from_files):
     found, rows = from_files(
         "weighted",

@@ -159,7 +159,7 @@ def divergence(config, log_p, teacher, step, advantage):
             loss,
             epochs,
             id=f"{name}-{loss}",
-            marks=pytest.mark.slow if epochs == 2 or loss == "k3" else (),
+            marks=pytest.mark.slow if epochs == 2 or loss != "forward_kl" else (),
         )
         for epochs, name in ((1, "on policy"), (2, "asked before"))
         for loss in LOSSES

@@ -46,6 +46,7 @@ def test_where_nothing_is_known_of_speed_all_roles_share_all_devices():
     assert set(models.meshes.values()) == {models.mesh} and models.mesh.size == 8
 
 
+@pytest.mark.slow
 def test_a_run_is_built_on_the_pools_that_are_fastest(monkeypatch):
     fastest_apart(monkeypatch)
     models = models_of(config())

@@ -121,9 +121,8 @@ def in_one_microbatch():
     return found
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(PACKINGS[1], marks=pytest.mark.slow), PACKINGS[2]], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", PACKINGS[1:3], ids=str)
 def test_losses_and_metrics_do_not_depend_on_the_packing(how):
     count, found = of_update(how, LOSSES, tiny.params(NETWORK), with_gradient)
     assert count > 1 or how["shares"]

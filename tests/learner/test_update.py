@@ -209,9 +209,9 @@ def test_update_is_the_plain_gradient(reference, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(FULL, id="full")],
+    "algorithm", [pytest.param(PLAIN, id="plain"), pytest.param(FULL, id="full")]
 )
+@pytest.mark.slow
 def test_the_only_update_of_a_step_finds_the_old_log_probs_itself(algorithm, monkeypatch):
     """Its gradient is that of the loss which is given them, and nobody else need know them."""
     found = []
@@ -459,6 +459,7 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
     assert_equal_gradients(ours, jax.tree.map(np.asarray, gradient))
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_sum_their_gradients_in_float32(monkeypatch):
     """Eight microbatches or one: the sum is rounded once, when the parameters move."""
     found = {}

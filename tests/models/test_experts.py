@@ -152,7 +152,7 @@ def overloaded():
     "load, sizes",
     [
         pytest.param(
-            load, sizes, id=f"{load}-{sizes}", marks=pytest.mark.slow if i != first else ()
+            load, sizes, id=f"{load}-{sizes}", marks=pytest.mark.slow if i or first else ()
         )
         for first, load in enumerate(("even", "overloaded"))
         for i, sizes in enumerate(MESHES)
@@ -164,11 +164,8 @@ def test_any_mesh_is_one_device(load, sizes, request):
     close(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({"fsdp": 2, "tensor": 2, "data": 2}, marks=pytest.mark.slow), {"fsdp": 4}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2, "data": 2}, {"fsdp": 4}], ids=str)
 def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
     """With biases and adapters, of which some have no inner dim."""
     monkeypatch.setattr(experts, "_GATHERED_BYTES", 1)
@@ -187,6 +184,7 @@ def test_weights_gathered_in_pieces_are_the_whole(sizes, monkeypatch):
         close(loss_and_gradients(network, both, *given), wanted)
 
 
+@pytest.mark.slow
 def test_few_rows_are_read_by_all_devices_of_the_expert_axis(even):
     params, (tokens, positions, segments), _ = even
     few = tokens[:2], positions[:2], segments[:2]

@@ -15,6 +15,7 @@ def simulation():
     return module
 
 
+@pytest.mark.slow
 def test_pages_decode_more_with_the_same_memory(simulation):
     args = simulation.arguments(["--prompts=16", "--samples=8"])
     found = simulation.simulate(args)
@@ -27,6 +28,7 @@ def test_pages_decode_more_with_the_same_memory(simulation):
         assert each.tokens_per_s * each.seconds == pytest.approx(simulation.lengths_of(args).sum())
 
 
+@pytest.mark.slow
 def test_too_many_slots_put_samples_back(simulation):
     """More slots than the pages hold: all samples end, some are read again."""
     sizes = ["--prompts=8", "--samples=8", "--slots=64", "--longest=4096", "--sigma=0.1"]

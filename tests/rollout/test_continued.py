@@ -156,6 +156,7 @@ def test_turns_wait_for_no_compiler_and_copy_no_cache():
     assert needed[1] < 1.1 * needed[0]  # the cache of 64 is four times as large
 
 
+@pytest.mark.slow
 def test_long_additions_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(inputs, "_CONTINUATIONS", ((3, 4), (2, 6)))
     engine = engine_with(8)

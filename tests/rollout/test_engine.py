@@ -78,9 +78,8 @@ def test_log_probs_are_those_of_one_pass_over_the_sequence():
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_kernels_may_lie_by_outputs_and_come_first(sizes, one_window):
     mesh = tiny.make_mesh(**sizes)
     wide = tiny.params(tiny.WIDE, scale=2.0)  # scores as large as of the small network
@@ -140,9 +139,10 @@ def test_samples_of_one_prompt_differ():
 
 @pytest.mark.parametrize(
     ("num_slots", "chunk_steps"),
-    [(3, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 16), (32, 1)))],
+    [(3, 5), (4, 16), (32, 1)],
     ids=str,
 )
+@pytest.mark.slow
 def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monkeypatch):
     engine = engine_of(num_slots=num_slots, chunk_steps=chunk_steps)
     read = count_prompts_read(engine, monkeypatch)
@@ -588,7 +588,7 @@ def test_twenty_steps_compile_nothing_after_the_warm_up(draft_tokens):
     assert engine.num_compilations() == count
 
 
-@pytest.mark.parametrize("piece", [16, 24])
+@pytest.mark.parametrize("piece", [pytest.param(16, marks=pytest.mark.slow), 24])
 def test_long_prompts_are_read_in_pieces(piece, one_window, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.prefill.PIECE_TOKENS", piece)
     engine = Engine(tiny.NETWORK, ONE, num_slots=8, max_tokens=LIMIT)

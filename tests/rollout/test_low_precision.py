@@ -74,7 +74,7 @@ def prompts_of(network):
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
-        ("windows and experts", "int8"),
+        pytest.param("windows and experts", "int8", marks=pytest.mark.slow),
         ("latents", "fp8"),
         pytest.param("sinks", "int8", marks=pytest.mark.slow),
         pytest.param("latents", "int8", marks=pytest.mark.slow),

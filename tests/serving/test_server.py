@@ -349,7 +349,7 @@ def test_models_health_and_metrics(client, url):
     assert serving_model.metric(url, "slots") == 8
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_client_that_leaves_frees_its_slots(client, url, stream):
     before = serving_model.metric(url, "cancelled_total")
     body = {"model": "tiny-model", "prompt": PROMPT, "n": 32, "max_tokens": 240, "stream": stream}

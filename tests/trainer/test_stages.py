@@ -194,6 +194,7 @@ def test_the_cut_into_microbatches_does_not_matter(learns, models, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
     few = StageConfig(num_steps=2, batch_size=8)
     scorers = {"models": {"judge": {}, "other": {}}, "cost_models": {"harm": {}}}
@@ -223,6 +224,7 @@ def test_models_without_folders_learn_from_pairs_of_their_own(models, tmp_path):
     assert all(same_bits(trained[name], again[name]) for name in trained)
 
 
+@pytest.mark.slow
 def test_files_of_pairs_are_each_models_own(models, tmp_path):
     def write(name, chosen, rejected):
         path = tmp_path / name
@@ -325,6 +327,7 @@ def test_the_whole_run_as_a_function(tmp_path):
     assert text.count("val-core/arithmetic/mean@1") == 3 and text.count("reward/judge/mean") == 2
 
 
+@pytest.mark.slow
 def test_a_job_whose_steps_are_all_done_says_so(tmp_path, caplog):
     settings = {name: VALUES[name] for name in ("model", "data", "metrics")}
     trainer = {"num_steps": 1, "batch_size": 8, "max_sequence_tokens": 64}
