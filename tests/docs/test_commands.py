@@ -55,7 +55,8 @@ SETTINGS = {
     "reward_model": {"preference.num_steps": 2, "preference.batch_size": 16},
     "dapo": {"algorithm.dynamic_sampling": False},  # nothing is learned yet: all groups are equal
     "sums": {"warm_start.num_steps": 0},
-    "agent_course": {"rollout.max_response_tokens": 112},
+    "agent_course": {"data.max_prompt_tokens": 40, "rollout.max_response_tokens": 112},
+    "shapes": {"data.max_prompt_tokens": 40},
 }
 
 

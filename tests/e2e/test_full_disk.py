@@ -26,7 +26,7 @@ def limited(num_bytes: int):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "num_bytes, what",
-    [(100, "config.json"), (8_000, "warm_start/checkpoints/4: could not be saved")],
+    [(100, "config.json"), (10_000, "warm_start/checkpoints/4: could not be saved")],
 )
 def test_the_run_ends_with_a_message(tmp_path, num_bytes, what):
     workdir = tmp_path / "run"
