@@ -209,8 +209,11 @@ def _train(setting: Setting, roles: Sequence[str]) -> Parts:
     # Float32 sums over microbatches, if there are several, and one's gradient in `compute_dtype`.
     narrow = 1.0 * learned * setting.compute_item
     several = setting.stages > 1 or setting.rows(setting.config.minibatch_size).count > 1
-    if setting.stages > 1:  # of one round, and its weights
-        narrow *= 2 / setting.policy.rounds
+    if setting.stages > 1:  # of the layers of one round, and their weights if they are cast
+        held = setting.held("lm")
+        of_layers = 1.0 if setting.adapts("lm") else in_layers(held) / held.total()
+        copies = 1 + (setting.param_item > setting.compute_item)
+        narrow *= copies * of_layers / setting.policy.rounds
     summed = narrow + 4.0 * learned * several
     both = len(roles) > 1
     waiting = 4.0 * of_critic * compiler.waiting if both else 0.0
