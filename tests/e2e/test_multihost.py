@@ -123,11 +123,14 @@ def test_processes_equal_one_and_others_resume(name, counts, reference, tmp_path
 
 
 @pytest.mark.nightly
-def test_a_stage_on_each_process(reference, tmp_path, cache):
+def test_a_stage_on_each_process(tmp_path, cache):
     """Only the permutes between the stages, and the ends, cross the border."""
-    stages = {"mesh.stage": 2, "mesh.data": 1}
-    processes.run(arguments("grpo_tiny", tmp_path, **stages), 2, 4, cache)
-    check_same_run(tmp_path / "run", reference("grpo_tiny"))
+    layers, stages = {"model.num_layers": 2}, {"mesh.stage": 2, "mesh.data": 1}
+    for folder, changes, count in (("one", {}, 1), ("two", stages, 2)):
+        (tmp_path / folder).mkdir()
+        command = arguments("grpo_tiny", tmp_path / folder, **layers, **changes)
+        processes.run(command, count, 8 // count, cache)
+    check_same_run(tmp_path / "two/run", tmp_path / "one/run")
 
 
 @pytest.mark.parametrize(
