@@ -90,7 +90,7 @@ def test_router_losses_are_those_of_rl_on_the_same_tokens(job):
                 ROUTER,
                 SHAPE,
                 *update.take_update(
-                    state, trainer.optimizer, 2, batch.packed,
+                    state, trainer.optimizer, 2, batch.packed, objective.reader(batch),
                     lambda p, m: objective.loss(p, m, batch), "float32", job,
                 ),
                 job,
