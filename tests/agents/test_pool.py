@@ -20,7 +20,7 @@ ENVIRONMENTS = {
 
 def config(**settings):
     given = {"tools": (*TOOLS, "calculator", "python"), "environments": ENVIRONMENTS}
-    return AgentConfig(**{**given, "default": "tool_agent", "timeout_s": 20.0, **settings})
+    return AgentConfig(**{**given, "default": "tool_agent", "timeout_s": 120.0, **settings})
 
 
 def begin(environment="", names=(*TOOLS, "calculator", "python"), **row):
