@@ -23,7 +23,7 @@ from absl import logging
 from jaxrl_llm import console
 from jaxrl_llm.checkpoint.lock import locked
 from jaxrl_llm.checkpoint.saver import CheckpointError, Saver
-from jaxrl_llm.config import JobConfig
+from jaxrl_llm.config import JobConfig, RLConfig
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.data.datasets import Dataset
@@ -75,6 +75,13 @@ class Run(contextlib.ExitStack):
         trackers.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)
+        own = isinstance(self.config, RLConfig) and self.config.placement.hosts == "own"
+        if own and jax.process_count() > 1 and (self.workdir / "config.json").exists():
+            raise CheckpointError(
+                f"{self.workdir}: a run of several processes with placement.hosts='own' cannot go"
+                " on from a checkpoint yet; export the last one (launch/export.py) and begin from"
+                " it with model.path in another --workdir"
+            )
         return self
 
     def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:
@@ -102,17 +109,6 @@ class Run(contextlib.ExitStack):
         if not self._outer:
             self._tell_end = report.opened(self.config, models, planned_bytes, self.workdir)
 
-    def _check_hosts(self, state: Any) -> None:
-        """Refuses to read a checkpoint where a process would hold no part of an array."""
-        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        lacks = not all(leaf.sharding.addressable_devices for leaf in arrays)
-        if any(hosts.share("lacks" if lacks else "")):
-            raise CheckpointError(
-                f"{self.workdir}/checkpoints: a run of several processes with"
-                " placement.hosts='own' cannot go on from a checkpoint yet; export the last one"
-                " (launch/export.py) and begin from it with model.path in another --workdir"
-            )
-
     def resume(self, state: State, source: Tracked, packer: Tracked) -> State:
         """Returns the state that the loop begins with: of the last checkpoint, or the given one.
 
@@ -120,7 +116,6 @@ class Run(contextlib.ExitStack):
         """
         saved: Mapping[str, Any] = {}
         if self._saver.latest_step():
-            self._check_hosts(state)
             with console.work("reading the last checkpoint"):
                 wanted = weights_lib.abstract(state), self._shape
                 state, saved, self.first = stored.restored(self._saver.restore, *wanted)
