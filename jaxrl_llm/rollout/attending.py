@@ -10,27 +10,33 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.config.room import page_tokens
 from jaxrl_llm.models.attention import PLAIN, Scoring, capped, softmax_with_sinks
 from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import paged_attention
+from jaxrl_llm.rollout import gpu_attention, paged_attention
 from jaxrl_llm.rollout.cache import Cache, Gathered, Paged, Split
 from jaxrl_llm.rollout.paged_attention import Reach, Sums
 
 Kind = tuple[int, int]  # window and chunk of a layer
 # How decode steps read the cache: the sequences are copied out of their pages once a chunk; or
-# pages are read where they lie, by our own kernel for CPUs, one for TPUs, or a loop.
-Reader = Literal["gather", "own", "tpu", "loop"]
+# pages are read where they lie, by our own kernel for CPUs, one for TPUs or GPUs, or a loop.
+Reader = Literal["gather", "own", "tpu", "gpu", "loop"]
 
 
 def reader_for(network: Network, platform: str) -> Reader:
     """Returns how decode steps read the cache on a platform."""
     if network.decode_kernel:
         return "own"
-    # On a CPU each product with a part of an array copies that part.
-    return {"cpu": "gather", "tpu": "tpu"}.get(platform, "loop")  # type: ignore[return-value]
+    if platform == "cpu":
+        return "gather"  # each product with a part of an array would copy that part
+    if platform == "tpu":
+        return "tpu"
+    _, *sizes = network.shape.cached
+    takes = gpu_attention.takes(*sizes, page_tokens(platform), network.cached_dtype)
+    return "gpu" if takes else "loop"
 
 
 class Sight(NamedTuple):
@@ -87,7 +93,7 @@ def held(
     if reader == "gather":
         return cache_lib.gathered(cache, split, table, window, by_slot=True)
     if reader != "tpu":
-        return Paged(cache, table, {})
+        return Paged(cache, table, {}, reader)
     count = paged_attention.step_pages(cache.keys[0], shape.cached[2])
     shards = cache_lib.num_shards(jax.sharding.get_abstract_mesh(), split.slots)
     num_pages = cache.keys[0].shape[0] // shards
@@ -101,7 +107,8 @@ def held(
         }
 
     rows = PartitionSpec(split.slots)
-    return Paged(cache, table, cache_lib.on_shards(works, (rows, rows), rows)(table, places))
+    found = cache_lib.on_shards(works, (rows, rows), rows)(table, places)
+    return Paged(cache, table, found, reader)
 
 
 def attend(
@@ -153,10 +160,12 @@ def _over_pages(
 
     def of_pages(rows, pages, table, work, places, ends) -> Sums:
         keys, values = pages if len(pages) == 2 else (*pages, None)
-        if work is None:
-            here = cache_lib.local(table, keys.shape[0], split)
-            return paged_attention.by_loop(rows, keys, values, here, places, ends, **how)
-        return paged_attention.by_kernel(rows, keys, values, work, places, ends, **how)
+        if held.reader == "tpu":
+            return paged_attention.by_kernel(rows, keys, values, work, places, ends, **how)
+        here = cache_lib.local(table, keys.shape[0], split)
+        if held.reader == "gpu":
+            return gpu_attention.by_kernel(rows, keys, values, here, places, ends, **how)
+        return paged_attention.by_loop(rows, keys, values, here, places, ends, **how)
 
     by_slot, arrays = PartitionSpec(split.slots), split.arrays
     takes = arrays, arrays, by_slot, by_slot, by_slot, by_slot

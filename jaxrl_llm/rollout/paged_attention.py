@@ -2,8 +2,9 @@
 
 `of_pages` gives what queries find in the pages, as sums that are joined with those of recent tokens
 (`together`). On TPUs it is a Pallas kernel: its grid is one list of the pages that anyone sees, so
-that it reads each sequence to its own length and nothing else. Elsewhere a loop over the pages of
-all slots, as far as the longest has any.
+that it reads each sequence to its own length and nothing else. The kernel for GPUs is in
+`gpu_attention`. What neither reads, a loop does: over the pages of all slots, as far as the longest
+has any.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import Scoring, capped
 
-_UNSEEN = -1e30
+UNSEEN = -1e30
 _STEP_BYTES = 1 << 20  # of pages that one step of the kernel's grid reads, about
 _MOST_PAGES = 8  # of one step
 
@@ -105,7 +106,7 @@ def _kernel(
     def _():
         mixed[...] = jnp.zeros_like(mixed)
         total[...] = jnp.zeros_like(total)
-        top[...] = jnp.full_like(top, _UNSEEN)
+        top[...] = jnp.full_like(top, UNSEEN)
 
     heads, rows, size = q.shape[1:]
     page = keys[0].shape[3]
@@ -121,7 +122,7 @@ def _kernel(
                 k = keys[i][0, head].astype(q.dtype)
                 wide = {"preferred_element_type": jnp.float32}
                 scores = jnp.dot(q[0, head], k, **wide) * (scoring.scale or size**-0.5)
-                scores = jnp.where(seen, capped(scores, scoring.cap), _UNSEEN)
+                scores = jnp.where(seen, capped(scores, scoring.cap), UNSEEN)
                 before = top[head, :, :1]
                 now = jnp.maximum(before, scores.max(axis=1, keepdims=True))
                 kept = jnp.exp(before - now)
@@ -209,7 +210,7 @@ def by_kernel(
     return Sums(
         jnp.where(read, mixed, 0.0),
         jnp.where(read, total[..., :1], 0.0),
-        jnp.where(read, top[..., :1], _UNSEEN),
+        jnp.where(read, top[..., :1], UNSEEN),
     )
 
 
@@ -246,14 +247,14 @@ def by_loop(
         return added(sums, found._replace(mixed=mixed))
 
     one = jnp.zeros((*dims, 1), jnp.float32)
-    nothing = Sums(jnp.zeros((*dims, value_size), jnp.float32), one, one + _UNSEEN)
+    nothing = Sums(jnp.zeros((*dims, value_size), jnp.float32), one, one + UNSEEN)
     begin = jnp.min(jnp.where(ends > 0, first[:, 0, 0], jnp.max(ends))) // page
     return lax.fori_loop(begin, -(-jnp.max(ends) // page), read, nothing)
 
 
 def weighed(scores, seen, scoring: Scoring, dtype) -> Sums:
     """Returns sums of scaled scores [S, K, rows, keys]; `mixed` are the weights themselves."""
-    scores = jnp.where(seen, capped(scores, scoring.cap), _UNSEEN)
+    scores = jnp.where(seen, capped(scores, scoring.cap), UNSEEN)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     return Sums(weights.astype(dtype), weights.sum(axis=-1, keepdims=True), top)

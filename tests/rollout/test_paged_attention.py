@@ -1,4 +1,4 @@
-"""Attention over pages: the kernel for TPUs, interpreted, and the loop, beside the plain form."""
+"""Attention over pages: kernels for TPUs and GPUs, interpreted, and the loop: the plain form."""
 
 import functools
 
@@ -10,7 +10,7 @@ import tiny
 from engine_work import LIMIT, assert_same, expected, rollout_params, workload
 
 from jaxrl_llm.models.attention import Scoring
-from jaxrl_llm.rollout import attending, paged_attention
+from jaxrl_llm.rollout import attending, gpu_attention, paged_attention
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.paged_attention import Reach
 
@@ -54,7 +54,7 @@ CASES = {
     "name",
     ["window and cap", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CASES][::2])],
 )
-def test_the_kernel_and_the_loop_are_the_plain_form(name):
+def test_the_kernels_and_the_loop_are_the_plain_form(name, monkeypatch):
     reach, scoring, width, step_pages, in_keys = CASES[name]
     slots, most = len(ENDS), 5
     num_pages, value_size = slots * most + 2, 12 if in_keys else SIZE
@@ -68,9 +68,15 @@ def test_the_kernel_and_the_loop_are_the_plain_form(name):
     kernel = functools.partial(paged_attention.by_kernel, **how, interpret=True)
     given = rows, keys, values
     wanted = plain(*given, np.asarray(table), ENDS, ENDS, reach, scoring, value_size)
+    monkeypatch.setattr(gpu_attention, "_PART_TOKENS", 2 * PAGE)  # three parts of the longest
+    on_gpus = functools.partial(gpu_attention.by_kernel, **how, interpret=True)
+    loop = functools.partial(paged_attention.by_loop, **how)
     for found in (
         jax.jit(kernel)(*given, todo, places, places),
-        jax.jit(functools.partial(paged_attention.by_loop, **how))(*given, table, places, places),
+        *(
+            jax.jit(each)(*given, table, places, places)
+            for each in (loop, *[on_gpus] * (not in_keys))
+        ),
     ):
         seen = np.asarray(found.total > 0)
         got = np.where(seen, found.mixed / np.where(seen, found.total, 1.0), 0.0)
