@@ -64,7 +64,7 @@ class Jitted:
         @ruled
         def empty():
             given = num_slots, *sizes, self.history_tokens
-            return programs.empty_state(network, *given, turned=reader in ("tpu", "loop"))
+            return programs.empty_state(network, *given, turned=reader not in ("gather", "own"))
 
         def sharding(a):
             dims = split.arrays if a.ndim == 4 else PartitionSpec(split.slots)
