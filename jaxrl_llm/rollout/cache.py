@@ -317,7 +317,8 @@ def _in_whole_pages(
     first = jnp.min(positions, axis=1, keepdims=True) // size
     numbers = first + jnp.arange(touched)
     at = (numbers[:, :, None] * size + jnp.arange(size)).reshape(len(table), -1)
-    is_from = positions[:, :, None] == at[:, None]  # [S, recent, positions of pages]
+    # [S, recent, positions of pages]. A slot without tokens has a page too that ends at `NOWHERE`.
+    is_from = (positions[:, :, None] == at[:, None]) & (positions[:, :, None] != NOWHERE)
     # Exact: every sum has one product at most that is not zero, which is with one.
     wide = low_precision.widened(rows)
     how: Any = {"precision": "highest", "preferred_element_type": wide.dtype}

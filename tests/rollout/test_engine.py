@@ -163,6 +163,7 @@ def test_slots_and_chunks_do_not_matter(num_slots, chunk_steps, one_window, monk
 )
 def test_pages_do_not_matter(sizes, draft_tokens, one_window, monkeypatch):
     """With pages for a few sequences alone, samples are put back and read again: the same ones."""
+    wanted = expected()
     monkeypatch.setattr("jaxrl_llm.config.room._PAGE_TOKENS", {"cpu": 8})
     mesh = tiny.make_mesh(**sizes)
     engine = Engine(
@@ -176,7 +177,7 @@ def test_pages_do_not_matter(sizes, draft_tokens, one_window, monkeypatch):
     )
     shards = engine.jitted.pages.num_shards
     assert engine.jitted.pages.num_pages == 8 * shards
-    assert_same(engine.generate(rollout_params(mesh), workload()), expected())
+    assert_same(engine.generate(rollout_params(mesh), workload()), wanted)
     done = engine.statistics
     assert done.put_back > 0 and done.reread_tokens > 0
     assert done.most_pages <= 8 * shards and engine._pages.num_used == 0

@@ -1,5 +1,6 @@
 """Attention over pages: the kernel for TPUs, interpreted, and the loop, beside the plain form."""
 
+import dataclasses
 import functools
 
 import jax
@@ -107,6 +108,12 @@ def test_a_kernel_reads_the_live_pages_and_hardly_another(step_pages):
 def test_reading_pages_in_a_loop_changes_no_sample(sizes, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.inputs.SMALLEST_WIDTH", LIMIT)
     mesh = tiny.make_mesh(**sizes)
+    whole = workload()[5]
+    lone = dataclasses.replace(whole, keys=whole.keys[1:2], params=whole.params[1:2])
+    wanted = [*expected(), expected()[5][1:2]]
     monkeypatch.setattr(attending, "reader_for", lambda network, platform: "loop")
     engine = Engine(tiny.NETWORK, mesh, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
-    assert_same(engine.generate(rollout_params(mesh), workload()), expected())
+    params = rollout_params(mesh)
+    assert_same(engine.generate(params, workload()), wanted[:-1])
+    # The slots beside it are free, and their rows of the table name a page that it holds.
+    assert_same(engine.generate(params, [lone]), wanted[-1:])
