@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
+import os
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,13 @@ def main() -> None:
     """Runs `jaxrl_llm COMMAND ...`."""
     name, *words = sys.argv[1:] or ["help"]
     if name in _HELP:
-        print(overview())
+        with _told():
+            print(overview(), flush=True)
     elif name == "--version":
         print(importlib.metadata.version("jaxrl_llm"))
     elif name == "completion":
         with _told():
-            print(completion.script(words), end="")
+            print(completion.script(words), end="", flush=True)
     elif name in COMMANDS:
         run(name, words)
     else:
@@ -47,10 +49,10 @@ def run(name: str, words: Sequence[str] | None = None) -> None:
     """Runs a command with these words, or those of the process, to its end."""
     command = COMMANDS.get(name) or OTHERS[name]
     words = sys.argv[1:] if words is None else words
-    if any(word in _HELP[:2] for word in words):
-        print(usage(name, command))
-        return
     with _told():
+        if any(word in _HELP[:2] for word in words):
+            print(usage(name, command), flush=True)
+            return
         options = parse(command, words)
     begin = importlib.import_module(f"jaxrl_llm.commands.{command.module}").main
     if isinstance(options, OfDevices):
@@ -64,11 +66,14 @@ def run(name: str, words: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Ends the program with the message of a `UserError`."""
+    """Ends the program with the message of a `UserError`, and without one if nobody reads on."""
     try:
         yield
     except UserError as error:
         _end(str(error))
+    except BrokenPipeError:  # as `head` does; what is left would raise it again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _end(message: str) -> NoReturn:

@@ -106,6 +106,16 @@ def test_nothing_is_loaded_for_help_and_refusals():
     assert done.stdout.endswith("[]\n") and "config.trainer.num_steps: must be" in done.stderr
 
 
+def test_a_reader_may_go_before_the_help_ends():
+    program = "import sys; from jaxrl_llm.commands import line; sys.stdin.read(); line.main()"
+    words = [sys.executable, "-c", program, "serve", "--help"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
+
+
 def test_a_dry_run_allocates_nothing_and_prints_a_config(monkeypatch, capsys, tmp_path):
     workdir = tmp_path / "run"
     words = ["train", CONFIG, f"--workdir={workdir}", "--dry_run", "--config.seed=7"]
