@@ -273,6 +273,13 @@ def _to_save(array: jax.Array) -> Any:
     return np.array(array) if here else np.zeros(array.shape, array.dtype)
 
 
+def _elsewhere(wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of which this process has nothing."""
+    return jax.make_array_from_single_device_arrays(
+        wanted.shape, wanted.sharding, [], dtype=wanted.dtype
+    )
+
+
 def _meta(folder: epath.Path) -> Json:
     """Returns the JSON part of a complete step: `arrays`, `extra` and `best`."""
     return {"best": {}, **ocp.JsonCheckpointHandler().restore(folder / "meta")}
@@ -297,10 +304,15 @@ def _restored(
             f"{folder}: holds other arrays than this config makes:"
             f" {'; '.join(differing[:5] + more)}; resume with the config that wrote it"
         )
-    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, restore_args, partial_restore=partial)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        named = checkpointer.restore(folder / "arrays", args=args)
+    # Of a pool that other processes have, there is nothing to read.
+    here = {k: v for k, v in wanted.items() if v.sharding.addressable_devices}
+    named = {k: _elsewhere(v) for k, v in wanted.items() if k not in here}
+    if here:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(here)
+        partial = partial or bool(named)
+        args = ocp.args.PyTreeRestore(here, restore_args, partial_restore=partial)
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            named |= handler.restore(folder / "arrays", args=args)
     leaves = [named[name] for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), meta
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -58,9 +59,13 @@ class Chosen:
 
     def put(self, x: Shaped[Array, "B chosen *n"]) -> Shaped[Array, "B T *n"]:
         """Returns what was found at hidden states, at the places of tokens; else zero."""
-        rows = jnp.arange(len(x))[:, None]
-        blank = jnp.zeros((len(x), self.length, *x.shape[2:]), x.dtype)
-        placed = blank.at[rows, self.positions].set(x, mode="drop")
+
+        def in_row(positions: Array, found: Array) -> Array:
+            blank = jnp.zeros((self.length, *found.shape[1:]), found.dtype)
+            return blank.at[positions].set(found, mode="drop")
+
+        # Row by row: were the row an index, every device would first collect those of all others.
+        placed = jax.vmap(in_row)(self.positions, x)
         return constrain(placed, "batch", "length", *(None,) * (x.ndim - 2))
 
 

@@ -22,8 +22,8 @@ from absl import logging
 
 from jaxrl_llm import console
 from jaxrl_llm.checkpoint.lock import locked
-from jaxrl_llm.checkpoint.saver import CheckpointError, Saver
-from jaxrl_llm.config import JobConfig, RLConfig
+from jaxrl_llm.checkpoint.saver import Saver
+from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.config.folder import check_workdir, claim_workdir
 from jaxrl_llm.data.datasets import Dataset
@@ -75,13 +75,6 @@ class Run(contextlib.ExitStack):
         trackers.check(self.config.metrics)
         alerts_lib.check(self.config.alerts)
         check_workdir(self.config, self.workdir)
-        own = isinstance(self.config, RLConfig) and self.config.placement.hosts == "own"
-        if own and jax.process_count() > 1 and (self.workdir / "config.json").exists():
-            raise CheckpointError(
-                f"{self.workdir}: a run of several processes with placement.hosts='own' cannot go"
-                " on from a checkpoint yet; export the last one (launch/export.py) and begin from"
-                " it with model.path in another --workdir"
-            )
         return self
 
     def claim(self, models: Models, *datasets: Dataset, planned_bytes: float = 0.0) -> None:

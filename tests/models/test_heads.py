@@ -303,6 +303,29 @@ def collective_sizes(text):
     return whole, looped
 
 
+def test_what_is_found_is_placed_without_a_collective():
+    """Of rows that devices share, each has all that its own need, scored tokens as well.
+
+    More than bytes are at stake: XLA may begin a collective while one before it, in a loop, is not
+    done; on CPUs of several processes the two then take each other's messages, or wait for ever.
+    """
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    rng = np.random.default_rng(0)
+    positions = np.stack([rng.permutation(T + 3)[:7] for _ in range(B)])  # some are no token
+    for width in ((), (3,)):
+        x = rng.normal(size=(B, 7, *width)).astype(np.float32)
+        want = np.zeros((B, T, *width), np.float32)
+        for row, column in np.argwhere(positions < T):
+            want[row, positions[row, column]] = x[row, column]
+        with jax.set_mesh(mesh):
+            arguments = jax.device_put((np.minimum(positions, T), x), split)
+            put = jax.jit(lambda at, x: Chosen(at, at, T).put(x))
+            compiled = put.lower(*arguments).compile()
+            np.testing.assert_array_equal(compiled(*arguments), want)
+        assert collective_sizes(compiled.as_text()) == ([], [])
+
+
 def test_values_and_scores_by_hand():
     hidden = jnp.arange(8.0).reshape(1, 4, 2)
     weight = jnp.array([[1.0, 10.0]])  # scores 10, 32, 54, 76
