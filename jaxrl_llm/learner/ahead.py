@@ -170,7 +170,7 @@ class SampledAhead(SampledNow):
 
     def _fill(self) -> None:
         """Begins as many prompts as may begin: none of their samples can become too old."""
-        size, num_steps = self._config.trainer.prompts_per_step, self._config.trainer.num_steps
+        size, num_steps = self._config.trainer.prompts_per_step, self._schedule.num_steps
         most = min(self._served.version + self._max_staleness + 1, num_steps) * size
         while self._num_planned < most:
             step, position = divmod(self._num_planned, size)

@@ -4,10 +4,11 @@ Which samples met which weights in which step follows from the config alone, but
 answer depends on time ("is the update ready?"). All of these are asked here. The answers of a step,
 and the samples that met in it, are a line of `schedule.jsonl`:
 
-    {"step": 3, "restored": false, "answers": "0001", "groups": [[8, 1, 2], [9, 2, 2]]}
+    {"step": 3, "of": 9, "restored": false, "answers": "0001", "groups": [[8, 1, 2], [9, 2, 2]]}
 
-A group is a prompt's number, and the versions of the oldest and newest weights of its tokens.
-`restored`: the step began in a new process, from a checkpoint.
+A group is a prompt's number, and the versions of the oldest and newest weights of its tokens. `of`
+is the number of steps for which prompts could begin, `restored`: the step began in a new process,
+from a checkpoint.
 """
 
 import contextlib
@@ -31,13 +32,17 @@ class ScheduleError(UserError, RuntimeError):
 class Schedule:
     """Answers the questions of one run, all processes alike."""
 
-    def __init__(self, mode: Literal["free", "record", "replay"], path: pathlib.Path):
+    def __init__(
+        self, mode: Literal["free", "record", "replay"], path: pathlib.Path, num_steps: int
+    ):
         """Begins a run; `path` is written if it is recorded, and read if it is replayed.
 
         Raises:
           ScheduleError: If the file cannot be replayed.
         """
         self._mode, self._path = mode, path
+        # Of the run; in a replay those of the one that was recorded, which may have had more.
+        self.num_steps = num_steps
         self._steps = read(path) if mode == "replay" else {}
         self._step = 0  # 0: none is open
         self._answers: list[bool] = []
@@ -50,9 +55,8 @@ class Schedule:
         """Returns the schedule of a run in `workdir`; raises as the class."""
         trainer = config.trainer
         replays = trainer.schedule == "replay"
-        return cls(
-            trainer.schedule, pathlib.Path(trainer.schedule_file) if replays else workdir / FILE
-        )
+        path = pathlib.Path(trainer.schedule_file) if replays else workdir / FILE
+        return cls(trainer.schedule, path, trainer.num_steps)
 
     def begin(self, step: int, restored: bool) -> bool:
         """Begins a step; returns whether one that was recorded began in a new process.
@@ -66,7 +70,7 @@ class Schedule:
             message = f"has {len(self._steps)} steps, but this is step {step}"
             raise ScheduleError(f"{self._path}: {message}; replay at most as many steps")
         line = self._steps[step]
-        self._given = iter(line["answers"])
+        self._given, self.num_steps = iter(line["answers"]), line["of"]
         return restored or line["restored"]
 
     def happened(self, is_so: Callable[[], bool]) -> bool:
@@ -101,6 +105,7 @@ class Schedule:
         if self._mode == "record" and self._step and hosts.is_first():
             line = {
                 "step": self._step,
+                "of": self.num_steps,
                 "restored": self._restored,
                 "answers": "".join(str(int(answer)) for answer in self._answers),
                 "groups": self._groups,
@@ -129,7 +134,7 @@ def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         found = {line["step"]: line for line in lines}
-        whole = all({"restored", "answers", "groups"} <= line.keys() for line in lines)
+        whole = all({"of", "restored", "answers", "groups"} <= line.keys() for line in lines)
         if not whole or list(found) != list(range(1, len(lines) + 1)):
             raise ValueError("its lines are not those of steps 1, 2, 3, ...")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -307,26 +307,26 @@ def test_samples_ahead_on_halves_of_every_host_are_replayed_by_one_process(tmp_p
 
 @pytest.mark.nightly
 def test_a_process_learns_and_another_samples(tmp_path, cache):
-    """Each pool has a host of its own; one process repeats it bit for bit. No resume yet."""
+    """Each pool has a host of its own. Resumed, and by one process, its schedule gives its bits."""
     own = {**AHEAD, "placement.hosts": "own"}
-    for folder in ("two", "one"):
-        (tmp_path / folder).mkdir()
-    recorded = {**own, "trainer.schedule": "record"}
-    command = arguments("grpo_tiny", tmp_path / "two", **recorded)
-    processes.run(command, 2, 2, cache)
-    both = processes.start(command, 2, 2, cache)
-    said = [process.communicate(timeout=300)[1] for process in both]
-    assert [process.returncode for process in both] == [1, 1]
-    assert any("cannot go on from a checkpoint yet" in text for text in said)
-    schedule = tmp_path / "two" / "run" / "schedule.jsonl"
+    schedule = tmp_path / "two/run/schedule.jsonl"
     replay = {**own, "trainer.schedule": "replay", "trainer.schedule_file": str(schedule)}
-    for num_steps in (2, STEPS):
-        command = arguments("grpo_tiny", tmp_path / "one", num_steps=num_steps, **replay)
-        processes.run(command, 1, 4, cache)
-    check_same_run(tmp_path / "one/run", tmp_path / "two/run")
-    found, wanted = (runs.metrics(tmp_path / name / "run") for name in ("one", "two"))
-    for step in range(1, STEPS + 1):
-        assert runs.repeatable(found[step]) == runs.repeatable(wanted[step]), step
+
+    def start(name: str, settings, num_steps: int, count: int) -> list[str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = arguments("grpo_tiny", tmp_path / name, num_steps, **settings)
+        return processes.run(command, count, 4 // count, cache)
+
+    start("two", {**own, "trainer.schedule": "record"}, STEPS, 2)
+    wanted = runs.metrics(tmp_path / "two/run")
+    for name, count in (("resumed", 2), ("one", 1)):
+        start(name, replay, 2, count)
+        said = start(name, replay, STEPS, count)
+        assert all("resumed after step 2" in text for text in said)
+        check_same_run(tmp_path / name / "run", tmp_path / "two/run")
+        found = runs.metrics(tmp_path / name / "run")
+        for step in range(1, STEPS + 1):
+            assert runs.repeatable(found[step]) == runs.repeatable(wanted[step]), (name, step)
     assert wanted[STEPS]["training/off_policy/staleness/max"] > 0
     assert wanted[STEPS]["reshard/copied_bytes"] > 0
 

@@ -109,7 +109,17 @@ class Run:
     """A run of a source: the loop without its arrays."""
 
     def __init__(
-        self, monkeypatch, path, *, k, size=2, samples=2, apart=True, uniform=0.0, **trainer
+        self,
+        monkeypatch,
+        path,
+        *,
+        k,
+        size=2,
+        samples=2,
+        apart=True,
+        uniform=0.0,
+        num_steps=STEPS,
+        **trainer,
     ):
         monkeypatch.setattr(ahead, "Play", Latencies)
         keys = lambda key, count: np.zeros((count, 2), np.uint32)  # noqa: E731
@@ -124,7 +134,7 @@ class Run:
                 sampling="ahead",
                 max_staleness=k,
                 prompts_per_step=size,
-                num_steps=STEPS,
+                num_steps=num_steps,
                 schedule_file=str(path) if trainer.get("schedule") == "replay" else "",
                 **trainer,
             ),
@@ -142,7 +152,8 @@ class Run:
         sampler = types.SimpleNamespace(
             engine=Engine(), models=models, is_apart=self.apart, world=None
         )
-        schedule = Schedule(self.config.trainer.schedule, self.path)
+        trainer = self.config.trainer
+        schedule = Schedule(trainer.schedule, self.path, trainer.num_steps)
         self.stream = Stream()
         self.source = SampledAhead(self.config, sampler, self.stream, self.score, schedule)
 
@@ -246,6 +257,11 @@ def test_a_schedule_is_recorded_and_replayed(runs):
         again.step(step)
         again.source.get_state()
     assert again.learned == first.learned
+    fewer = runs(k=2, schedule="replay", num_steps=3)  # prompts begin as if it had all steps
+    for step in range(1, 4):
+        fewer.step(step)
+        fewer.source.get_state()
+    assert fewer.learned == first.learned[: len(fewer.learned)]
     other = runs(k=2, schedule="replay", chance=(0.5,))
     with pytest.raises(
         ScheduleError, match=r"step 1 learned from prompt .* by versions 0 to 0, now"
@@ -261,7 +277,7 @@ def test_a_schedule_is_recorded_and_replayed(runs):
     (first.path.parent / "bad.jsonl").write_text('{"step": 2, "restored": 0}\n')
     for name in ("bad.jsonl", "none.jsonl"):
         with pytest.raises(ScheduleError, match=f"{name}: no recorded schedule"):
-            Schedule("replay", first.path.parent / name)
+            Schedule("replay", first.path.parent / name, STEPS)
 
 
 def test_a_resumed_record_goes_on_at_its_step(runs):
