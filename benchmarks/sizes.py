@@ -7,16 +7,18 @@ import argparse
 import importlib.util
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.learner import planned
+from jaxrl_llm.planning import fit, placement
 from jaxrl_llm.planning.fit import Plan
 
 GIB = 1 << 30
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SIZES = {"3B": "3b", "8B": "8b", "32B": "32b", "70B": "70b", "671B": "deepseek_v3"}
+SLICES = {"ppo": "ppo_70b_slices", "grpo": "grpo_deepseek_v3_slices"}
 PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "temporary")
 
 
@@ -30,9 +32,13 @@ def loaded(name: str) -> tuple[RLConfig, str]:
     return from_config_dict(module.get_config()), topology
 
 
-def plan_of(name: str) -> tuple[Plan, str]:
-    """Returns the plan of a config on its own devices, which need not be here, and their name."""
+def plan_of(name: str, mesh: Mapping[str, int] = {}) -> tuple[Plan, str]:
+    """Returns the plan of a config on its own devices, which need not be here, and their name.
+
+    Axes of `mesh` take the place of the config's.
+    """
     config, topology = loaded(name)
+    config = fit.changed(config, {f"mesh.{axis}": size for axis, size in mesh.items()})
     return planned.plan(config, planned.elsewhere(topology, "", 1)), topology
 
 
@@ -58,7 +64,27 @@ def by_part(recipe: str) -> Iterator[str]:
         yield f"| `{recipe}_{size}` | " + " | ".join(cells) + " |"
 
 
-TABLES = {"program": by_program, "part": by_part}
+def by_slices(recipe: str) -> Iterator[str]:
+    """Yields a table: a config of several slices with its stages, and without them."""
+    name = SLICES[recipe]
+    mesh = loaded(name)[0].mesh
+    flat = {"stage": 1, "stage_rounds": 1}
+    meshes = {
+        "stages": {},
+        "weights gathered over slices": flat | {"fsdp": mesh.stage * mesh.fsdp},
+        "all weights on each slice": flat | {"data": mesh.stage},
+    }
+    yield f"| `{name}` | mesh | peak | device has | seconds a step |"
+    yield "|---" * 5 + "|"
+    for what, changes in meshes.items():
+        plan, _ = plan_of(name, changes)
+        cells = [what, fit.axes(plan.setting.mesh), f"{plan.peak / GIB:.1f}"]
+        cells += [f"{plan.device.memory_bytes / GIB:.1f}"]
+        cells += [f"{placement.speed(plan).step_s:.0f}" if plan.fits else "does not fit"]
+        yield "| " + " | ".join(cells) + " |"
+
+
+TABLES = {"program": by_program, "part": by_part, "slices": by_slices}
 
 
 def main() -> None:

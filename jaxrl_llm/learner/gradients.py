@@ -101,10 +101,9 @@ def _on_stages(
     turned = packed.on_stages(reader.stages)
     made, back = jax.vjp(lambda p: reader.made(whole(p), turned, packed.count), params)
     after = {stack.name for group in pipeline.Phases.of(reader.network).after for stack in group}
-    layers = params.get("layers", {})
+    layers = params["layers"]
     # What microbatches meet after the stages.
-    late = {name: value for name, value in params.items() if name != "layers"}
-    late["layers"] = {name: layers[name] for name in after & layers.keys()}
+    late = {**params, "layers": {name: layers[name] for name in after & layers.keys()}}
     leaves, structure = jax.tree.flatten(made)
     # Experts that were visited are no floats and have no gradient.
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
@@ -140,10 +139,11 @@ def _on_stages(
     nothing = [np.zeros(a.shape, jax.dtypes.float0) for a in others]
     (total,) = back(mixed(bars, nothing))
     total = jax.tree.map(lambda a: a.astype(jnp.float32), total)
-    late_layers = of_late.pop("layers")
-    summed = jax.tree.map(jnp.add, {name: total[name] for name in of_late}, of_late)
-    if late_layers:
-        mine = {name: total["layers"][name] for name in late_layers}
-        more = jax.tree.map(jnp.add, mine, late_layers)
-        summed["layers"] = {**total["layers"], **more}
-    return found, {**total, **summed}
+    return found, _added(total, of_late)
+
+
+def _added(total: Any, part: Any) -> Any:
+    """Returns a tree of dicts with sums wherever `part` has something too."""
+    if not isinstance(part, dict):
+        return total + part
+    return {**total, **{name: _added(total[name], each) for name, each in part.items()}}

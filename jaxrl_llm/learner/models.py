@@ -110,11 +110,6 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
             f"config.trainer.tower_learning_rate: {config.trainer.tower_learning_rate}, but the"
             " model reads no images; set it to 0"
         )
-    if learns_tower(config) and config.mesh.stage > 1:
-        raise ConfigError(
-            f"config.mesh.stage: {config.mesh.stage}, but a tower that learns is not split over"
-            " stages; use 1, or trainer.tower_learning_rate=0"
-        )
     models = build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
     return models if shape.vision is None else _with_tower(config, models, shape)
 

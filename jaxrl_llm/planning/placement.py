@@ -184,12 +184,17 @@ def _best_pool(
     """Returns the group on the fastest mesh over `count` devices on which it fits, if any."""
     roles = (*group, "rollout") if "policy" in group else group
     fitting = []
-    for tensor, expert in itertools.product((1, 2, 4, 8), expert_axes(setting.policy)):
-        if count % (stages * tensor * expert) == 0:
+    # Over thin links weights are gathered, or gradients alone are summed: then each domain has all.
+    domains = math.gcd(count, max(1, count // device.domain))
+    for tensor, expert, apart in itertools.product(
+        (1, 2, 4, 8), expert_axes(setting.policy), sorted({1, domains // stages or 1})
+    ):
+        if count % (stages * tensor * expert * apart) == 0:
             # A power of two, as dims of models divide by these; the rest goes to data.
-            rest = count // (stages * tensor * expert)
+            rest = count // (stages * tensor * expert * apart)
             fsdp = rest & -rest
-            split = {"data": rest // fsdp, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+            data = apart * rest // fsdp
+            split = {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
             mesh = dict.fromkeys(AXES, 1) | split | {STAGE: stages}
             if stages > 1 and not _may_have_stages(setting, mesh):
                 continue

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
 from jaxrl_llm.models import shape as shape_lib
 from jaxrl_llm.models.shape import Shape
 
@@ -18,7 +18,7 @@ def check_roles(config: JobConfig, meshes: Mapping[str, Mapping[str, int]]) -> N
     """Raises ConfigError if the roles with these sizes of mesh axes cannot have their stages.
 
     All have the policy's stages, as weights of one network go from role to role as they are
-    stacked. There is a microbatch for every stage.
+    stacked. There is a microbatch for every stage. A tower that learns has none.
     """
     stages = meshes["policy"]["stage"]
     trained = {role: sizes for role, sizes in meshes.items() if role != "rollout"}
@@ -28,6 +28,12 @@ def check_roles(config: JobConfig, meshes: Mapping[str, Mapping[str, int]]) -> N
                 f"config.placement: the mesh of the {role} has {sizes['stage']} stages, the"
                 f" policy's has {stages}; use the same mesh.stage for all pools"
             )
+    learns = isinstance(config, RLConfig | SFTConfig) and config.trainer.tower_learning_rate > 0
+    if stages > 1 and learns:
+        raise ConfigError(
+            f"config.mesh.stage: {stages}, but a tower that learns is not split over stages; use 1,"
+            " or trainer.tower_learning_rate=0"
+        )
     if isinstance(config, RLConfig):
         name, sequences = "minibatch_size", config.minibatch_size
     elif isinstance(config, SupervisedConfig):

@@ -19,5 +19,5 @@ def test_the_table_is_what_its_command_prints(table, recipe):
     spec = importlib.util.spec_from_file_location("sizes", ROOT / "benchmarks" / "sizes.py")
     sizes = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sizes)
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 6
     assert "\n".join(sizes.TABLES[table](recipe)) in TEXT

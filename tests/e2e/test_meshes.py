@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import recipe_settings
 
 from jaxrl_llm.checkpoint import saver
-from jaxrl_llm.trainer import rl
+from jaxrl_llm.config.bridge import from_config_dict
+from jaxrl_llm.trainer import rl, supervised
 
 STEPS = 3
 # What babbling gets, now more, now less.
@@ -168,6 +170,24 @@ ON_STAGES = {
         {"model": DEEP, "rollout": {"num_slots": 16, "quantization": "int8"}},
         [{"stage": 2, "fsdp": 2, "tensor": 2}],
     ),
+    # A function and a model judge, which all meshes read as one device taught it. A layer is left.
+    "scored by a model": (
+        "ppo",
+        {
+            "model": {**DEEP, "num_layers": 5},
+            "preference": {"num_steps": 3, "batch_size": 16, "optimizer": OPTIMIZER},
+            "rewards": {"models": {"judge": {}}, "functions": {"sum": {"function": "arithmetic"}}},
+        },
+        [{"stage": 4, "fsdp": 2}],
+    ),
+    "images": (
+        "grpo",
+        {
+            "model": {**DEEP, "family": "qwen2_5_vl"},
+            "data": {"task": "shapes", "max_prompt_tokens": 40, "chat_template": True},
+        },
+        [{"stage": 2, "fsdp": 2, "tensor": 2}],
+    ),
 }
 
 
@@ -180,12 +200,44 @@ def test_stages_take_the_steps_of_one_device(name, tmp_path):
     for number, mesh in enumerate(meshes):
         count = math.prod(n for axis, n in mesh.items() if axis != "stage_rounds")
         workdir = tmp_path / str(number)
+        if (tmp_path / "one/reward_models").exists():
+            shutil.copytree(tmp_path / "one/reward_models", workdir / "reward_models")
         run(recipe, mesh, workdir, jax.devices()[:count], **changes)
         assert_same_steps(workdir, tmp_path / "one")
         found = recipe_settings.metrics(workdir)
         for step, each in wanted.items():
             for loss in (key for key in each if key.endswith("/loss")):
                 assert found[step][loss] == pytest.approx(each[loss], abs=1e-6), (mesh, step, loss)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("job", ["sft", "reward_model", "dpo"])
+def test_jobs_on_stages_take_the_steps_of_one_device(job, tmp_path):
+    found, devices = [], jax.devices()
+    for number, mesh in enumerate(({}, {"stage": 2, "fsdp": 2, "stage_rounds": 2})):
+        settings = {
+            "job": job,
+            "model": {**recipe_settings.SUMS["model"], **DEEP, "num_layers": 5},
+            "data": recipe_settings.SUMS["data"],
+            "trainer": {
+                "num_steps": STEPS,
+                "batch_size": 16,
+                "max_sequence_tokens": 32,
+                "max_tokens_per_microbatch": 128,
+                "optimizer": OPTIMIZER,
+            },
+            "mesh": mesh,
+            "metrics": recipe_settings.SUMS["metrics"],
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "devices", lambda mine=devices[: 4 if mesh else 1]: mine)
+            supervised.train(from_config_dict(settings), tmp_path / str(number))
+        found.append(recipe_settings.metrics(tmp_path / str(number)))
+    for step in range(1, STEPS + 1):
+        wanted = {k: v for k, v in found[0][step].items() if k.endswith(("/loss", "/grad_norm"))}
+        assert len(wanted) == 2 and min(wanted.values()) > 1e-2
+        for name, value in wanted.items():
+            assert found[1][step][name] == pytest.approx(value, abs=1e-6), (step, name)
 
 
 @pytest.mark.nightly

@@ -130,7 +130,9 @@ def test_a_stage_on_each_process(tmp_path, cache):
         (tmp_path / folder).mkdir()
         command = arguments("grpo_tiny", tmp_path / folder, **layers, **changes)
         processes.run(command, count, 8 // count, cache)
-    check_same_run(tmp_path / "two/run", tmp_path / "one/run")
+    check_same_run(tmp_path / "two/run", tmp_path / "one/run", other_mesh=True)
+    for numbers in list(runs.metrics(tmp_path / "two/run").values())[1:]:
+        assert numbers["reshard/bytes_moved"] == numbers["reshard/lower_bound_bytes"]
 
 
 @pytest.mark.parametrize(

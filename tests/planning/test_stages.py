@@ -69,11 +69,17 @@ def test_stages_pay_between_slices():
         )
     }
     assert costs["stage"] < 0.5 * costs["fsdp"]
-    best = placement.rank(setting(), device, count)[0]
-    assert best.pools[0].setting.stages == 2
-    # Within a slice they only wait.
-    whole, count = of_topology("v5p:4x4x8")
-    assert placement.rank(setting(), whole, count)[0].pools[0].setting.stages == 1
+
+
+def test_the_search_chooses_stages_for_slices_that_cannot_hold_the_model():
+    def best(topology: str) -> dict[str, int]:
+        (pool,) = placement.rank(setting(), *of_topology(topology))[0].pools
+        return {axis: n for axis, n in pool.setting.mesh.items() if n > 1 and axis != "tensor"}
+
+    assert best("2*v5p:2x2x4") == {"stage": 2, "fsdp": 4}
+    # Each slice can hold all weights: only gradients cross, and no stage waits.
+    assert best("2*v5p:2x4x4") == {"data": 2, "fsdp": 4}
+    assert best("v5p:4x4x4") == {"fsdp": 8}
 
 
 def test_what_stages_cannot_do_is_refused():
@@ -86,6 +92,8 @@ def test_what_stages_cannot_do_is_refused():
     few = {**VALUES["trainer"], "prompts_per_step": 8, "minibatch_size": 32}
     with pytest.raises(ConfigError, match=r"minibatch_size=32 makes 2 .* use mesh\.stage=2"):
         make(mesh={"stage": 4, "fsdp": 8, "data": 2}, trainer=few)
+    with pytest.raises(ConfigError, match=r"mesh\.stage: 2, but a tower that learns is not split"):
+        make(mesh={"stage": 2}, trainer={**VALUES["trainer"], "tower_learning_rate": 1e-3})
     with pytest.raises(ConfigError, match="the critic has 1 stages, the policy's has 2"):
         pools = {"a": {"devices": 32, "stage": 2}, "b": {"devices": 32, "stage": 1}}
         roles = dict.fromkeys(("policy", "rollout", "reference"), "a")
