@@ -168,16 +168,13 @@ class _Schedule:
     def forward(self, layers: Params, x: Array, reading: Reading, count: Array, keep: bool):
         """Returns hidden states, what routers did, and the inputs of all items, if to `keep`.
 
-        Slots of the buffer are (round, microbatch). Without `keep` all rounds have the same slots,
-        and one slot is enough for one round: an input is not needed when its result comes.
+        Without `keep` all rounds have the same slots, and one slot is enough for one round: an
+        input is not needed when its result comes.
         """
         moves, stage = self.moves, jnp.arange(self.moves.stages)
         count, steps = self.steps(count)
         work = mesh_lib.on_stages(self.work)
         last, slots = moves.rounds - 1, self.slots(keep)
-
-        def slot_of(item: Item) -> Array:
-            return (item.round * moves.most + item.microbatch) % slots
 
         def did(item: Item, x: Array):
             weights, chosen, part = self.given(layers, reading, item)
@@ -187,17 +184,18 @@ class _Schedule:
             held, queue, out, routed = carry
             item = Item.of(t - stage, count, moves.rounds)
             begins = Item.of(t, count, moves.rounds).within(0)
-            held, queue = moves.entered(held, queue, slot_of(item), begins, 0, onward=-1)
-            y, of_routers = did(item, moves.taken(held, slot_of(item)))
-            slot = item.round * moves.most + item.microbatch
-            routed = moves.put(routed, of_routers, slot, item.valid)
+            place = moves.place(item)
+            held, queue = moves.entered(held, queue, place % slots, begins, 0, onward=-1)
+            y, of_routers = did(item, moves.taken(held, place % slots))
+            routed = moves.put(routed, of_routers, place, item.valid)
             ends = Item.of(t - (moves.stages - 1), count, moves.rounds).within(last)
             out = moves.left(out, y, ends, moves.stages - 1, onward=-1)
             # The first stage gets the results of the last one, for the next round.
             came = Item.of(t - (stage - 1) % moves.stages, count, moves.rounds)
             goes_on = came.valid & ((stage > 0) | (came.round < last))
             came = came._replace(round=came.round + (stage == 0))
-            return moves.put(held, y, slot_of(came), goes_on, onward=1), queue, out, routed
+            held = moves.put(held, y, moves.place(came) % slots, goes_on, onward=1)
+            return held, queue, out, routed
 
         first = Item.of(-stage, count, moves.rounds)
         like = jax.eval_shape(lambda: did(first, x[0]))[1]
@@ -245,23 +243,24 @@ class _Schedule:
             line, queue, out, sums = carry
             t = steps - 1 - number
             item = Item.of(t - stage, count, moves.rounds)
-            slot = item.round * moves.most + item.microbatch
+            place = moves.place(item)
             ends = Item.of(t - (moves.stages - 1), count, moves.rounds).within(last)
-            here = item.microbatch % slots
-            line, queue = moves.entered(line, queue, here, ends, moves.stages - 1, onward=1)
-            bar = moves.taken(line, here), moves.taken(of_routed, slot)
+            line, queue = moves.entered(
+                line, queue, place % slots, ends, moves.stages - 1, onward=1
+            )
+            bar = moves.taken(line, place % slots), moves.taken(of_routed, place)
 
             def real(a: Array) -> Array:  # without an item: the gradient of zero
                 return jnp.where(item.valid.reshape(-1, *(1,) * (a.ndim - 1)), a, 0)
 
             weights, chosen, part = self.given(layers, reading, item)
-            given = weights, moves.taken(held, slot), chosen, part
+            given = weights, moves.taken(held, place), chosen, part
             of_layers, back = work(*given, *jax.tree.map(real, bar))
             sums = moves.added(sums, of_layers, specs, item.round)
             begins = Item.of(t, count, moves.rounds).within(0)
             out = moves.left(out, back, begins, 0, onward=1)
             came = Item.of(t - (stage + 1) % moves.stages, count, moves.rounds)
-            line = moves.put(line, back, came.microbatch % slots, came.valid, onward=-1)
+            line = moves.put(line, back, moves.place(came) % slots, came.valid, onward=-1)
             return line, queue, out, sums
 
         queue = moves.aligned(of_hidden, count, onward=1)

@@ -52,6 +52,10 @@ class Moves:
         """Microbatches that there is room for."""
         return self.turns * self.stages
 
+    def place(self, item: Item) -> Int[Array, " stages"]:
+        """Returns the slots of items in buffers that hold all of them."""
+        return item.round * self.most + item.microbatch
+
     def blank(self, slots: int, like: Float[Array, "turns stages R W D"]) -> Array:
         """Returns an empty buffer of hidden states, [stages, slots, R, W, D]."""
         blank = jnp.zeros((self.stages, slots, *like.shape[2:]), like.dtype)
