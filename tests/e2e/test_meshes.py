@@ -235,9 +235,10 @@ def test_jobs_on_stages_take_the_steps_of_one_device(job, tmp_path):
         found.append(recipe_settings.metrics(tmp_path / str(number)))
     for step in range(1, STEPS + 1):
         wanted = {k: v for k, v in found[0][step].items() if k.endswith(("/loss", "/grad_norm"))}
-        assert len(wanted) == 2 and min(wanted.values()) > 1e-2
-        for name, value in wanted.items():
-            assert found[1][step][name] == pytest.approx(value, abs=1e-6), (step, name)
+        assert {f"{job}/loss", f"{job}/grad_norm"} <= wanted.keys() and min(wanted.values()) > 1e-2
+        for name, value in wanted.items():  # above 1 a float32's last bits are larger
+            close = pytest.approx(value, rel=1e-6, abs=1e-6)
+            assert found[1][step][name] == close, (step, name)
 
 
 @pytest.mark.nightly
