@@ -36,7 +36,7 @@ from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams, Statistics
 from jaxrl_llm.sharding import mesh as mesh_lib
-from jaxrl_llm.types import EpisodeLog, Prompt, PromptBatch, Weights
+from jaxrl_llm.types import EpisodeLog, Picture, Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
 
@@ -58,6 +58,7 @@ class Following(NamedTuple):
 
     tokens: tuple[int, ...]
     rewrites: bool = False
+    images: tuple[Picture, ...] = ()
 
 
 class AtOnce:

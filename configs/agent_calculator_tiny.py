@@ -19,16 +19,20 @@ def get_config():
     config.model.mlp_size = 384
     config.model.remat = "none"
 
+    # What the template writes around the numbers of a call, a token each.
+    config.model.words = ("calculator", "expression", '{"name": "', '", "parameters": {"')
+    config.model.words += ('": "', '"}}')
+
     config.data.task = "products"
     config.data.arithmetic_train_prompts = 7000
-    config.data.arithmetic_errors = 0.75
-    config.data.max_prompt_tokens = 40
-    config.rollout.max_response_tokens = 112
+    config.data.arithmetic_errors = 0.85
+    config.data.max_prompt_tokens = 24
+    config.rollout.max_response_tokens = 48
     config.agent.tools = ("calculator",)
     config.agent.max_turns = 3
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    # Copying begins after some hundred steps, of whatever size.
+    # Copying begins after 200 steps, of whatever size.
     config.warm_start.num_steps = 2000
     config.warm_start.batch_size = 16
     config.warm_start.save_every = 1000

@@ -32,6 +32,8 @@ class ModelConfig(Group):
 
     path: Folder = ""  # folder with config.json and safetensors; "": random weights
     tokenizer: Folder = ""  # folder; "": `path`, or the built-in character tokenizer
+    # Texts that are one token each in the built-in tokenizer: what a tiny model need not spell.
+    words: tuple[Name, ...] = ()
     chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
     # Shape of a random model; not used with `path`.
     family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl"] = "qwen2"
@@ -60,6 +62,7 @@ class ModelConfig(Group):
     vocab_chunk: Tokens = 512  # tokens whose logits exist at the same time
 
     def rules(self) -> Problems:
+        yield from self._rules_of_words()
         if self.num_heads % self.num_kv_heads:
             message = f"{self.num_kv_heads} does not divide num_heads={self.num_heads}"
             yield "num_kv_heads", message
@@ -70,6 +73,16 @@ class ModelConfig(Group):
             yield "experts_per_token", message
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
             yield "attention", "cuDNN attends in 16 bits; set compute_dtype='bfloat16' or 'auto'"
+
+    def _rules_of_words(self) -> Problems:
+        if self.words and (self.path or self.tokenizer):
+            yield "words", "only the built-in tokenizer has them; leave them out with a folder"
+        for i, word in enumerate(self.words):
+            if len(word) < 2 or not (word.isascii() and word.isprintable()):
+                message = f"{word!r} must be two printable ASCII characters or more"
+                yield f"words[{i}]", message
+            elif word in self.words[:i]:
+                yield f"words[{i}]", f"{word!r} is there twice"
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")

@@ -27,9 +27,7 @@ ROLE_TOKENS = ("<system>", "<user>", "<assistant>", "<tool>")
 # 8 special tokens and 96 characters: a vocabulary of 104 splits over 2, 4 and 8 devices.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<bos>", *ROLE_TOKENS)
 CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
-# With images: their tokens, and five that make 112 of a vocabulary of 104.
-IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-_UNUSED_TOKENS = tuple(f"<unused{number}>" for number in range(5))
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # with images
 CHARACTER_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}<system>{{ tool.function.name }}"
     "({{ (tool.function.parameters or {}).properties | join(', ') }}){{ eos_token }}{% endfor %}"
@@ -56,46 +54,56 @@ _CONTENT_OF_PARTS = (
 )
 
 
-def character_tokenizer(images: bool = False) -> PreTrainedTokenizerFast:
+def character_tokenizer(images: bool = False, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each printable ASCII character and the newline.
 
     Its chat template begins every message with a token for its role and ends it with `<eos>`. Of
     tools it shows the names, with those of their arguments, and writes calls as Llama 3 does. Any
     other character becomes `<unk>`. With `images` contents may have parts of images, written as
-    Qwen2.5-VL writes them.
+    Qwen2.5-VL writes them. Each of `words` is one token; of two that begin alike, the longer one is
+    taken. Unused tokens make the vocabulary a multiple of eight.
+
+    Raises:
+      DataError: If one of `words` is a token already.
     """
-    more = IMAGE_TOKENS + _UNUSED_TOKENS if images else ()
-    names = SPECIAL_TOKENS + CHARACTERS + more
-    vocabulary = {token: index for index, token in enumerate(names)}
+    more = IMAGE_TOKENS if images else ()
+    names = (*SPECIAL_TOKENS, *CHARACTERS, *more)
+    if known := sorted({*words} & {*names}):
+        raise DataError(f"config.model.words: {known[0]!r} is a token already; leave it out")
+    names += tuple(words)
+    unused = tuple(f"<unused{number}>" for number in range(-len(names) % 8))
+    vocabulary = {token: index for index, token in enumerate((*names, *unused))}
     template = CHARACTER_TEMPLATE
     if images:
         template = template.replace(_PLAIN_CONTENT, _CONTENT_OF_PARTS)
     # Byte-pair encoding without merges leaves single characters.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
         bos_token="<bos>",
-        additional_special_tokens=[*ROLE_TOKENS, *more],
+        additional_special_tokens=[*ROLE_TOKENS, *more, *unused],
         clean_up_tokenization_spaces=False,
         chat_template=template,
     )
+    tokenizer.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
+    return tokenizer
 
 
 def load_tokenizer(
-    path: str, chat_template: str = "", images: bool = False
+    path: str, chat_template: str = "", images: bool = False, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
 
-    `images` says whether that of characters has tokens for them.
+    `images` says whether that of characters has tokens for them; `words` are tokens of it too.
 
     `chat_template`, unless "", is a file with a Jinja template that replaces the tokenizer's own.
     A file that is missing or broken, or no end-of-sequence token, is a DataError.
     """
-    tokenizer = _of_folder(path) if path else character_tokenizer(images)
+    tokenizer = _of_folder(path) if path else character_tokenizer(images, words)
     if chat_template:
         try:
             tokenizer.chat_template = pathlib.Path(chat_template).read_text(encoding="utf-8")

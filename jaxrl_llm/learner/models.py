@@ -77,7 +77,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     from jaxrl_llm.data import tokenizer as tokenizer_lib
 
     path = config.tokenizer or config.path
-    return tokenizer_lib.load_tokenizer(path, config.chat_template, _reads_images(config))
+    images = _reads_images(config)
+    return tokenizer_lib.load_tokenizer(path, config.chat_template, images, config.words)
 
 
 def _reads_images(config: ModelConfig) -> bool:

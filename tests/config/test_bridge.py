@@ -261,6 +261,16 @@ def test_rules_within_and_between_groups_are_reported_together():
     ]
 
 
+def test_words_are_texts_that_the_built_in_tokenizer_can_have():
+    words = ("ab", "a", "b\n", "ab")
+    assert problems(minimal(model={"words": words, "tokenizer": "folder"})) == [
+        "config.model.words: only the built-in tokenizer has them; leave them out with a folder",
+        "config.model.words[1]: 'a' must be two printable ASCII characters or more",
+        "config.model.words[2]: 'b\\n' must be two printable ASCII characters or more",
+        "config.model.words[3]: 'ab' is there twice",
+    ]
+
+
 def test_numbers_below_one_do_not_hide_the_report():
     found = problems(minimal(algorithm={"samples_per_prompt": 0, "advantage": "gae"}))
     assert found == ["config.algorithm.samples_per_prompt: must be in [1, 65536], got 0"]

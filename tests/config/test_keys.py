@@ -127,6 +127,7 @@ IMAGES = {"model.family": "qwen2_5_vl"}
 SHARED = {
     "config.model.path": (probe.networks, "none"),
     "config.model.tokenizer": (probe.networks, "none"),
+    "config.model.words": (probe.networks, ("3+",)),
     "config.model.family": (probe.networks, "llama"),
     "config.model.hidden_size": (probe.networks, 32),
     "config.model.num_layers": (probe.networks, 2),

@@ -45,6 +45,25 @@ def test_every_character_is_one_token_and_comes_back(tokenizer):
     assert tokenizer.encode("é") == [tokenizer.unk_token_id]
 
 
+def test_words_are_one_token_each_and_the_longer_one_is_taken(tmp_path):
+    words = ("call", "call(", '{"name": "', '"}}')
+    tokenizer = character_tokenizer(words=words)
+    text = '{"name": "call("}} callcal <eos>"}'
+    tokens = tokenizer.encode(text)
+    split = ['{"name": "', "call(", '"}}', " ", "call", *"cal ", "<eos>", '"', "}"]
+    assert [tokenizer.decode(token) for token in tokens] == split
+    assert tokenizer.decode(tokens) == text and len(tokenizer) == 112
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == text.replace("<eos>", "")
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode(text) == tokens
+    call = {"name": "call", "arguments": {}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]
+    assert tokenizer.apply_chat_template(chat)["input_ids"][2] == len(tokenizer) - 6
+    assert 0 < token_bound(tokenizer)(text) <= len(tokens)
+    with pytest.raises(DataError, match=r"config\.model\.words: '<eos>' is a token already"):
+        character_tokenizer(words=("call", "<eos>"))
+
+
 def test_save_and_load_round_trip(tokenizer, folder):
     loaded = load_tokenizer(str(folder))
     assert loaded.get_vocab() == tokenizer.get_vocab()
