@@ -32,7 +32,7 @@ def get_config():
     config.agent.max_turns = 3
     config.rewards.functions.answer = {"function": "arithmetic"}
 
-    # Copying begins after 200 steps, of whatever size.
+    # Copying begins after some 200 steps, of whatever size; that of numbers of three digits later.
     config.warm_start.num_steps = 2000
     config.warm_start.batch_size = 16
     config.warm_start.save_every = 1000

@@ -6,6 +6,7 @@ follows the policy's last turn is taken from it.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,7 +61,10 @@ def addition(
     end = next((len(text) for text in found if whole.startswith(text)), 0)
     if not end:
         return Addition(_tokens(tokenizer, whole), True)
-    said, rest = whole[min(len(str(render(before))), end) : end], whole[end:]
+    # Without its header, whose special tokens end no turn.
+    asked = str(render(before, add_generation_prompt=True))
+    header = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
+    said, rest = whole[min(len(list(header)), end) : end], whole[end:]
     ended = last in _specials(tokenizer)
     mark = _written(tokenizer, last) if ended else ""
     if mark and rest.startswith(mark):  # a turn ends with the next one's header (GLM-4)

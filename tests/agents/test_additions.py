@@ -12,7 +12,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from jaxrl_llm.agents.additions import addition
 from jaxrl_llm.data import masks
 from jaxrl_llm.data.masks import Dialogue
-from jaxrl_llm.data.tokenizer import prompt_text, prompt_tokens, rendered
+from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens, rendered
 
 # Templates of models that are often trained; only tests read them.
 FOLDER = pathlib.Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
@@ -139,11 +139,17 @@ def test_separators_follow_the_end_of_a_turn_whatever_ended_it():
     """After its own end, after another end, after a stop string, and in a header's place."""
     template = (FOLDER / "qwen2_5.jinja").read_text()
     tokenizer = tokenizer_of(template)
-    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<eos>", "x")}
+    ends = ("<|im_end|>", "<eos>", "x")
     before = [{"role": "user", "content": "a"}]
     answer, following = {"role": "assistant", "content": "b"}, [{"role": "user", "content": "c"}]
     rest = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-    for text, token in ends.items():
+    for text in ends:
+        token = tokenizer.convert_tokens_to_ids(text)
         added = addition(tokenizer, before, answer, following, {}, token)
         want = f"<|im_end|>{rest}" if text == "x" else rest
         assert (tokenizer.decode(added.tokens), added.rewrites) == (want, False)
+    # A token of the turn's own header ends it as any other does.
+    tokenizer = character_tokenizer()
+    token = tokenizer.convert_tokens_to_ids("<assistant>")
+    added = addition(tokenizer, before, answer, following, {}, token)
+    assert tokenizer.decode(added.tokens) == "<user>c<eos><assistant>"

@@ -16,5 +16,4 @@ def test_turns_read_what_is_new_by_programs_that_are_there():
     found = benchmark.main(benchmark.arguments([*sizes.split(), "--repeats=1"]))
     # The last token of a turn is read with what follows it.
     assert 1.0 <= found["prefilled"]["ratio"] <= 1.1
-    assert found["compiled"] == 0 and found["tools"]["all_s"] > 3 * 0.1
-    assert found["turns"]["one"]["decode_steps"] < found["turns"]["many"]["decode_steps"]
+    assert found["tools"]["compiled"] == 0 and found["tools"]["all_s"] > 3 * 0.1
