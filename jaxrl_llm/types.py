@@ -47,6 +47,12 @@ class Prompt:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     images: tuple[Picture, ...] = ()  # in the order of their tokens
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Prompt":
+        """Returns the prompt with these fields, of which a text has made lists of tuples."""
+        tuples = {name: tuple(fields[name]) for name in ("tokens", "messages", "images")}
+        return cls(**{**fields, **tuples})
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:

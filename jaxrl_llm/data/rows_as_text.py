@@ -61,9 +61,7 @@ def _row(fields: list[Any]) -> Any:
     name, *values = fields
     if name == "Prompt":
         names = [field.name for field in dataclasses.fields(Prompt)]
-        given = dict(zip(names, values, strict=True))
-        tuples = {name: tuple(given[name]) for name in ("tokens", "messages", "images")}
-        return Prompt(**given | tuples)
+        return Prompt.of(dict(zip(names, values, strict=True)))
     if name == "Pair":
         return Pair(*(Example(*map(tuple, value)) for value in values))
     return Example(*map(tuple, values)) if name == "Example" else None

@@ -56,9 +56,7 @@ def from_text(
 ) -> tuple[int, Group, list[tuple[play.Sequence, bool]]]:
     """Returns what `as_text` was given; `samples` is how each sample of a prompt is drawn."""
     message = messages.from_text(text)
-    number, of_prompt = message["number"], message["prompt"]
-    tuples = {name: tuple(of_prompt[name]) for name in ("tokens", "messages", "images")}
-    prompt = Prompt(**{**of_prompt, **tuples})
+    number, prompt = message["number"], Prompt.of(message["prompt"])
     sequences = []
     for i, (saved, params) in enumerate(zip(message["sequences"], samples, strict=True)):
         columns = {k: np.frombuffer(saved[k], dtype).tolist() for k, dtype in _COLUMNS.items()}
