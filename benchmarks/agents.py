@@ -32,7 +32,7 @@ from jaxrl_llm.data.tokenizer import character_tokenizer, render_prompts
 from jaxrl_llm.learner import sampler
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout import episodes, lowered
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams, Statistics
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -233,7 +233,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what was measured."""
     bench = Bench(args)
-    bench.engine.compile_ahead(bench.weights.params, filtered=False, continues=True)
+    for make in lowered.ahead(bench.engine, bench.weights.params, [False], continues=True).values():
+        make()
     environment = EnvironmentConfig(environment=f"{__file__}:Sleeper")
     config = AgentConfig(
         environments={"sleeper": environment}, max_turns=args.calls + 1, timeout_s=600.0

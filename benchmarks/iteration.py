@@ -39,6 +39,7 @@ def measure(arguments) -> None:
     from jaxrl_llm.metrics.clock import Clock
     from jaxrl_llm.trainer import rl, run
 
+    program.set_flags()  # as every command, before a device is used
     imported = side_by_side.since_process_start()
     now = side_by_side.clock(arguments.clock)
     starts: list[float] = []

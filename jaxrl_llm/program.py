@@ -40,6 +40,12 @@ FLAGS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             "xla_enable_async_all_gather": "true",
         }
     },
+    "cpu": {
+        "XLA_FLAGS": {
+            # Programs are compiled side by side: parts of one need no threads of their own.
+            "xla_cpu_parallel_codegen_split_count": "1",
+        }
+    },
     "gpu": {
         "XLA_FLAGS": {
             # Starts communication as early, and waits for it as late, as memory allows.

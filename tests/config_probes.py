@@ -474,8 +474,7 @@ def step(config: RLConfig):
         return rewards(np.arange(len(of_wave.lengths)) * float(unequal))
 
     models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-    engine = types.SimpleNamespace(compile_ahead=lambda *of: None)
-    sampler = types.SimpleNamespace(engine=engine, models=models, rollout=rollout, world=None)
+    sampler = types.SimpleNamespace(models=models, rollout=rollout, world=None)
     stream = types.SimpleNamespace(
         batch=lambda count: PromptBatch(PROMPTS[:1] * count), learn=lambda prompts, scores: None
     )

@@ -8,10 +8,12 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import jaxtyping
 import pytest
 import quick_compiler
+from jax import monitoring
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = quick_compiler.flags(8, os.environ.get("XLA_FLAGS", ""))
@@ -40,6 +42,20 @@ def pytest_unconfigure():
 def cache() -> pathlib.Path:
     """Compiled programs, shared by all processes of the session."""
     return pathlib.Path(os.environ[COMPILED])
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """The names of the programs that were compiled so far."""
+    found: list[str] = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(about.get("fun_name")))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="session")

@@ -131,13 +131,14 @@ def test_flags_of_the_user_stay():
 
 
 def test_each_platform_has_its_own():
-    for platform, variable in {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}.items():
+    variables = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
+    for platform, variable in variables.items():
         environment = {"JAX_PLATFORMS": platform}
         program.set_flags(environment)
         assert set(environment) == {"JAX_PLATFORMS", variable}
-    environment = {"JAX_PLATFORMS": "cpu"}
+    environment = {"JAX_PLATFORMS": "rocket"}
     program.set_flags(environment)
-    assert environment == {"JAX_PLATFORMS": "cpu"}
+    assert environment == {"JAX_PLATFORMS": "rocket"}
 
 
 def test_a_notebook_has_them_before_there_are_devices():
@@ -169,9 +170,10 @@ jaxrl_llm.train(config, "nowhere")
 
 
 @pytest.mark.slow
-def test_the_compiler_knows_the_flags_of_gpus():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_compiler_knows_the_flags(platform):
     # It ends the process at a flag that it does not know, on any platform.
-    xla_flags = program.FLAGS["gpu"]["XLA_FLAGS"]
+    xla_flags = program.FLAGS[platform]["XLA_FLAGS"]
     text = " ".join(f"--{name}={value}" for name, value in xla_flags.items())
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": text}
     command = [sys.executable, "-c", "import jax; jax.devices()"]

@@ -74,7 +74,7 @@ class SampledAhead(SampledNow):
             self._go_on(weights)
         elif self._serving is None:
             self._serving = weights
-            self._engine.reset(self._prompts.longest)
+            self._engine.reset()
         with self._watch.waiting(), clock("gen"):
             self._renew()
             self._fill()
@@ -140,7 +140,7 @@ class SampledAhead(SampledNow):
         """Begins a step in a new process, or as one that did: all is read again."""
         self._serving = weights
         if self._is_restored:
-            self._engine.reset(self._prompts.longest)
+            self._engine.reset()
             self._is_restored = False
         else:
             self._play.pause()
@@ -209,10 +209,6 @@ class SampledAhead(SampledNow):
         del key
         step, size = weights.version + 1, self._config.trainer.prompts_per_step
         with self._watch.waiting(), clock("gen"):
-            if not self._has_compiled:
-                filtered, continues = self._samples[0].is_filtered, self._sampler.world is not None
-                self._engine.compile_ahead(weights.params, filtered, continues)
-                self._has_compiled = True
             if wave:
                 self._begin(step, wave, 0, num_prompts)
             while True:
@@ -245,8 +241,11 @@ class SampledAhead(SampledNow):
             prompts.append(self._groups.pop(number).prompt)
             self._ended.remove(number)
         batch = PromptBatch(tuple(prompts), self._prompts.longest)
-        tokenizer = self._sampler.models.tokenizer
-        return episodes.as_rollouts(self._engine, tokenizer, batch, n, sequences)
+        tokenizer, most = self._sampler.models.tokenizer, self._engine.max_tokens
+        width = most
+        if self._sampler.world is None:
+            width = episodes.sequence_width(batch.longest, self._samples[0].max_tokens, most)
+        return episodes.as_rollouts(self._engine, tokenizer, batch, n, sequences, width=width)
 
 
 def choice(

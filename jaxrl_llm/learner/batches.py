@@ -1,7 +1,7 @@
 """A step's sequences as the update reads them: whole, or in minibatches of packed rows."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,19 @@ from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 
 # What `Packer.pack` scores by default, whatever the step.
 EVERY_TOKEN = np.ones((1, 1), bool)
+_MOST_PLACES = 1 << 22  # tokens of a microbatch's sequences side by side; fewer cost little
 
 
 @dataclasses.dataclass(eq=False)
 class Packer:
     """Packs sequences into rows on the host, in few shapes: every new one is a compilation.
 
-    The first step of its kind decides. Where it fills several microbatches, they get as many rows
-    each; later steps fill more or fewer of the same, unless that would waste an eighth. Where it
-    fits into one, that is rounded up to the most rows that such sequences have needed so far, or to
-    a half, quarter, ... of it. A row holds no more scored tokens than the head looks at. All this
-    is state: a resumed run restores it and repeats the same shapes.
+    `settle` decides for a run of RL: all its steps have the shapes of one whose sequences are as
+    long as may be. Else the first step of its kind decides. Where it fills several microbatches,
+    they get as many rows each; later steps fill more or fewer of the same, unless that would waste
+    an eighth. Where it fits into one, that is rounded up to the most rows that such sequences have
+    needed so far, or to a half, quarter, ... of it. A row holds no more scored tokens than the head
+    looks at. All this is state: a resumed run restores it and repeats the same shapes.
 
     Sequences may share the tokens of a common prefix. Rows are then as wide as pays: a wider row
     holds more of a group, but attention looks at all of it.
@@ -52,6 +54,47 @@ class Packer:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Goes on from a state that `get_state` returned."""
         self._most_rows = dict(state)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._settled in self._most_rows
+
+    @property
+    def _settled(self) -> str:
+        return f"settled over {self.num_shards}"
+
+    def settle(
+        self, counts: Sequence[int], *, samples: int, prompt: int, width: int
+    ) -> list[PackedBatch]:
+        """Returns a batch of each of so many sequences, with the shapes that all others will have.
+
+        Later batches fill more or fewer microbatches of these. Nothing changes if the state is that
+        of a run which has begun; none is returned if that has not settled.
+
+        Args:
+          counts: Sequences of each kind of batch, those of a step first.
+          samples: Sequences of one prompt, beside each other in a step.
+          prompt: Tokens of the longest prompt.
+          width: Tokens of a row; a sequence has at most as many.
+        """
+        has_begun = self._most_rows and not any(k.startswith("settled") for k in self._most_rows)
+        if has_begun:
+            return []
+        self._most_rows[self._settled] = 1
+        lengths = np.full(counts[0], width)
+        responses = np.tile(np.arange(width) >= prompt, (counts[0], 1))
+        groups = np.arange(counts[0]) // samples
+        return [
+            self.pack(
+                lengths,
+                # A minibatch has a part of the samples of each prompt.
+                np.arange(0, counts[0], max(1, counts[0] // count))[:count],
+                width=width,
+                scored=EVERY_TOKEN if self.length_shards > 1 else responses,
+                common=packing.Beginnings(groups, np.full(counts[0], prompt)),
+            )
+            for count in counts
+        ]
 
     def _shared_width(
         self, lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int
@@ -81,7 +124,8 @@ class Packer:
             thin = filling.thin(needed, even, shards, fewest)
             rows = self._most_rows.get(several, thin)
             wasted = -(-needed // rows) * rows - -(-needed // even) * even
-            if rows > cap or wasted > max(needed // 8, fewest, shards):
+            wasteful = not self._is_settled and wasted > max(needed // 8, fewest, shards)
+            if rows > cap or wasteful:
                 rows = even
             self._most_rows[several] = rows
             return rows
@@ -90,12 +134,12 @@ class Packer:
             roomy = min(needed + max(needed // 16, growing), num_sequences)
             self._most_rows[kind] = min(cap, -(-roomy // shards) * shards)
         rows = min(cap, self._most_rows[kind])
-        while rows % (2 * shards) == 0 and rows // 2 >= needed:
+        while not self._is_settled and rows % (2 * shards) == 0 and rows // 2 >= needed:
             rows //= 2
         return rows
 
     def _num_microbatches(
-        self, groups: list[list[list[packing.Piece]]], num_sequences: int, num_rows: int
+        self, groups: list[list[list[packing.Piece]]], num_sequences: int, num_rows: int, width: int
     ) -> tuple[int, int]:
         """Returns how many microbatches, and sequences in each, later steps may have too."""
         count = len(groups)
@@ -107,7 +151,10 @@ class Packer:
             self._most_rows[f"microbatches of {num_sequences}"] = most
         kind = f"places of {num_sequences} in {num_rows} rows"
         if held > self._most_rows.get(kind, 0):
-            self._most_rows[kind] = packing.bucket(min(2 * held, num_sequences))
+            room = min(2 * held, num_sequences)
+            if self._is_settled and num_sequences * width <= _MOST_PLACES:
+                room = num_sequences  # short ones may all share a microbatch
+            self._most_rows[kind] = packing.bucket(room)
         return -(-most // self.stages) * self.stages, self._most_rows[kind]
 
     def _num_scored(self, needed: int, width: int) -> int:
@@ -193,7 +240,7 @@ class Packer:
         num_rows = self._num_rows(len(in_rows), len(chosen), width, growing)
         groups = self._balanced(in_rows, np.array([piece.length for piece in pieces]), num_rows)
         batches = [[[pieces[p] for p in row] for row in group] for group in groups]
-        most, held = self._num_microbatches(batches, len(chosen), num_rows)
+        most, held = self._num_microbatches(batches, len(chosen), num_rows, width)
         # Host arrays: they go to the device with the program that uses them.
         made: Any = filling.filled(batches, (most, num_rows, width), held, lengths, chosen, asked)
         looked_at = width

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.config import ConfigError, OptimizerConfig, RLConfig
@@ -132,6 +133,28 @@ def lowered(config: RLConfig, models: Models) -> dict[str, Callable[[], jax.stag
     return {name: functools.partial(within_mesh, make) for name, make in programs.items()}
 
 
+def updates(
+    learn: update.Updater, state: LearnerState, batch: Any, packed: PackedBatch, train_policy: bool
+) -> list[Callable[[], jax.stages.Lowered]]:
+    """Returns what lowers the program of each mesh that has learners.
+
+    Of `state` and `batch` only shapes are read; that of the batch is placed as `Updater.spread`
+    does.
+    """
+
+    def lower(mesh: Mesh, program: Any) -> jax.stages.Lowered:
+        mine = learn.learners(state, mesh)
+        base = learn.base if "policy" in mine else {}
+        placed = lambda a: jax.ShapeDtypeStruct(  # noqa: E731
+            a.shape, a.dtype, sharding=mesh_lib.replicated(mesh)
+        )
+        of_step = jax.tree.map(placed, batch), packed, jax.random.key(0)
+        with jax.set_mesh(mesh):
+            return program.lower(mine, base, *of_step, train_policy=train_policy)
+
+    return [functools.partial(lower, *each) for each in learn.programs.items()]
+
+
 def abstract_packed(config: RLConfig, models: Models, num_chosen: int) -> PackedBatch:
     """Returns the shapes of so many sequences of a step in rows, each as long as may be."""
     width, count = config.max_sequence_tokens, config.sequences_per_step
@@ -199,9 +222,12 @@ def _read(config: RLConfig, models: Models, gallery: Gallery) -> jax.stages.Lowe
     return gallery.read.lower(params, pixels, places, images)
 
 
-def abstract_batch(config: RLConfig, models: Models) -> Minibatch:
-    """Returns the shapes of all sequences of a step as the update reads them."""
-    table = config.sequences_per_step, config.max_sequence_tokens
+def abstract_batch(config: RLConfig, models: Models, width: int = 0) -> Minibatch:
+    """Returns the shapes of all sequences of a step as the update reads them.
+
+    `width` is their T; 0: the most tokens that a sequence may have.
+    """
+    table = config.sequences_per_step, width or config.max_sequence_tokens
     shapes = jax.eval_shape(lambda: Minibatch.zeros(*table))
     return jax.tree.map(lambda a: _array(models, a.shape, a.dtype), shapes)
 

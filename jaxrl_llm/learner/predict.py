@@ -31,6 +31,8 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools, telling
 from jaxrl_llm.types import Predictions, Rollouts
 
+Programs = tuple[Any, Any]  # as `scoring_programs` returns them
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
@@ -201,7 +203,7 @@ def is_on_policy(config: RLConfig) -> bool:
     return fresh and one_update and not reads_old and "skip" not in alerts
 
 
-def scoring_programs(config: RLConfig, models: Models):
+def scoring_programs(config: RLConfig, models: Models) -> Programs:
     """Returns the jitted programs that ask a policy and a critic about all tokens of a step.
 
     `of_policy(base, params, tokens, lengths, packed, *, entropy, records)` gives log-probs,
@@ -264,17 +266,52 @@ def scoring_programs(config: RLConfig, models: Models):
     return of_policy, of_critic
 
 
+def questions(
+    config: RLConfig, models: Models, frozen: Frozen, state: LearnerState, programs: Programs
+) -> dict[str, Callable[..., Any]]:
+    """Returns by name what lowers the programs that `predictor` will call.
+
+    Each takes tokens [B, T], lengths [B] and the packed batch of a step, or their shapes; of
+    `state` only shapes and shardings are read. What carries routes or images is not among them.
+    """
+    of_policy, of_critic = programs
+    found: dict[str, Callable[..., Any]] = {}
+
+    def on(role: str, program, *before, **choices) -> Callable[..., Any]:
+        def lower(*about):
+            with jax.set_mesh(models.meshes[role]):
+                return program.lower(*before, *about, **choices)
+
+        return lower
+
+    if not is_on_policy(config) and config.router.replay == "off":
+        asked = frozen.base, state.policy.params
+        found["log-probs"] = on("policy", of_policy, *asked, entropy="value", records=False)
+    if frozen.reference and "reference" not in config.mesh.on_host:
+        found["reference"] = on("reference", of_policy, {}, frozen.reference, entropy="none")
+    if state.critic.params:
+        found["values"] = on("critic", of_critic, state.critic.params)
+    return found
+
+
 def predictor(
-    config: RLConfig, models: Models, frozen: Frozen
+    config: RLConfig,
+    models: Models,
+    frozen: Frozen,
+    programs: Programs | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Callable[[LearnerState, Rollouts, Clock], tuple[Predictions, Rollouts]]:
     """Returns what asks every model in one pass; times `old_log_prob`, `ref` and `values`.
+
+    `programs` are `scoring_programs`, if they are made already; `ready` waits until they are
+    compiled.
 
     It returns the rollouts too, with the routes that the update is to follow: of the engine, or
     with `router.replay="scoring"` of this pass. With `is_on_policy` the policy is not asked; the
     engine's log-probs stand in its place and nothing reads them. Models on different devices run at
     the same time: all are asked before any answer is moved to the policy's devices.
     """
-    of_policy, of_critic = scoring_programs(config, models)
+    of_policy, of_critic = programs or scoring_programs(config, models)
     mesh, meshes, on_policy = models.mesh, models.meshes, is_on_policy(config)
     one_mesh = len({meshes[role] for role in ("policy", "reference", "critic")}) == 1
     replay = config.router.replay
@@ -285,6 +322,7 @@ def predictor(
 
     def predict(state: LearnerState, rollouts: Rollouts, clock: Clock):
         routing_lib.check_routes(config.router, rollouts)
+        ready()
         packed = models.packer.pack_rollouts(rollouts)
         if models.gallery is not None:
             packed = wide.carried(packed, mesh, **models.gallery.of_rollouts(rollouts))

@@ -26,15 +26,20 @@ class Replayed:
     log-probs of the engine and versions are those of the dump.
     """
 
-    def __init__(self, dumps: Sequence[pathlib.Path], config: RLConfig, vocab_size: int):
+    def __init__(
+        self, dumps: Sequence[pathlib.Path], config: RLConfig, vocab_size: int, width: int = 0
+    ):
+        """`width` is T of what the run sampled; 0: it followed from the step's longest sequence."""
         self._dumps, self._config, self._vocab_size = dumps, config, vocab_size
+        self._width = width
         self._taken = 0
 
     def take(self, weights: Weights, key: jax.Array, clock: Clock) -> Samples:
         """Returns the samples of the next dump; see `Source.take`."""
         del weights, key
         with clock("gen"):
-            samples = read(self._dumps[self._taken], self._config, self._vocab_size)
+            path = self._dumps[self._taken]
+            samples = read(path, self._config, self._vocab_size, self._width)
         self._taken += 1
         return samples
 
@@ -72,8 +77,8 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     return found
 
 
-def read(path: pathlib.Path, config: RLConfig, vocab_size: int) -> Samples:
-    """Returns the samples of a dump.
+def read(path: pathlib.Path, config: RLConfig, vocab_size: int, width: int = 0) -> Samples:
+    """Returns the samples of a dump; `width` as in `Replayed`.
 
     Raises:
       DataError: If it holds no tokens, or does not fit this run.
@@ -87,7 +92,7 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int) -> Samples:
         if not all("prompt_tokens" in row for row in rows):
             remedy = "write dumps with --config.metrics.rollout_tokens=True"
             raise refuse("holds no tokens", remedy)
-        samples = _samples(rows, config.max_sequence_tokens)
+        samples = _samples(rows, config.max_sequence_tokens, width)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -107,7 +112,7 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int) -> Samples:
     return samples
 
 
-def _samples(rows: Sequence[Mapping[str, Any]], most: int) -> Samples:
+def _samples(rows: Sequence[Mapping[str, Any]], most: int, width: int) -> Samples:
     """Returns the samples of a dump's rows, as wide as if sequences had up to `most` tokens."""
     groups = sorted({row["group"] for row in rows})
     first_rows = {group: next(r for r in rows if r["group"] == group) for group in groups}
@@ -124,7 +129,7 @@ def _samples(rows: Sequence[Mapping[str, Any]], most: int) -> Samples:
     )
     lengths = [len(row["prompt_tokens"]) + len(row["tokens"]) for row in rows]
     # As wide as they were sampled: other shapes are other programs, which round in other ways.
-    width = max(max(lengths), episodes.padded_width(max(lengths), most))
+    width = max(width, max(lengths), episodes.padded_width(max(lengths), most))
 
     def whole(name: str, dtype: Any) -> np.ndarray:
         """Returns what is said of the answers' tokens as [B, T]."""

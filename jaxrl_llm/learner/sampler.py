@@ -15,7 +15,7 @@ from jaxrl_llm.learner.models import Models
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import attention, casting, lora, low_precision
 from jaxrl_llm.models.transformer import Network, Params
-from jaxrl_llm.rollout import cache, episodes
+from jaxrl_llm.rollout import cache, episodes, inputs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.play import World
 from jaxrl_llm.rollout.requests import SamplingParams, Statistics
@@ -60,6 +60,15 @@ class Sampler:
             self.engine, weights, tokenizer, prompts, samples, key, self.world, turn, ended, see
         )
 
+    def abstract(self) -> Params:
+        """Returns shapes and shardings of `weights`."""
+        target = self.models.meshes["rollout"]
+        there = lambda a: jax.ShapeDtypeStruct(  # noqa: E731
+            a.shape, a.dtype, sharding=NamedSharding(target, a.sharding.spec)
+        )
+        found = self.resharder.abstract()
+        return found if self.resharder.mesh == target else jax.tree.map(there, found)
+
     def weights(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout, in the memory of `old` if that is given.
 
@@ -103,8 +112,17 @@ class Sampler:
         return sum(math.prod(shape(a)) * a.dtype.itemsize for a in leaves)
 
 
-def build(config: RLConfig, models: Models, base: Params, world: World | None = None) -> Sampler:
-    """Returns the sampler of a run. Compiles and allocates nothing; arguments as in `Sampler`."""
+def build(
+    config: RLConfig,
+    models: Models,
+    base: Params,
+    world: World | None = None,
+    longest_prompt: int = 0,
+) -> Sampler:
+    """Returns the sampler of a run. Compiles and allocates nothing; arguments as in `Sampler`.
+
+    Prompts of up to `longest_prompt` tokens, if that is given, are read in few shapes.
+    """
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
     policy, tokenizer = models.policy.decoder, models.tokenizer
@@ -112,6 +130,8 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
     speculation = config.rollout.speculation
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
     num_slots, fitting = cache.fitting(network, target, *sizes, config.rollout.num_slots)
+    prompts = config.trainer.prompts_per_step, longest_prompt, config.max_sequence_tokens
+    shapes = inputs.few_shapes(*prompts) if longest_prompt else ()
     return Sampler(
         models=models,
         engine=Engine(
@@ -125,6 +145,7 @@ def build(config: RLConfig, models: Models, base: Params, world: World | None = 
             keeps_routes=config.router.replay in ("compare", "rollout"),
             cache_tokens=config.rollout.cache_tokens or fitting,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+            prompt_shapes=shapes,
         ),
         resharder=resharder(policy, network, pools.staging(mesh, target), layout),
         base=base,

@@ -94,7 +94,6 @@ class SampledNow:
         sampled = episodes.sampling_params(config.rollout, sampler.models.eos_tokens)
         greedy = dataclasses.replace(sampled, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self._samples = [sampled] * algorithm.samples_per_prompt + [greedy] * self._has_baseline
-        self._has_compiled = False
 
     def meanwhile(self, pending: Any) -> None:
         """Does nothing: no sample begins before its step."""
@@ -149,10 +148,6 @@ class SampledNow:
             data = jax.device_get(jax.random.key_data(key))
             hosts.agree("sampling", {"the prompts": prompts.prompts, "the random key": data})
         with clock("gen"):
-            if not self._has_compiled:
-                filtered, continues = self._samples[0].is_filtered, sampler.world is not None
-                sampler.engine.compile_ahead(weights.params, filtered, continues)
-                self._has_compiled = True
             of = weights, prompts, self._samples, key
             return sampler.rollout(*of, self._begin_score)
 

@@ -115,6 +115,7 @@ class Updater:
     programs: Mapping[Mesh, Any]
     # Is called with what each update computes, before anything waits for it.
     meanwhile: Callable[[Any], None] = lambda pending: None
+    ready: Callable[[], None] = lambda: None  # waits until the programs are compiled
 
     @property
     def program(self) -> Any:
@@ -139,6 +140,7 @@ class Updater:
         train_policy = step > self.config.algorithm.critic_warmup_steps
         found: list[dict[str, Any]] = []
         with clock("update") as watch:
+            self.ready()
             # Before any update: the policy's devices make the copies for others, and would make
             # them only after the updates before.
             spread, fields = self.spread(batch), _wide_fields(rollouts)
@@ -175,9 +177,13 @@ class Updater:
 
     def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
         """Returns all sequences of a step on each mesh that has learners."""
-        if len(self.programs) == 1:
-            return dict.fromkeys(self.programs, batch)
-        return {mesh: pools.move(batch, mesh_lib.replicated(mesh)) for mesh in self.programs}
+        found = {}
+        for mesh in self.programs:
+            here = mesh_lib.replicated(mesh)
+            there = pools.move(batch, here) if len(self.programs) > 1 else batch
+            # Of several processes each has its own.
+            found[mesh] = jax.device_put(there, here) if jax.process_count() == 1 else there
+        return found
 
     def update(
         self,

@@ -31,8 +31,6 @@ from jaxrl_llm.rollout.requests import (
 from jaxrl_llm.rollout.scheduler import Sample, Scheduler
 from jaxrl_llm.sharding import telling
 
-_MOST_AHEAD = 8  # programs, and where turns follow, which need nearly all of them:
-_MOST_OF_TURNS = 32
 _ONE = SamplingParams(max_tokens=1)
 
 
@@ -64,6 +62,7 @@ class Engine:
         decode: Decode | None = None,
         keeps_routes: bool = False,
         cache_tokens: int = 0,
+        prompt_shapes: Sequence[inputs.Shape] = (),
     ):
         """
         Args:
@@ -74,6 +73,8 @@ class Engine:
           keeps_routes: Whether completions say which experts their tokens visited.
           cache_tokens: Of all slots, in `network.cached_dtype`; 0: `num_slots` times `max_tokens`.
             At least one sequence of `max_tokens` fits on each shard of the slots.
+          prompt_shapes: Rows in which prompts are read, as `inputs.few_shapes`; others are read in
+            rows that fit them, each kind a program.
         """
         self.network, self.mesh, self.layout = network, mesh, layout
         self.num_slots, self.max_tokens, self.chunk_steps = num_slots, max_tokens, chunk_steps
@@ -94,6 +95,7 @@ class Engine:
         vocab_size, num_routes = network.shape.vocab_size, self.jitted.num_routes
         vector_size = network.shape.hidden_size if network.shape.rope_sections else 0
         self.limits = Limits(max_tokens, vocab_size, decode is not None, num_routes, vector_size)
+        self.prompt_shapes = prompt_shapes
         self.reset()
 
     def another(self) -> "Engine":
@@ -102,18 +104,16 @@ class Engine:
         other.reset()
         return other
 
-    def reset(self, longest_prompt: int = 0) -> None:
-        """Forgets every request and gives the cache's memory back; keeps compiled programs.
-
-        `longest_prompt` as in `generate`.
-        """
+    def reset(self) -> None:
+        """Forgets every request and gives the cache's memory back; keeps compiled programs."""
         self.statistics = Statistics()  # `generate` resets when it begins
         self._pages = Pages(self.jitted.pages)
         self._scheduler = Scheduler(self._decode, self._pages, self._chunk_tokens)
         read = lambda *args: self.jitted.prefill(*args)  # noqa: E731
         num_routes = self.jitted.num_routes
-        self._reader = Reader(read, self.max_tokens, self.statistics, num_routes)
-        self._reader.longest = longest_prompt
+        self._reader = Reader(
+            read, self.max_tokens, self.statistics, num_routes, self.prompt_shapes
+        )
         self._state: programs.DecodeState | None = None
         self._chunk: _Chunk | None = None  # the device is at work on it
 
@@ -136,18 +136,6 @@ class Engine:
         """Compiles one of `jitted.programs`; may be called between any two calls of `step`."""
         with jax.set_mesh(self.mesh):
             self._state = program.call(params, self._state or self.jitted.empty())
-
-    def compile_ahead(self, params: Params, filtered: bool, continues: bool = False) -> None:
-        """Compiles all programs that decode, if they are few, so that no later call waits for one.
-
-        Many are compiled when they are needed: most runs need only some. `filtered` as
-        `SamplingParams.is_filtered`; `continues`: also those that read what follows a sample.
-        """
-        decoding = self.jitted.programs(0, 0, [filtered], continues)
-        if len(decoding) <= (_MOST_OF_TURNS if continues else _MOST_AHEAD):
-            for program in decoding:
-                self.compile(params, program)
-        self._state = None
 
     def submit(self, request: Request) -> int:
         """Queues a request or raises a `RequestError`; returns its number, unique until a reset."""
@@ -179,6 +167,7 @@ class Engine:
             begin the next chunk before this one is read.
         """
         scheduler, chunk, self._chunk = self._scheduler, self._chunk, None
+        self.jitted.ready()
         with jax.set_mesh(self.mesh):
             began = time.perf_counter()
             if self._reader.use(params):
@@ -210,12 +199,9 @@ class Engine:
         return scheduler.progress()
 
     def generate(
-        self, params: Params, requests: Sequence[Request], version: int = 0, longest_prompt: int = 0
+        self, params: Params, requests: Sequence[Request], version: int = 0
     ) -> list[list[Completion]]:
         """Returns the completions of every request, in the order of its samples.
-
-        With `longest_prompt`, the tokens of the longest prompt of any call, calls whose own longest
-        prompts differ read them with the same program.
 
         Raises:
           RequestError, ValueError: If a request does not fit, or submitted ones are not finished.
@@ -223,7 +209,7 @@ class Engine:
         """
         for i, request in enumerate(requests):
             self.limits.check(request, f"request {i}")
-        with self.session(longest_prompt):
+        with self.session():
             completions = [self._scheduler.completions(self._scheduler.add(r)) for r in requests]
             while self.num_waiting or self.num_active:
                 for progress in self.step(params, version, ahead=True):
@@ -232,17 +218,17 @@ class Engine:
         return completions
 
     @contextlib.contextmanager
-    def session(self, longest_prompt: int = 0) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """An engine without requests, whose cache's memory is given back in the end.
 
-        `longest_prompt` as in `generate`. Raises ValueError if submitted requests are not finished.
+        Raises ValueError if submitted requests are not finished.
         """
         if self.num_waiting or self.num_active:
             raise ValueError(
                 f"session: {self.num_waiting} submitted samples are waiting and"
                 f" {self.num_active} running; finish them with step, abort them, or reset"
             )
-        self.reset(longest_prompt)
+        self.reset()
         try:
             yield
         except BaseException:

@@ -63,7 +63,7 @@ def rollout(
     if world is not None:
         prompts = world.begin(prompts, n)
     play = Play(engine, samples, world, max_turn_tokens, see)
-    with engine.session(prompts.longest):
+    with engine.session():
         for p, prompt in enumerate(prompts.prompts):
             play.begin(prompt, p * n, keys[p * n : (p + 1) * n])
         left = [n] * len(prompts.prompts)  # samples of each prompt that go on
@@ -76,12 +76,17 @@ def rollout(
         done = engine.statistics
     logs = world.finish() if world is not None else []
     sequences = [sequence for episode in play.sequences.values() for sequence in episode]
-    return as_rollouts(engine, tokenizer, prompts, n, sequences, logs), done
+    width = engine.max_tokens
+    if world is None:
+        response = max(params.max_tokens for params in samples)
+        width = sequence_width(prompts.longest, response, width)
+    return as_rollouts(engine, tokenizer, prompts, n, sequences, logs, width), done
 
 
 def sample_keys(key: jax.Array, count: int) -> np.ndarray:
     """Returns the raw random keys of the samples of a wave, prompt-major: `fold_in(key, i)`."""
-    return np.asarray(_fold_in_each(key, np.arange(count, dtype=np.uint32)))
+    most = bucket(count, smallest=1024)  # one program for a step and an evaluation
+    return np.asarray(_fold_in_each(key, np.arange(most, dtype=np.uint32)))[:count]
 
 
 def of_prompt(
@@ -102,12 +107,16 @@ def as_rollouts(
     n: int,
     sequences: Sequence[play_lib.Sequence],
     logs: Sequence[EpisodeLog] = (),
+    width: int = 0,
 ) -> Rollouts:
-    """Returns sequences of episodes, which are numbered prompt-major, `n` of each prompt."""
+    """Returns sequences of episodes, which are numbered prompt-major, `n` of each prompt.
+
+    T is `width`, or what the longest of them needs if that is more.
+    """
     text = lambda s: str(tokenizer.decode(s.tokens, skip_special_tokens=True))  # noqa: E731
     starts = [len(s.prompt) for s in sequences]
     ends = [start + len(s.tokens) for start, s in zip(starts, sequences, strict=True)]
-    shape = (len(sequences), padded_width(max(ends), engine.max_tokens))
+    shape = (len(sequences), max(width, padded_width(max(ends), engine.max_tokens)))
     rollouts = Rollouts(
         tokens=np.zeros(shape, np.int32),
         response_mask=np.zeros(shape, bool),
@@ -138,6 +147,14 @@ def as_rollouts(
 @jax.jit
 def _fold_in_each(key, indices):
     return jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(indices)
+
+
+def sequence_width(longest_prompt: int, max_response: int, most: int) -> int:
+    """Returns T of all rollouts of a run without a world: one shape, so that programs are few.
+
+    `most` bounds all sequences; the longest prompt is 0 where it is not known.
+    """
+    return padded_width(min(longest_prompt + max_response, most), most) if longest_prompt else 0
 
 
 def padded_width(longest: int, most: int) -> int:

@@ -19,18 +19,32 @@ from jaxrl_llm.rollout.programs import Admission, Continuation, Writes
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.rollout.sampling import SamplerState
 
+Shape = tuple[int, int]  # rows, and tokens of each
+
 MOST_PROMPT_TOKENS = 4096  # read at one time, padding included
 SMALLEST_WIDTH = 32
 # (rows, tokens) that continuations are read in: narrow ones first, of these those with few rows.
 _CONTINUATIONS = (8, 32), (32, 32), (8, 128), (2, 512)
 
 
-def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> int:
-    """Returns how many prompts of these lengths, from the first on, are read together."""
+def few_shapes(num_prompts: int, longest: int, max_tokens: int) -> tuple[Shape, ...]:
+    """Returns (rows, width) in which a run reads all its prompts, of up to `longest` tokens.
+
+    One, or two if rows of the longest hold one prompt each; `num_prompts` are of a step.
+    """
+    width = _width(longest, max_tokens)
+    widths = sorted({min(width, prefill.PIECE_TOKENS), width})
+    return tuple((_num_rows(num_prompts, each), each) for each in widths)
+
+
+def num_fitting(lengths: Sequence[int], max_tokens: int, shapes: Sequence[Shape] = ()) -> int:
+    """Returns how many prompts of these lengths, from the first on, are read together.
+
+    `shapes` as in `prompt_rows`.
+    """
 
     def too_many(count: int) -> bool:
-        width = _width(max(lengths[:count]), max_tokens, longest)
-        most = _num_rows(count, width)
+        most, width = _shape(count, max(lengths[:count]), max_tokens, shapes)
         return count > most * _share(width) or len(_shared(lengths[:count], width)) > most
 
     return 1 + bisect.bisect_left(range(2, len(lengths) + 1), True, key=too_many)
@@ -39,21 +53,22 @@ def num_fitting(lengths: Sequence[int], max_tokens: int, longest: int = 0) -> in
 def prompt_rows(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    longest: int = 0,
+    shapes: Sequence[Shape] = (),
     routes: Sequence[np.ndarray | None] = (),
     num_routes: int = 0,
     sights: Sequence[Sights | None] = (),
 ) -> Prompts:
     """Returns prompts in rows as wide as the longest of them needs, short ones sharing a row.
 
-    Rows and widths come in few sizes; `max_tokens` is the widest. Rows also hold a prompt of
-    `longest` tokens, if such rows can be shared and are at most four times as wide. `routes` are
-    those to follow, `num_routes` of each token; `sights` is what images are to each prompt.
+    Rows and widths come in few sizes; `max_tokens` is the widest. They are the first of `shapes`
+    that is wide enough, if one is. `routes` are those to follow, `num_routes` of each token;
+    `sights` is what images are to each prompt.
     """
     lengths = [len(prompt) for prompt in prompts]
-    width = _width(max(lengths), max_tokens, longest)
+    _, width = _shape(0, max(lengths), max_tokens, shapes)
     rows = _shared(lengths, width)
-    count = _num_rows(max(len(rows), -(-len(prompts) // _share(width))), width)
+    needed = max(len(rows), -(-len(prompts) // _share(width)))
+    count, _ = _shape(needed, max(lengths), max_tokens, shapes)
     sizes = {seen.vectors.shape[1] for seen in sights if seen is not None}
     batch = empty_rows(count, width, num_routes, *sizes)
     for row, members in enumerate(rows):
@@ -211,10 +226,16 @@ def _share(width: int) -> int:
     return max(1, width // SMALLEST_WIDTH) if width <= prefill.PIECE_TOKENS else 1
 
 
-def _width(length: int, max_tokens: int, longest: int = 0) -> int:
-    width = bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
-    wider = bucket(max(length, longest), smallest=SMALLEST_WIDTH, largest=max_tokens)
-    return max(width, min(wider, 4 * width, prefill.PIECE_TOKENS))
+def _shape(num_rows: int, longest: int, max_tokens: int, shapes: Sequence[Shape]) -> Shape:
+    """Returns the first of `shapes` for the longest prompt, or one of at least so many rows."""
+    width = _width(longest, max_tokens)
+    return next(
+        (each for each in shapes if each[1] >= longest), (_num_rows(num_rows, width), width)
+    )
+
+
+def _width(length: int, max_tokens: int) -> int:
+    return bucket(length, smallest=SMALLEST_WIDTH, largest=max_tokens)
 
 
 def _num_rows(count: int, width: int) -> int:

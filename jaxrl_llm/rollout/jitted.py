@@ -44,7 +44,8 @@ class Jitted:
         keeps_routes: bool,
         cache_tokens: int = 0,
     ):
-        self._mesh, self._num_slots, self._max_tokens = mesh, num_slots, max_tokens
+        self.mesh, self.num_slots, self.max_tokens = mesh, num_slots, max_tokens
+        self.ready: Callable[[], None] = lambda: None  # waits for programs that are compiled ahead
         self.num_routes = network.num_routes if keeps_routes else 0
         self._replicated = mesh_lib.replicated(mesh)
         ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
@@ -76,13 +77,13 @@ class Jitted:
             self.state_shardings = jax.tree.map(sharding, jax.eval_shape(empty))
             self.empty = jax.jit(empty, out_shardings=self.state_shardings)
             self.abstract_state = jax.eval_shape(self.empty)
-        read = functools.partial(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
+        read = _bound(prefill.prefill, network, piece_tokens=prefill.PIECE_TOKENS)
         self.prefill = jax.jit(ruled(read))
         both = functools.partial(jax.jit, out_shardings=(self.state_shardings, self._replicated))
         switches = ("filtered", "num_top")
-        insert = functools.partial(programs.insert, split=split)
+        insert = _bound(programs.insert, split=split)
         self.insert = both(ruled(insert), static_argnames=switches, donate_argnums=0)
-        extend = functools.partial(
+        extend = _bound(
             programs.extend, network, split=split, reader=reader, keeps_routes=keeps_routes
         )
         self.extend = jax.jit(
@@ -91,7 +92,7 @@ class Jitted:
             static_argnames=("window", *switches),
             donate_argnums=1,
         )
-        decode = functools.partial(
+        decode = _bound(
             programs.generate,
             network,
             split=split,
@@ -120,25 +121,26 @@ class Jitted:
 
         With a `vector_size`, that of images, prompts with images.
         """
-        shape = inputs.row_shapes(num_prompts, prompt_tokens, self._max_tokens)[-1]
-        rows = jax.tree.map(self._abstract, inputs.empty_rows(*shape, self.num_routes, vector_size))
+        shape = inputs.row_shapes(num_prompts, prompt_tokens, self.max_tokens)[-1]
+        rows = jax.tree.map(self.abstract, inputs.empty_rows(*shape, self.num_routes, vector_size))
         return self.prefill.lower(params, rows)
 
     def lower_generate(self, params: Params, window: int = 0) -> jax.stages.Lowered:
         """Returns the program of a decode chunk of all slots; `window` 0 is the widest."""
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             return self.generate.lower(
                 params,
                 self.abstract_state,
-                self._abstract(self.pages.table([], self._num_slots)),
-                self._abstract(np.int32(0)),
-                num_slots=self._num_slots,
-                window=window or self._max_tokens,
+                self.abstract(self.pages.table([], self.num_slots)),
+                self.abstract(np.int32(0)),
+                num_slots=self.num_slots,
+                window=window or self.max_tokens,
                 filtered=False,
                 num_top=0,
             )
 
-    def _abstract(self, array: Any) -> jax.ShapeDtypeStruct:
+    def abstract(self, array: Any) -> jax.ShapeDtypeStruct:
+        """Returns the shape of an array that is whole on each device."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._replicated)
 
     def programs(
@@ -158,7 +160,7 @@ class Jitted:
         shapes = {
             shape
             for count in range(1, num_prompts + 1)
-            for shape in inputs.row_shapes(count, prompt_tokens, self._max_tokens)
+            for shape in inputs.row_shapes(count, prompt_tokens, self.max_tokens)
         }
         found: dict[tuple[int, ...], Program] = {}  # by their order
         for filtered in filters:
@@ -173,9 +175,9 @@ class Jitted:
                     f"decoding of {slots} slots x {window} tokens{after}",
                     functools.partial(self._generate_nothing, slots, window, filtered),
                 )
-            sizes = inputs.continuation_sizes(self._num_slots) if continues else []
+            sizes = inputs.continuation_sizes(self.num_slots) if continues else []
             for (rows, width), window in itertools.product(sizes, self.read_windows):
-                found[filtered, self._num_slots, window, 2, width, rows] = Program(
+                found[filtered, self.num_slots, window, 2, width, rows] = Program(
                     f"reading {width} tokens after {window} in {rows} slots{after}",
                     functools.partial(self._extend_nothing, rows, width, window, filtered),
                 )
@@ -183,15 +185,15 @@ class Jitted:
         return moving + [found[order] for order in sorted(found)]
 
     def _move_nothing(self, params: Params, state: DecodeState) -> DecodeState:
-        nowhere = np.full(MOVES, self._num_slots, np.int32)
-        return self.release(self.move(state, nowhere, nowhere), np.zeros(self._num_slots, bool))
+        nowhere = np.full(MOVES, self.num_slots, np.int32)
+        return self.release(self.move(state, nowhere, nowhere), np.zeros(self.num_slots, bool))
 
     def _insert_nothing(
         self, rows: int, width: int, filtered: bool, params: Params, state: DecodeState
     ) -> DecodeState:
         prefix = self.prefill(params, inputs.empty_rows(rows, width, self.num_routes))
         for size in dict.fromkeys(self.insert_sizes):
-            nobody = inputs.admission([], size, self._num_slots)
+            nobody = inputs.admission([], size, self.num_slots)
             nothing = inputs.writes([], self.num_writes(prefix, size), self.pages.num_pages)
             state, _ = self.insert(state, prefix, nobody, nothing, filtered=filtered, num_top=0)
         return state
@@ -207,7 +209,7 @@ class Jitted:
     ) -> DecodeState:
         table, history = self.pages.table([], rows), self.history_tokens
         nothing = inputs.continuation([], [], rows, width, table, history_tokens=history)
-        nobody = inputs.admission([], rows, self._num_slots)
+        nobody = inputs.admission([], rows, self.num_slots)
         switches = {"window": window, "filtered": filtered, "num_top": 0}
         return self.extend(params, state, nothing, nobody, **switches)[0]
 
@@ -220,7 +222,7 @@ class Jitted:
         state: DecodeState,
     ) -> DecodeState:
         enough_free = np.int32(0)  # slots: reached before the first step
-        table = self.pages.table([], self._num_slots)
+        table = self.pages.table([], self.num_slots)
         sizes = {"num_slots": num_slots, "window": window, "filtered": filtered, "num_top": 0}
         return self.generate(params, state, table, enough_free, **sizes)[0]
 
@@ -233,6 +235,13 @@ def slot_counts(num_slots: int) -> tuple[int, ...]:
     """
     halves = [num_slots >> i for i in reversed(range(16)) if num_slots % (1 << i) == 0]
     return tuple(n for n in halves if n >= 8 or n == num_slots)
+
+
+def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Returns a partial function that has a name, which compilers and the console show."""
+    made: Any = functools.partial(function, *args, **kwargs)
+    made.__name__ = function.__name__
+    return made
 
 
 def windows(max_tokens: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Which prompts are read together, and when."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -22,11 +22,13 @@ class Reader:
         max_tokens: int,
         done: requests.Statistics,
         num_routes: int = 0,
+        shapes: Sequence[inputs.Shape] = (),
     ):
+        """`shapes` as in `inputs.prompt_rows`."""
         self._read, self._max_tokens, self._done = read, max_tokens, done
         self._num_routes = num_routes  # of a token, that are kept
+        self._shapes = shapes
         self._routes: list[np.ndarray] = []  # of the batch's prompts
-        self.longest = 0  # tokens of the longest prompt that may come later
         self._indices: dict[int, int] = {}  # request -> its prompt's index in the batch
         self._batch: Prefix | None = None
         self._read_with: Callable[[], object] = lambda: None
@@ -50,10 +52,10 @@ class Reader:
                 most = inputs.MOST_PROMPT_TOKENS // inputs.SMALLEST_WIDTH
                 numbers = scheduler.to_read(entering)[:most]
                 prompts = [scheduler.requests[number][0].prompt for number in numbers]
-                count = inputs.num_fitting([*map(len, prompts)], self._max_tokens, self.longest)
+                count = inputs.num_fitting([*map(len, prompts)], self._max_tokens, self._shapes)
                 routes = [scheduler.requests[number][0].routes for number in numbers[:count]]
                 sights = [scheduler.requests[number][0].sights for number in numbers[:count]]
-                how = self._max_tokens, self.longest, routes, self._num_routes, sights
+                how = self._max_tokens, self._shapes, routes, self._num_routes, sights
                 batch = inputs.prompt_rows(prompts[:count], *how)
                 self._indices = {number: i for i, number in enumerate(numbers[:count])}
                 self._batch = self._read(params, batch)

@@ -41,6 +41,18 @@ class Evaluator:
         size = max(1, _WAVE // config.evaluation.samples_per_prompt)
         self._waves = dataset.batches(size, config.evaluation.num_prompts)
         self._key = key
+        self._sampling = dataclasses.replace(
+            episodes.sampling_params(config.rollout, sampler.models.eos_tokens),
+            temperature=config.evaluation.temperature,
+            top_p=config.evaluation.top_p,
+            top_k=0,
+            min_p=0.0,
+        )
+
+    @property
+    def filters(self) -> set[bool]:
+        """`SamplingParams.is_filtered` of its samples, if it takes any."""
+        return {self._sampling.is_filtered} if self._waves else set()
 
     def __call__(self, weights: Weights, clock: Clock | None = None) -> dict[str, float]:
         """Returns `val-core/SOURCE/NAME`, NAME as in `summary`, and lengths; times `testing`."""
@@ -49,15 +61,7 @@ class Evaluator:
 
     def _evaluate(self, weights: Weights) -> dict[str, float]:
         config = self._config.evaluation
-        models = self._sampler.models
-        n = config.samples_per_prompt
-        sampling = dataclasses.replace(
-            episodes.sampling_params(self._config.rollout, models.eos_tokens),
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=0,
-            min_p=0.0,
-        )
+        n, sampling = config.samples_per_prompt, self._sampling
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []

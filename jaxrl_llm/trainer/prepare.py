@@ -26,6 +26,7 @@ from jaxrl_llm.learner.source import SampledNow, Source
 from jaxrl_llm.learner.weights import Frozen, LearnerState
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rollout import episodes
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.trainer import layouts, supervised
 from jaxrl_llm.trainer.evaluate import Evaluator
@@ -64,6 +65,7 @@ class Prepared(NamedTuple):
     source: Source
     evaluate: Evaluator
     parts: Parts
+    width: int  # of all rollouts [B, T] of training
 
 
 def checked(
@@ -175,16 +177,22 @@ def _on(config: RLConfig, models: Models, frozen: Frozen, parts: Parts) -> Prepa
     """Returns what a layout has."""
     run, score = parts.run, parts.scorer.score
     begin = parts.scorer.begin if parts.scorer.begins_early else None
-    samples = sampler.build(config, models, frozen.base, parts.world)
+    longest = max(parts.training_set.longest, parts.held_out.longest)
+    samples = sampler.build(config, models, frozen.base, parts.world, longest)
     prompts = prompt_stream.PromptIterator(
         parts.training_set, config.data, config.seed, config.curriculum
     )
+    width = config.max_sequence_tokens
+    if parts.world is None:
+        response = config.rollout.max_response_tokens
+        width = episodes.sequence_width(prompts.longest, response, width)
     source: Source = SampledNow(config, samples, prompts, score, begin)
     if parts.replay:
-        source = replay_lib.Replayed(parts.replay, config, models.policy.shape.vocab_size)
+        vocab_size = models.policy.shape.vocab_size
+        source = replay_lib.Replayed(parts.replay, config, vocab_size, width)
     elif config.trainer.sampling == "ahead":
         schedule_of_run = Schedule.of(config, run.workdir)
         source = SampledAhead(config, samples, prompts, score, schedule_of_run, begin)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
     evaluate = Evaluator(config, samples, parts.held_out, parts.judge.score, key)
-    return Prepared(config, models, frozen, samples, source, evaluate, parts)
+    return Prepared(config, models, frozen, samples, source, evaluate, parts, width)

@@ -32,10 +32,7 @@ class Engine:
     def another(self):
         return Engine()
 
-    def reset(self, longest_prompt):
-        pass
-
-    def compile_ahead(self, params, filtered, continues):
+    def reset(self):
         pass
 
 

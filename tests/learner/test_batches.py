@@ -1,5 +1,6 @@
 """Packed batches: every token in one place, and back; budgets kept; shapes few."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -296,6 +297,41 @@ def test_steps_after_the_first_have_its_shapes(budget):
         packed = packer.pack(prompts + answers, np.arange(16), **settings)
         found.add(str(jax.tree.map(np.shape, packed)))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("parity", [0, 1024], ids=["alone", "shared"])
+@pytest.mark.parametrize("budget", [512, 1536, 16_384])
+def test_a_run_that_settles_has_one_shape(budget, parity):
+    """Sixteen prompts of up to 160 tokens, four answers each of up to 96, in two minibatches."""
+    make = functools.partial(
+        Packer, budget, 1, attention_parity=parity, max_scored=96, fewest_tokens=512
+    )
+    packer, width, count = make(), 256, 64
+    settled = packer.settle((count, 32), samples=4, prompt=160, width=width)
+    wanted = [str(jax.tree.map(np.shape, packed)) for packed in settled]
+    resumed = make()
+    resumed.set_state(packer.get_state())
+    assert str(resumed.settle((count, 32), samples=4, prompt=160, width=width)) == str(settled)
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        # Now all short, now all long, now mixed.
+        longest = random.integers(2, 97)
+        prompts = np.repeat(random.integers(2, random.integers(3, 161), 16), 4)
+        answers = random.integers(1 + longest // 2 * (seed % 2), longest + 1, count)
+        positions = np.arange(width)
+        asked = (positions >= prompts[:, None]) & (positions < (prompts + answers)[:, None])
+        common = packing.Beginnings(np.repeat(np.arange(16), 4), prompts)
+        how = {"width": width, "scored": asked, "common": common}
+        half = np.sort(random.permutation(count)[:32])
+        for chosen, shape in zip((np.arange(count), half), wanted, strict=True):
+            packed = packer.pack(prompts + answers, chosen, **how)
+            assert str(jax.tree.map(np.shape, packed)) == shape, (seed, longest)
+    # A run that began without it goes on as it was.
+    begun = make()
+    begun.pack(prompts + answers, np.arange(count), **how)
+    state = begun.get_state()
+    assert begun.settle((count, 32), samples=4, prompt=160, width=width) == []
+    assert begun.get_state() == state
 
 
 def test_rows_are_spread_over_shards_by_cost():

@@ -151,11 +151,8 @@ class FakeRun:
             trainer=RLTrainerConfig(prompts_per_step=4),
             rollout=RolloutConfig(max_response_tokens=4, top_k=9, temperature=0.8),
         )
-        compiled = self.compiled = []
-        engine = types.SimpleNamespace(compile_ahead=lambda *of: compiled.append(of))
         models = types.SimpleNamespace(eos_tokens=(2,), tokenizer=None)
-        fields = {"engine": engine, "models": models, "world": None}
-        sampler = types.SimpleNamespace(rollout=self.rollout, **fields)
+        sampler = types.SimpleNamespace(rollout=self.rollout, models=models, world=None)
         self.source = SampledNow(config, sampler, self, self.score)
         self.score_of = score
         self.next = 0
@@ -186,7 +183,6 @@ class FakeRun:
         samples = self.source.take(Weights({}, 7), jax.random.key(0), clock)
         assert set(clock.seconds()) == {"timing_s/gen", "timing_s/reward", "timing_s/step"}
         assert samples.engine.decode_tokens == 5 * len(self.taken)
-        assert self.compiled == [({}, True, False)]  # once: samples are filtered, nothing answers
         return samples.rollouts, samples.rewards
 
 

@@ -23,7 +23,7 @@ from engine_work import (
 from jaxrl_llm.config import MeshConfig, SpeculationConfig
 from jaxrl_llm.models.on_cpu import kernels, products
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import inputs, prefill
+from jaxrl_llm.rollout import inputs, lowered, prefill
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.sharding import mesh as mesh_lib
@@ -527,18 +527,24 @@ def test_programs_compiled_between_turns_change_no_sample(one_window):
         ]
 
 
-def test_no_program_that_decodes_is_compiled_after_those_ahead():
-    engine, params = Engine(tiny.NETWORK, ONE, num_slots=16, max_tokens=LIMIT), rollout_params()
-    engine.compile_ahead(params, filtered=False)
-    count = engine.jitted.generate._cache_size()
-    assert count == len(engine.jitted.slot_counts) * len(engine.jitted.windows) == 2
-    random = np.random.default_rng(0)
-    for budgets in ([3] * 16, [2] * 12 + [20] * 4):
-        engine.generate(params, [request(random, 30, [SamplingParams(n) for n in budgets], 0)])
-        assert engine.jitted.generate._cache_size() == count
+def test_nothing_is_compiled_after_what_is_ahead(compilations):
+    shapes = inputs.few_shapes(2, 60, LIMIT)
+    how = {"num_slots": 16, "max_tokens": LIMIT}
+    engine = Engine(tiny.NETWORK, ONE, prompt_shapes=shapes, **how)
+    mover = tiny.resharder(ONE)
+    for make in lowered.ahead(engine, mover.abstract(), [False]).values():
+        make()
+    random, params = np.random.default_rng(0), rollout_params()
+    programs = {"jit(prefill)", "jit(insert)", "jit(generate)", "jit(move)", "jit(release)"}
+    done = []
+    for lengths, budgets in (([30], [3] * 16), ([3, 40], [2] * 4 + [20] * 4)):
+        samples = [SamplingParams(n) for n in budgets]
+        engine.generate(params, [request(random, n, samples, 0) for n in lengths])
+        done.append([name for name in compilations if name in programs])
+    assert set(done[0]) == programs and done[0] == done[1]
+    assert done[0].count("jit(generate)") == len(engine.jitted.slot_counts) == 2
     many = Engine(tiny.NETWORK, ONE, num_slots=16 << 8, max_tokens=LIMIT)
-    many.compile_ahead(params, filtered=False)
-    assert many.jitted.generate._cache_size() == 0
+    assert not lowered.ahead(many, params, [False])
 
 
 @pytest.mark.parametrize(

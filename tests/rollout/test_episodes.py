@@ -1,5 +1,6 @@
 """From prompts to `Rollouts`: where tokens, masks, log-probs and texts stand, turn by turn."""
 
+import copy
 import dataclasses
 
 import jax
@@ -10,7 +11,7 @@ from talk import APPENDED, Talk
 
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.data.tokenizer import character_tokenizer
-from jaxrl_llm.rollout import episodes
+from jaxrl_llm.rollout import episodes, inputs
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 from jaxrl_llm.types import Prompt, PromptBatch, Weights
@@ -39,13 +40,16 @@ def prompts(*texts):
     return PromptBatch(tuple(rows))
 
 
-def test_shorter_and_longer_prompts_of_one_dataset_are_read_by_one_program(setup):
-    engine, counts = setup[0], []
+def test_shorter_and_longer_prompts_of_one_dataset_have_one_shape(setup, compilations):
+    engine, shapes, counts = copy.copy(setup[0]), set(), []
+    engine.prompt_shapes = inputs.few_shapes(2, 43, engine.max_tokens)
     for text in ("two words", "and a prompt of more than thirty-two tokens", "a"):
         batch = PromptBatch(prompts(text).prompts, longest=43)
-        episodes.rollout(*setup, TOKENIZER, batch, SAMPLES, jax.random.key(3))
-        counts.append(engine.jitted.prefill._cache_size())
-    assert counts == counts[:1] * 3
+        of = engine, setup[1], TOKENIZER, batch, SAMPLES
+        rollouts, _ = episodes.rollout(*of, jax.random.key(3))
+        shapes.add(rollouts.tokens.shape)
+        counts.append(compilations.count("jit(prefill)"))
+    assert shapes == {(3, 64)} and counts == counts[:1] * 3
 
 
 def test_fields(setup):

@@ -1,6 +1,7 @@
 """Prompts in rows: where each one lies, how much is padding, and that sharing changes nothing."""
 
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -53,12 +54,16 @@ def test_every_prompt_lies_in_a_row_of_few_sizes(lengths):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=40), st.integers(1, 599))
-def test_a_longer_prompt_of_the_data_widens_rows_four_times_at_most(lengths, longest):
-    count = inputs.num_fitting(lengths, MOST, longest)
-    own = bucket(max(lengths[:count]), smallest=32, largest=MOST)
-    width = inputs.prompt_rows(prompts_of(lengths[:count]), MOST, longest).tokens.shape[1]
-    wanted = bucket(max(*lengths[:count], longest), smallest=32, largest=MOST)
-    assert width == max(own, min(wanted, 4 * own))
+def test_a_run_reads_its_prompts_in_few_shapes(lengths, longest):
+    with mock.patch.object(prefill, "PIECE_TOKENS", 128):
+        shapes = inputs.few_shapes(8, longest, MOST)
+        assert len(shapes) == 1 + (longest > 128)
+        count = inputs.num_fitting(lengths, MOST, shapes)
+        rows, width = inputs.prompt_rows(prompts_of(lengths[:count]), MOST, shapes).tokens.shape
+    if max(lengths[:count]) <= shapes[-1][1]:
+        assert (rows, width) in shapes
+    assert width >= max(lengths[:count])
+    assert count == len(lengths) or count >= min(rows, 8)
 
 
 def gsm8k_like(random, count):
