@@ -177,13 +177,7 @@ class Updater:
 
     def spread(self, batch: Minibatch) -> Mapping[Mesh, Minibatch]:
         """Returns all sequences of a step on each mesh that has learners."""
-        found = {}
-        for mesh in self.programs:
-            here = mesh_lib.replicated(mesh)
-            there = pools.move(batch, here) if len(self.programs) > 1 else batch
-            # Of several processes each has its own.
-            found[mesh] = jax.device_put(there, here) if jax.process_count() == 1 else there
-        return found
+        return {mesh: pools.whole(batch, mesh) for mesh in self.programs}
 
     def update(
         self,

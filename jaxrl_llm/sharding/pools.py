@@ -127,6 +127,16 @@ def move(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_moved, tree, jax.tree.broadcast(shardings, tree))
 
 
+def whole(tree: Any, mesh: Mesh) -> Any:
+    """Returns arrays whole on each device of a pool, as `move` does.
+
+    With one process this is said of all of them, so that programs can be compiled ahead.
+    """
+    here = mesh_lib.replicated(mesh)
+    moved = move(tree, here)
+    return jax.device_put(moved, here) if jax.process_count() == 1 else moved
+
+
 def _moved(array: Any, target: NamedSharding) -> Any:
     if not isinstance(array, jax.Array) or not array.committed:
         return array
