@@ -63,7 +63,9 @@ def test_a_run_reads_its_prompts_in_few_shapes(lengths, longest):
     if max(lengths[:count]) <= shapes[-1][1]:
         assert (rows, width) in shapes
     assert width >= max(lengths[:count])
-    assert count == len(lengths) or count >= min(rows, 8)
+    # Who needs other rows than those before waits for the next batch.
+    if len({min((w for _, w in shapes if w >= n), default=n) for n in lengths}) == 1:
+        assert count == len(lengths) or count >= min(rows, 8)
 
 
 def gsm8k_like(random, count):
