@@ -26,7 +26,7 @@ class Packer:
     """Packs sequences into rows on the host, in few shapes: every new one is a compilation.
 
     `settle` decides for a run of RL: all its steps have the shapes of one whose sequences are as
-    long as may be. Else the first step of its kind decides. Where it fills several microbatches,
+    long as may be, and fill some of its microbatches, which are four where that is not slow. Else the first step of its kind decides. Where it fills several microbatches,
     they get as many rows each; later steps fill more or fewer of the same, unless that would waste
     an eighth. Where it fits into one, that is rounded up to the most rows that such sequences have
     needed so far, or to a half, quarter, ... of it. A row holds no more scored tokens than the head
@@ -116,10 +116,13 @@ class Packer:
         # A run may go on on another mesh, whose rows divide otherwise.
         kind = f"{num_sequences} in rows of {width} over {shards}"
         several = f"microbatches of {kind}"
-        if self.stages > 1 and several not in self._most_rows:
-            cap = min(cap, max(1, needed // (self.stages * shards)) * shards)
+        fewest = self.fewest_tokens // width
+        if several not in self._most_rows:
+            if self._is_settled:  # most steps are shorter than this one, and leave some of four out
+                cap = min(cap, max(-(-needed // (4 * shards)), fewest, 1) * shards)
+            if self.stages > 1:
+                cap = min(cap, max(1, needed // (self.stages * shards)) * shards)
         if needed > cap or several in self._most_rows:
-            fewest = self.fewest_tokens // width
             even = -(-needed // (-(-needed // cap) * shards)) * shards
             thin = filling.thin(needed, even, shards, fewest)
             rows = self._most_rows.get(several, thin)
