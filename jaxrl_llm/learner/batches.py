@@ -26,11 +26,12 @@ class Packer:
     """Packs sequences into rows on the host, in few shapes: every new one is a compilation.
 
     `settle` decides for a run of RL: all its steps have the shapes of one whose sequences are as
-    long as may be, and fill some of its microbatches, which are four where that is not slow. Else the first step of its kind decides. Where it fills several microbatches,
-    they get as many rows each; later steps fill more or fewer of the same, unless that would waste
-    an eighth. Where it fits into one, that is rounded up to the most rows that such sequences have
-    needed so far, or to a half, quarter, ... of it. A row holds no more scored tokens than the head
-    looks at. All this is state: a resumed run restores it and repeats the same shapes.
+    long as may be, and fill some of its microbatches, which are four where that is not slow. Else
+    the first step of its kind decides. Where it fills several microbatches, they get as many rows
+    each; later steps fill more or fewer of the same, unless that would waste an eighth. Where it
+    fits into one, that is rounded up to the most rows that such sequences have needed so far, or
+    to a half, quarter, ... of it. A row holds no more scored tokens than the head looks at. All
+    this is state: a resumed run restores it and repeats the same shapes.
 
     Sequences may share the tokens of a common prefix. Rows are then as wide as pays: a wider row
     holds more of a group, but attention looks at all of it.

@@ -309,6 +309,8 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
     packer, width, count = make(), 256, 64
     settled = packer.settle((count, 32), samples=4, prompt=160, width=width)
     wanted = [str(jax.tree.map(np.shape, packed)) for packed in settled]
+    # A quarter of it at the most: short steps hardly pay for long ones.
+    assert settled[0].microbatches.segment_ids[0].size <= min(budget, count * width // 4)
     resumed = make()
     resumed.set_state(packer.get_state())
     assert str(resumed.settle((count, 32), samples=4, prompt=160, width=width)) == str(settled)
@@ -326,10 +328,6 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
         for chosen, shape in zip((np.arange(count), half), wanted, strict=True):
             packed = packer.pack(prompts + answers, chosen, **how)
             assert str(jax.tree.map(np.shape, packed)) == shape, (seed, longest)
-        # Short steps do not pay for long ones, but for a quarter of one at the most.
-        _, rows, columns = settled[0].microbatches.segment_ids.shape
-        read = int(packer.pack(prompts + answers, np.arange(count), **how).count) * rows * columns
-        assert read <= 2 * (prompts + answers).sum() + max(count * width // 4, 1024)
     # A run that began without it goes on as it was.
     begun = make()
     begun.pack(prompts + answers, np.arange(count), **how)
