@@ -535,13 +535,14 @@ def test_nothing_is_compiled_after_what_is_ahead(compilations):
     for make in lowered.ahead(engine, mover.abstract(), [False]).values():
         make()
     random, params = np.random.default_rng(0), rollout_params()
-    programs = {"jit(prefill)", "jit(insert)", "jit(generate)", "jit(move)", "jit(release)"}
+    # Not compiled anew where an engine of this process had as many slots: moving and releasing.
+    own, common = {"jit(prefill)", "jit(insert)", "jit(generate)"}, {"jit(move)", "jit(release)"}
     done = []
     for lengths, budgets in (([30], [3] * 16), ([3, 40], [2] * 4 + [20] * 4)):
         samples = [SamplingParams(n) for n in budgets]
         engine.generate(params, [request(random, n, samples, 0) for n in lengths])
-        done.append([name for name in compilations if name in programs])
-    assert set(done[0]) == programs and done[0] == done[1]
+        done.append([name for name in compilations if name in own | common])
+    assert own <= set(done[0]) and done[0] == done[1]
     assert done[0].count("jit(generate)") == len(engine.jitted.slot_counts) == 2
     many = Engine(tiny.NETWORK, ONE, num_slots=16 << 8, max_tokens=LIMIT)
     assert not lowered.ahead(many, params, [False])
