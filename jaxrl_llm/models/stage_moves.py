@@ -96,7 +96,7 @@ class Moves:
             before = lax.dynamic_index_in_dim(held[0], slot[0], keepdims=False)
             value = jnp.where(here, column[0], before)
             held = lax.dynamic_update_index_in_dim(held, value[None], slot[0], 1)
-            column = lax.cond(item.valid, lambda c: self._sent(c, onward), lambda c: c, column)
+            column = self._sent_if(item.valid, column, onward)
             return held, lax.dynamic_update_index_in_dim(queue, column, turn, 0)
 
         specs = self._spec(held), P(None, STAGE, *self.rows)
@@ -119,7 +119,7 @@ class Moves:
         def local(queue: Array, values: Array, item: Item) -> Array:
             turn = item.microbatch // self.stages
             column = lax.dynamic_index_in_dim(queue, turn, keepdims=False)
-            column = lax.cond(item.valid, lambda c: self._sent(c, onward), lambda c: c, column)
+            column = self._sent_if(item.valid, column, onward)
             here = item.valid & (lax.axis_index(STAGE) == stage)
             column = jnp.where(here, values, column)
             return lax.dynamic_update_index_in_dim(queue, column, turn, 0)
@@ -131,6 +131,15 @@ class Moves:
         """Returns what the stage before (1), or behind (-1), has; the stages are a ring."""
         ring = [(stage, (stage + onward) % self.stages) for stage in range(self.stages)]
         return lax.ppermute(value, STAGE, ring)
+
+    def _sent_if(self, wanted: Bool[Array, ""], value: Array, onward: int) -> Array:
+        """Returns what `_sent` does where that is wanted by all stages, or else the value."""
+        sent = lambda v: self._sent(v, onward)  # noqa: E731
+        # XLA on CPUs runs what is in a condition beside other collectives, in an order of each
+        # device's own, and they wait for each other for ever. There the bytes cost nothing.
+        always = lambda wanted, v: jnp.where(wanted, sent(v), v)  # noqa: E731
+        if_wanted = lambda wanted, v: lax.cond(wanted, sent, lambda v: v, v)  # noqa: E731
+        return lax.platform_dependent(wanted, value, cpu=always, default=if_wanted)
 
     def taken(self, held: Any, slot: Int[Array, " stages"]) -> Any:
         """Returns each stage's entry of buffers, [stages, ...]."""
