@@ -39,6 +39,7 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.types import EpisodeLog, Picture, Prompt, PromptBatch, Weights
 
 TOKENIZER = character_tokenizer()
+_MARKS = frozenset(TOKENIZER.all_special_ids)
 
 
 class Sleeper:
@@ -97,7 +98,7 @@ class Unhurried(World):
     """
 
     def take(self, number: int, tokens: list[int], stopped: bool) -> bool:
-        said = [token for token in tokens if token not in TOKENIZER.all_special_ids]
+        said = [token for token in tokens if token not in _MARKS]
         return super().take(number, said, True)
 
 
