@@ -135,6 +135,7 @@ def test_an_episode_has_the_tokens_of_its_dialogue(name, seeds):
     assert (num_rewritten > 0) == (name in REWRITE or name == "glm4moe_training")
 
 
+@pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
 def test_separators_follow_the_end_of_a_turn_whatever_ended_it():
     """After its own end, after another end, after a stop string, and in a header's place."""
     template = (FOLDER / "qwen2_5.jinja").read_text()

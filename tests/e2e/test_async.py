@@ -75,7 +75,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"recipe": "grpo"},
+        pytest.param({"recipe": "grpo"}, marks=pytest.mark.slow),
         pytest.param({"recipe": "dapo", "max_sampling_waves": 60}, marks=pytest.mark.slow),
         pytest.param({"recipe": "remax", "samples_per_prompt": 2}, marks=pytest.mark.nightly),
     ],

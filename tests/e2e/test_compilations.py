@@ -23,7 +23,8 @@ def prompts(folder):
     return str(path)
 
 
-@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_nothing_is_compiled_after_the_first_step(
     recipe, one_device, tmp_path, monkeypatch, compilations
 ):

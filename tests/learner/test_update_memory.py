@@ -30,6 +30,7 @@ def temporary(vocab_chunk: int) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_logits_are_never_there_at_one_time():
     # The same program but for the tokens whose logits exist at one time: 256, or all 4096.
     assert 4 * temporary(256) <= temporary(4096)

@@ -134,6 +134,7 @@ def test_pieces_of_a_prompt_have_its_routes():
     np.testing.assert_allclose(whole.logits, pieces.logits, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_rollouts_have_the_routes_of_all_turns():
     often = SamplingParams(20, stop_tokens=tuple(range(40, 56)), stop_strings=("#",))
     rows = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("ask", "and more")]

@@ -340,7 +340,8 @@ def test_a_job_whose_steps_are_all_done_says_so(tmp_path, caplog):
     assert same_bits(once.params, again.params)
 
 
-@pytest.mark.parametrize("job", ["sft", pytest.param("reward_model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft", "reward_model"])
 def test_a_job_on_streamed_rows_resumes_exactly(job, tmp_path):
     files = []
     for name in "ab":
