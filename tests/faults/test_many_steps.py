@@ -14,7 +14,8 @@ from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer import rl
 from jaxrl_llm.trainer.interruption import Interruption
 
-SETTLED = 200
+BEFORE_A_SAVE = 90  # of 100 steps: the checkpoint before is written, the next one not begun
+SETTLED = 100 + BEFORE_A_SAVE
 CHANGES = {
     "model": {"hidden_size": 16, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 16},
     "rollout": {"max_response_tokens": 4},
@@ -46,7 +47,7 @@ def test_nothing_grows(num_steps, tmp_path, monkeypatch):
     resume_point = Interruption.resume_point
 
     def looked(self, step, save):
-        if step and step % 100 == 0:
+        if step % 100 == BEFORE_A_SAVE:
             gc.collect()
             seen[step] = {
                 "host": host_bytes(),
@@ -71,9 +72,9 @@ def test_nothing_grows(num_steps, tmp_path, monkeypatch):
     first, last = seen[SETTLED], seen[max(seen)]
     looks = [seen[step] for step in sorted(seen) if step >= SETTLED]
     print(looks)
-    assert max(seen) == num_steps - 100 and first["compiled"] > 0
+    assert max(seen) == num_steps - 100 + BEFORE_A_SAVE and first["compiled"] > 0
     assert last["compiled"] == first["compiled"]
-    # A checkpoint is being written at some looks; what is never closed is open at all later ones.
+    # A slow disk may still write a checkpoint; what is never closed is open at all later looks.
     handles = [look["handles"] for look in looks]
     assert min(handles[len(handles) // 2 :]) <= max(handles[: len(handles) // 2])
     assert last["device"] <= 1.02 * first["device"]
