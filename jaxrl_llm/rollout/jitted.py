@@ -148,14 +148,12 @@ class Jitted:
         num_prompts: int,
         prompt_tokens: int,
         filters: Sequence[bool] = (False,),
-        continues: bool = False,
     ) -> list[Program]:
         """Returns what to compile ahead of requests, short and few ones first.
 
         Nothing compiles later while up to `num_prompts` prompts of up to `prompt_tokens` are read
         together, unless a request wants the likeliest tokens. `filters` are the values of
-        `SamplingParams.is_filtered`, each with its own programs; `continues`: whether requests
-        continue samples.
+        `SamplingParams.is_filtered`, each with its own programs.
         """
         shapes = {
             shape
@@ -175,12 +173,6 @@ class Jitted:
                     f"decoding of {slots} slots x {window} tokens{after}",
                     functools.partial(self._generate_nothing, slots, window, filtered),
                 )
-            sizes = inputs.continuation_sizes(self.num_slots) if continues else []
-            for (rows, width), window in itertools.product(sizes, self.read_windows):
-                found[filtered, self.num_slots, window, 2, width, rows] = Program(
-                    f"reading {width} tokens after {window} in {rows} slots{after}",
-                    functools.partial(self._extend_nothing, rows, width, window, filtered),
-                )
         moving = [Program("moving samples", self._move_nothing)] if found else []
         return moving + [found[order] for order in sorted(found)]
 
@@ -197,21 +189,6 @@ class Jitted:
             nothing = inputs.writes([], self.num_writes(prefix, size), self.pages.num_pages)
             state, _ = self.insert(state, prefix, nobody, nothing, filtered=filtered, num_top=0)
         return state
-
-    def _extend_nothing(
-        self,
-        rows: int,
-        width: int,
-        window: int,
-        filtered: bool,
-        params: Params,
-        state: DecodeState,
-    ) -> DecodeState:
-        table, history = self.pages.table([], rows), self.history_tokens
-        nothing = inputs.continuation([], [], rows, width, table, history_tokens=history)
-        nobody = inputs.admission([], rows, self.num_slots)
-        switches = {"window": window, "filtered": filtered, "num_top": 0}
-        return self.extend(params, state, nothing, nobody, **switches)[0]
 
     def _generate_nothing(
         self,
