@@ -290,11 +290,15 @@ def join(
 
     def write_pages(cache, recent, table):
         rows = [*recent.keys, *(values.swapaxes(2, 3) for values in recent.values)]
+        positions = recent.positions
         joined: list[Array] = []
         for into, new in zip((*cache.keys, *cache.values), rows, strict=True):
-            if joined:  # one after the other: each needs memory for its pages
-                table, _ = lax.optimization_barrier((table, joined[-1][0, 0, 0, 0]))
-            joined.append(_in_whole_pages(into, new, recent.positions, table, split))
+            # One after the other: each needs memory for its pages. So what is written first adds 0
+            # to the next one's places; compilers drop a barrier before they choose the order.
+            if joined:
+                after = joined[-1][0, 0, 0, 0].astype(jnp.float32) > jnp.inf
+                table, positions = table + after, positions + after
+            joined.append(_in_whole_pages(into, new, positions, table, split))
         keys, values = joined[: len(cache.keys)], joined[len(cache.keys) :]
         return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
