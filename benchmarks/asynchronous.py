@@ -21,6 +21,7 @@ is compiled makes a step long), and that over the first way's.
 import argparse
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -44,7 +45,9 @@ WAYS = {
     "synchronous, same devices": ({}, True),
     "interrupted, K = 4, same devices": ({"sampling": "ahead", "max_staleness": 4}, True),
 }
-MEDIAN, LONGEST = 16, 192
+# Tokens of a response, by whether the run is real; the longest has twelve times as many.
+MEDIAN = {False: 16, True: 64}
+SMALL = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_size": 128}
 _COMPILES_FAST = (  # programs of many shapes, each for a few steps
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
@@ -76,25 +79,28 @@ def wait(until: float) -> None:
     time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def drawn_length(key) -> int:
+def drawn_length(key, median: int) -> int:
     """Returns the tokens of a response: by its key, so that it is the same in every run."""
     import numpy as np
 
     normal = np.random.default_rng([int(word) for word in key]).normal()
-    return int(np.clip(MEDIAN * 10 ** (normal / 2.326), 2, LONGEST))
+    return int(np.clip(median * 10 ** (normal / 2.326), 2, 12 * median))
 
 
-def skew_lengths() -> None:
+def skew_lengths(median: int) -> None:
     """Every response ends where its own length says, not where the model would."""
-    from jaxrl_llm.rollout import play
+    from jaxrl_llm.rollout import episodes, play
 
-    left = play.Play._left
+    left, params = play.Play._left, episodes.sampling_params
 
     def shorter(self, episode):
         tokens = sum(len(sequence.tokens) for sequence in episode)
-        return min(left(self, episode), drawn_length(episode[0].key) - tokens)
+        return min(left(self, episode), drawn_length(episode[0].key, median) - tokens)
 
-    play.Play._left = shorter
+    def without_stops(*args):
+        return dataclasses.replace(params(*args), stop_tokens=())
+
+    play.Play._left, episodes.sampling_params = shorter, without_stops
 
 
 def simulate(decode_s: float, read_s: float, learn_s: float, num_updates: int, same: bool) -> None:
@@ -149,13 +155,8 @@ def config(arguments, way: str):
     """Returns the flags of a run."""
     trainer, same = WAYS[way]
     settings = {
-        "model.hidden_size": 64,
-        "model.num_layers": 1,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 2,
-        "model.mlp_size": 128,
         "warm_start.num_steps": 0,
-        "rollout.max_response_tokens": LONGEST,
+        "rollout.max_response_tokens": 12 * MEDIAN[arguments.real],
         "rollout.chunk_steps": 16,
         "rollout.stop_tokens": (),
         "rewards.functions": {"digits": {"function": f"{pathlib.Path(__file__).resolve()}:score"}},
@@ -177,6 +178,8 @@ def config(arguments, way: str):
         "mesh.data": 2 if same else 1,
         "mesh.fsdp": 1,
     }
+    if not arguments.real:
+        settings |= {f"model.{name}": size for name, size in SMALL.items()}
     settings |= {f"trainer.{name}": value for name, value in trainer.items()}
     if not same:
         learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
@@ -209,7 +212,7 @@ def measure(arguments, way: str) -> dict[str, float]:
         for process in range(2):
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": " ".join(_COMPILES_FAST),
+                "XLA_FLAGS": "" if arguments.real else " ".join(_COMPILES_FAST),
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": "2",
                 "JAX_PROCESS_ID": str(process),
@@ -245,7 +248,9 @@ def work(arguments) -> None:
     from jaxrl_llm.commands import line
 
     _, same = WAYS[arguments.worker]
-    skew_lengths()
+    if arguments.real:  # before jax makes its threads
+        os.sched_setaffinity(0, {int(os.environ["JAX_PROCESS_ID"])})
+    skew_lengths(MEDIAN[arguments.real])
     if not arguments.real:
         simulate(arguments.decode_s, arguments.read_s, arguments.learn_s, 2, same)
     flags = config(arguments, arguments.worker)

@@ -95,9 +95,9 @@ def abandon(reason: str, with_trace: bool = False) -> None:
 
 
 def wait_for_verdict() -> None:
-    """Waits until the watch knows who broke a collective; the watch then ends this process."""
+    """Returns if no other process broke a collective; if one did, the watch ends this process."""
     if _watch is not None:
-        time.sleep(SILENCE_S + 2 * PERIOD_S)
+        _watch.wait_for_signs()
 
 
 def share(value: Json) -> list[Any]:
@@ -291,6 +291,7 @@ class Watch(threading.Thread):
         self._client, self._process, self._end, self._now = client, process, end, now
         # Of each process, its last text and when that came.
         self._heard = dict.fromkeys(range(num_processes), ("", now()))
+        self._signs = dict.fromkeys(range(num_processes), 0)  # how many each gave
         self._count = 0
         self._done = threading.Event()
         self._writing = threading.Lock()
@@ -319,9 +320,20 @@ class Watch(threading.Thread):
             text = texts.get(process, "")
             if text != last or text == _LEFT:
                 self._heard[process] = text, self._now()
+                self._signs[process] += 1
             elif self._now() - when >= SILENCE_S:
                 return self._verdict(process, f"gave no sign of life for {SILENCE_S:.0f} seconds")
         return ""
+
+    def wait_for_signs(self) -> None:
+        """Returns when all others were alive after the call; however long a look takes.
+
+        The first sign that comes may be older than the call, the second is not.
+        """
+        needed = {process: count + 2 for process, count in self._signs.items()}
+        while any(self._signs[process] < count for process, count in needed.items()):
+            if self._done.wait(PERIOD_S / 10):
+                return
 
     def leave(self) -> None:
         self._say(_LEFT)

@@ -101,16 +101,30 @@ def kind(program: str) -> str:
     return next(key for key, (_, names) in KINDS.items() if re.fullmatch(names, name))
 
 
+def spans_of(busy: Iterable[Busy], gap_s: float) -> list[tuple[float, float]]:
+    """Returns when at least one of some programs ran, but for gaps of at most `gap_s`.
+
+    >>> spans_of([Busy("a", 0, 0.0, 2.0), Busy("b", 0, 2.1, 3.0), Busy("c", 0, 5.0, 6.0)], 0.5)
+    [(0.0, 3.0), (5.0, 6.0)]
+    """
+    found: list[tuple[float, float]] = []
+    for run in sorted(busy, key=lambda run: run.begin_s):
+        if found and run.begin_s - found[-1][1] <= gap_s:
+            found[-1] = found[-1][0], max(found[-1][1], run.end_s)
+        else:
+            found.append((run.begin_s, run.end_s))
+    return found
+
+
 def share(busy: Iterable[Busy], begin_s: float, end_s: float) -> float:
     """Returns the share of a time in which at least one of some programs ran.
 
     >>> share([Busy("a", 0, 0.0, 2.0), Busy("b", 0, 1.0, 3.0)], 0.0, 4.0)
     0.75
     """
-    covered, last = 0.0, begin_s
-    for run in sorted(busy, key=lambda run: run.begin_s):
-        covered += max(0.0, min(run.end_s, end_s) - max(run.begin_s, last))
-        last = max(last, run.end_s)
+    covered = sum(
+        max(0.0, min(last, end_s) - max(first, begin_s)) for first, last in spans_of(busy, 0.0)
+    )
     return covered / (end_s - begin_s)
 
 
@@ -135,13 +149,11 @@ def save(workdir: str | os.PathLike[str], path: str) -> None:
     figure = Figure(figsize=(11.0, 1.1 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
     found = {kind(run.program) for _, runs in rows for run in runs}
+    thin = (end - begin) / 2000  # less than a pixel
     for height, (_, runs) in enumerate(rows):
         for name, (colour, _) in KINDS.items():
-            spans = [
-                (run.begin_s - begin, run.end_s - run.begin_s)
-                for run in runs
-                if kind(run.program) == name
-            ]
+            own = [run for run in runs if kind(run.program) == name]
+            spans = [(first - begin, last - first) for first, last in spans_of(own, thin)]
             axes.broken_barh(spans, (height - 0.4, 0.8), color=colour, linewidth=0)
     for moment in traces[0].handed_over_s:
         axes.axvline(moment - begin, color="black", linewidth=0.7, linestyle=":")

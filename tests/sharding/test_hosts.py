@@ -116,6 +116,35 @@ def test_a_board_that_breaks_is_waited_for_and_then_process_0_is_named(scene):
     assert text.startswith("process 0 cannot be reached: connection refused\nprocess 1 ends too")
 
 
+def test_who_waits_for_a_verdict_gets_one_however_slow_the_looks(scene, monkeypatch):
+    """Returns when all gave signs that are younger than the call; or else the silent one is named.
+
+    A sign that was given before the call may come after it.
+    """
+    _, time, (first, second, third) = scene
+    verdicts: list[str] = []
+
+    def waits(others, seconds=7.0):
+        def look(_):
+            for watch in others:
+                watch.look()
+            verdicts.append(later(time, [first], seconds)[0])
+            return bool(verdicts[-1])  # the watch ends the process
+
+        with monkeypatch.context() as patch:
+            patch.setattr(first._done, "wait", look)
+            first.wait_for_signs()
+
+    later(time, (first, second, third))
+    waits((second, third))
+    assert verdicts == ["", ""]
+    second.look()  # its last sign, which nobody has seen yet
+    verdicts.clear()
+    waits((third,))
+    assert len(verdicts) * 7.0 > SILENCE_S + 6 and set(verdicts[:-1]) == {""}
+    assert verdicts[-1].startswith("process 1 gave no sign of life")
+
+
 def test_one_process_shares_with_itself():
     assert hosts.is_first()
     assert hosts.share({"a": 1}) == [{"a": 1}]
