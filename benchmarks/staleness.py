@@ -7,9 +7,10 @@ with `algorithm.correction` as by default ("token") and "none". It is the worst 
 learner counts as slower than rollout, so that nearly every token is as old as K allows. (A run of
 its own pace has younger samples; here what is asked of a clock is answered "not yet".)
 
-It prints the accuracy at the end, of four answers to each of the 488 sums that no run trains on (standard error
-of one figure at most 1.1 points, for independent answers). Each run that ended is a line of `--out`;
-the next call does only what is missing there, so several calls may share the work by seeds.
+It prints the accuracy at the end, of four answers to each of the 488 sums that no run trains on
+(standard error of one figure at most 1.1 points, for independent answers). Each run that ended is
+a line of `--out`; the next call does only what is missing there, so several calls may share the
+work by seeds.
 """
 
 import argparse
