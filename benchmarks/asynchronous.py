@@ -5,8 +5,8 @@
 
 Each way is a run of the package's own loop by two processes of one device: the first learns, the
 second samples, or both do both ("same devices"). Lengths of responses are lognormal, the 99th
-percentile ten times the median, the same in every run. Weights are random: 0.05M parameters, 0.4M with
-`--real`, where each process has a core of its own.
+percentile ten times the median, the same in every run. Weights are random: 0.05M parameters, with
+`--real` 0.4M, and then each process has a core of its own.
 
 SIMULATED DEVICE TIME. The programs run on the processor, but their devices count as busy until a
 clock says otherwise, and the host sleeps until then: a decode step takes `--decode_s` for any
