@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from engine_work import LIMIT, assert_same, expected, rollout_params, workload
+from jax.experimental import pallas as pl
 
 from jaxrl_llm.models.attention import Scoring
 from jaxrl_llm.rollout import attending, paged_attention
@@ -26,16 +28,16 @@ def random(seed, *shape):
 def plain(rows, keys, values, table, places, ends, reach, scoring, value_size):
     """Returns attention of every query on its own, in float64; zeros where it sees nothing."""
     rows, keys = np.asarray(rows, np.float64), np.asarray(keys, np.float64)
-    found = np.zeros((*rows.shape[:3], value_size))
+    page, found = keys.shape[3], np.zeros((*rows.shape[:3], value_size))
     for slot, head, row in np.ndindex(rows.shape[:3]):
         place = places[slot] + row // GROUP
         first = int(reach.first(jnp.asarray(place)))
         at = np.arange(min(first, ends[slot]), ends[slot])
         if not len(at):
             continue
-        pages = table[slot, at // PAGE]
-        k = keys[pages, head, :, at % PAGE]
-        v = k[:, :value_size] if values is None else np.asarray(values)[pages, head, :, at % PAGE]
+        pages = table[slot, at // page]
+        k = keys[pages, head, :, at % page]
+        v = k[:, :value_size] if values is None else np.asarray(values)[pages, head, :, at % page]
         scores = k @ rows[slot, head, row] * (scoring.scale or SIZE**-0.5)
         if scoring.cap:
             scores = scoring.cap * np.tanh(scores / scoring.cap)
@@ -100,6 +102,59 @@ def test_a_kernel_reads_the_live_pages_and_hardly_another(step_pages):
     for slot in range(slots):
         mine = pages[np.asarray(todo.slots)[:steps] == slot].reshape(-1)
         np.testing.assert_array_equal(mine[: live[slot]], table[slot, : live[slot]])
+
+
+@pytest.mark.parametrize("window", [0, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_kernel_fetches_the_live_pages_and_hardly_more(window, monkeypatch):
+    """Bytes of the blocks that the grid of an interpreted call brings, beside those that are live.
+
+    A block is brought when its index differs from that of the step before, as pipelines do.
+    """
+    page, slots, most, step_pages = 128, 24, 16, 4
+    random_of = np.random.default_rng(0)
+    lengths = np.clip(np.exp(random_of.normal(6.0, 1.0, slots)), 1, most * page).astype(np.int32)
+    lengths[::9] = 0
+    assert lengths.max() > 5 * np.median(lengths)  # skewed
+    num_pages = slots * most
+    table = jnp.asarray(random_of.permutation(num_pages).reshape(slots, most), jnp.int32)
+    keys, values = (random(seed, num_pages, HEADS, SIZE, page) for seed in (0, 1))
+    rows, places, reach = (
+        random(2, slots, HEADS, GROUP, SIZE),
+        jnp.asarray(lengths),
+        Reach(window, 0),
+    )
+    first = np.asarray(reach.first(places))
+    call, brought, estimated = pl.pallas_call, [], []
+
+    def watched(kernel, *, grid_spec, cost_estimate, **how):
+        (steps,) = map(int, grid_spec.grid)
+        estimated.append(cost_estimate.bytes_accessed)
+
+        def run(*given):
+            scalars = [np.asarray(a) for a in given[: grid_spec.num_scalar_prefetch]]
+            arrays = given[grid_spec.num_scalar_prefetch :]
+            for spec, array in zip(grid_spec.in_specs, arrays, strict=True):
+                at = [tuple(map(int, spec.index_map(i, *scalars))) for i in range(steps)]
+                fetches = 1 + sum(a != b for a, b in zip(at[1:], at, strict=False))
+                brought.append(fetches * math.prod(spec.block_shape) * array.dtype.itemsize)
+            return call(kernel, grid_spec=grid_spec, cost_estimate=cost_estimate, **how)(*given)
+
+        return run
+
+    monkeypatch.setattr(paged_attention.pl, "pallas_call", watched)
+    how = {"group": GROUP, "reach": reach, "scoring": Scoring(), "value_size": SIZE}
+    todo = paged_attention.work(table, jnp.asarray(first), places, page, step_pages)
+    given = rows, keys, values, todo, places, places
+    found = paged_attention.by_kernel(*given, **how, interpret=True)
+    wanted = plain(rows, keys, values, np.asarray(table), lengths, lengths, reach, Scoring(), SIZE)
+    got = found.mixed / jnp.maximum(found.total, 1e-30)
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    of_page = 2 * HEADS * SIZE * page * keys.dtype.itemsize
+    live = (-(-lengths // page) - np.minimum(first, lengths) // page).sum() * of_page
+    queries, pages = brought[0], sum(brought[1:])
+    assert live <= pages and pages + queries <= 1.1 * live
+    # What the compiler is told does not know lengths: it is right where all are the longest.
+    assert estimated == [num_pages * of_page]
 
 
 @pytest.mark.parametrize(
