@@ -7,6 +7,10 @@ model with beta 0.04 in the loss, a trivial reward, AdamW, float32. `--algorithm
 and has no peer. An iteration is the time from the start of one step to the start of the next,
 including metrics. Every run is a separate process. Ours calls `jaxrl_llm.trainer.rl.train` as a
 user does.
+
+`python benchmarks/iteration.py --models FOLDER --rows=gsm8k/train.jsonl` is for a pretrained model:
+questions of GSM8K, 4 prompts x 4 samples, up to 256 prompt tokens, 96 sampled tokens, beta 0.001,
+our default settings, beside TRL without and with its gradient checkpointing (`trl_iteration.py`).
 """
 
 import argparse
@@ -16,6 +20,7 @@ import pathlib
 import statistics
 import sys
 import tempfile
+from typing import NamedTuple
 
 import side_by_side
 
@@ -28,7 +33,19 @@ NUMBERS = (
     "first_step_s",
     "peak_rss_mb",
 )
-PROMPT_TOKENS = NEW_TOKENS = 64
+
+
+class Workload(NamedTuple):
+    """One iteration."""
+
+    prompts: int = 8
+    samples: int = 4
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    beta: float = 0.04
+
+
+PRETRAINED = Workload(prompts=4, prompt_tokens=256, new_tokens=96, beta=0.001)
 
 
 def measure(arguments) -> None:
@@ -54,13 +71,15 @@ def measure(arguments) -> None:
             done_s.append(side_by_side.since_process_start())
 
     model = side_by_side.model_folder(arguments.models[0])
+    work = PRETRAINED if arguments.rows else Workload()
     with (
         tempfile.TemporaryDirectory() as folder,
         side_by_side.own_tokenizer(model) as tokenizer,
     ):
         workdir = pathlib.Path(folder) / "run"
         settings = default_config_dict()
-        _describe(settings, arguments, model, _prompts(model, pathlib.Path(folder)))
+        prompts = _prompts(arguments, model, pathlib.Path(folder))
+        _describe(settings, arguments, work, model, prompts)
         settings.model.tokenizer = tokenizer
         if arguments.cache:
             program.keep_compilations(pathlib.Path(arguments.cache) / "run")
@@ -71,7 +90,7 @@ def measure(arguments) -> None:
         rl.train(from_config_dict(settings), workdir)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines][arguments.warmup : -1]
-    assert all(step["response_length/mean"] == NEW_TOKENS for step in steps)
+    assert all(step["response_length/mean"] == work.new_tokens for step in steps)
     seconds = [b - a for a, b in itertools.pairwise(starts)]
     phase = lambda *names: statistics.median(  # noqa: E731
         sum(s.get(f"timing_s/{name}", 0.0) for name in names) for s in steps
@@ -100,31 +119,40 @@ def measure(arguments) -> None:
     )
 
 
-def _prompts(model: pathlib.Path, folder: pathlib.Path) -> str:
+def _prompts(arguments, model: pathlib.Path, folder: pathlib.Path) -> str:
     """Writes the workload's prompts as a file that a run reads."""
-    texts = json.loads((model / "workload.json").read_text())["prompts"]
+    if arguments.rows:
+        lines = pathlib.Path(arguments.rows).read_text().splitlines()
+        texts = [json.loads(line)["question"] for line in lines]
+    else:
+        texts = json.loads((model / "workload.json").read_text())["prompts"]
     path = folder / "prompts.jsonl"
     rows = [{"data_source": "workload", "prompt": text} for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def _describe(settings, arguments, model: pathlib.Path, prompts: str) -> None:
+def _describe(settings, arguments, work: Workload, model: pathlib.Path, prompts: str) -> None:
     settings.model.path = str(model)
     settings.data.task = "files"
     settings.data.train_files = settings.data.eval_files = (prompts,)
     settings.data.chat_template = False
     settings.data.shuffle = False
-    settings.data.max_prompt_tokens = PROMPT_TOKENS
-    settings.rollout.max_response_tokens = NEW_TOKENS
-    settings.rewards.functions.length = {"function": "length"}
+    settings.data.max_prompt_tokens = work.prompt_tokens
+    settings.rollout.max_response_tokens = work.new_tokens
+    if arguments.rows:  # a reward in which samples differ; otherwise nothing would be learned
+        digits = f"{ROOT / 'benchmarks' / 'resident.py'}:digits"
+        settings.rewards.functions.digits = {"function": digits}
+    else:
+        settings.rewards.functions.length = {"function": "length"}
     settings.rewards.num_workers = 1
     settings.algorithm.recipe = arguments.algorithm
-    settings.algorithm.samples_per_prompt = 4
+    settings.algorithm.samples_per_prompt = work.samples
     settings.algorithm.kl_in = "loss"
-    settings.algorithm.kl_coef = 0.04
-    settings.trainer.prompts_per_step = 8
-    settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
+    settings.algorithm.kl_coef = work.beta
+    settings.trainer.prompts_per_step = work.prompts
+    if not arguments.rows:  # otherwise the plan chooses, as it does for users
+        settings.trainer.max_tokens_per_microbatch = arguments.microbatch_tokens
     settings.trainer.shared_prompts = arguments.shared_prompts
     # One step more than is timed, because the last step saves the run.
     settings.trainer.num_steps = arguments.warmup + arguments.steps + 1
@@ -143,6 +171,14 @@ def compare(arguments) -> None:
     }
     if not arguments.peers or arguments.algorithm != "grpo":
         scripts = {}
+    if arguments.rows:
+        trl = ROOT / "benchmarks" / "trl_iteration.py"
+        python = side_by_side.PYTHONS["torch"]
+        given = ["--rows", arguments.rows, *_flags(PRETRAINED)]
+        scripts = {
+            "trl": (python, trl, given),
+            "trl, checkpointing": (python, trl, [*given, "--checkpointing"]),
+        }
     for model in arguments.models:
         steps = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
         ours = [sys.executable, __file__, "--measure", "--models", model, *steps]
@@ -150,6 +186,7 @@ def compare(arguments) -> None:
         ours += ["--microbatch-tokens", str(arguments.microbatch_tokens)]
         ours += ["--shared-prompts", arguments.shared_prompts]
         ours += ["--cache", arguments.cache] if arguments.cache else []
+        ours += ["--rows", arguments.rows] if arguments.rows else []
         programs: dict[str, side_by_side.Command] = {"jaxrl_llm": ours}
         for name, (python, script, more) in scripts.items():
             path = pathlib.Path(arguments.peers) / script
@@ -159,6 +196,10 @@ def compare(arguments) -> None:
         reports = side_by_side.alternate(programs, arguments.rounds, arguments.clock)
         title = f"{arguments.algorithm} iteration, {model}, {arguments.clock} seconds"
         side_by_side.print_table(title, reports, NUMBERS, "iter_s")
+
+
+def _flags(work: Workload) -> list[str]:
+    return [f"--{name}={value}" for name, value in work._asdict().items()]
 
 
 def main():
@@ -174,6 +215,7 @@ def main():
         help="ours: compute the prompt of a group once",
     )
     parser.add_argument("--cache", default="", help="folder of our compilation cache")
+    parser.add_argument("--rows", default="", help="file of GSM8K; for a pretrained model")
     parser.add_argument("--measure", action="store_true", help="run only ours, in this process")
     arguments = parser.parse_args()
     measure(arguments) if arguments.measure else compare(arguments)

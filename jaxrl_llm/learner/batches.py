@@ -65,22 +65,27 @@ class Packer:
         return f"settled over {self.num_shards}"
 
     def settle(
-        self, counts: Sequence[int], *, samples: int, prompt: int, width: int
+        self, counts: Sequence[int], *, samples: int, prompt: int, usual: int, width: int
     ) -> list[PackedBatch]:
         """Returns a batch of each of so many sequences, with the shapes that all others will have.
 
         Later batches fill more or fewer microbatches of these. Nothing changes if the state is that
-        of a run which has begun; none is returned if that has not settled.
+        of a run which has begun; none is returned if that has not settled. Rows are as wide, and
+        have as many scored tokens, as pays for prompts of the usual length: most steps have such.
 
         Args:
           counts: Sequences of each kind of batch, those of a step first.
           samples: Sequences of one prompt, beside each other in a step.
           prompt: Tokens of the longest prompt.
+          usual: Tokens of a prompt in the mean, from 1 to `prompt`.
           width: Tokens of a row; a sequence has at most as many.
         """
         has_begun = self._most_rows and not any(k.startswith("settled") for k in self._most_rows)
         if has_begun:
             return []
+        if self._settled not in self._most_rows:
+            for count in counts:
+                self._settle_rows(count, samples, usual, width - prompt, width)
         self._most_rows[self._settled] = 1
         lengths = np.full(counts[0], width)
         responses = np.tile(np.arange(width) >= prompt, (counts[0], 1))
@@ -96,6 +101,20 @@ class Packer:
             )
             for count in counts
         ]
+
+    def _settle_rows(
+        self, count: int, samples: int, prompt: int, response: int, width: int
+    ) -> None:
+        """Decides the width of rows, and their scored columns, by prompts of this length."""
+        shared_width = 0
+        if self.attention_parity and self.length_shards == 1 and samples > 1:
+            common = packing.Beginnings(np.arange(count) // samples, np.full(count, prompt))
+            lengths = np.full(count, prompt + response)
+            shared_width = self._shared_width(lengths, common, width)
+        responses = response * (samples if shared_width else 1)
+        room = -(-8 * responses // (prompt + responses))
+        kind = f"scored in rows of {shared_width or width}"
+        self._most_rows[kind] = max(room, self._most_rows.get(kind, 0))
 
     def _shared_width(
         self, lengths: Int[np.ndarray, " b"], common: packing.Beginnings, width: int

@@ -84,11 +84,13 @@ def _programs(
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Returns by name what lowers each program that learns or predicts, if shapes are known."""
     config, models, width = prepared.config, prepared.models, prepared.width
-    longest = prepared.parts.training_set.longest
+    prompts = prepared.parts.training_set
+    longest = min(max(prompts.longest, 1), width - 1)
     settled = models.packer.settle(
         (config.sequences_per_step, config.minibatch_size),
         samples=config.algorithm.samples_per_prompt,
-        prompt=min(max(longest, 1), width - 1),
+        prompt=longest,
+        usual=min(max(prompts.usual, 1), longest),
         width=width,
     )
     carries = config.router.replay != "off" or config.distillation.teachers or models.gallery

@@ -307,13 +307,13 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
         Packer, budget, 1, attention_parity=parity, max_scored=96, fewest_tokens=512
     )
     packer, width, count = make(), 256, 64
-    settled = packer.settle((count, 32), samples=4, prompt=160, width=width)
+    settled = packer.settle((count, 32), samples=4, prompt=160, usual=80, width=width)
     wanted = [str(jax.tree.map(np.shape, packed)) for packed in settled]
     # A quarter of it at the most: short steps hardly pay for long ones.
     assert settled[0].microbatches.segment_ids[0].size <= min(budget, count * width // 4)
     resumed = make()
     resumed.set_state(packer.get_state())
-    assert str(resumed.settle((count, 32), samples=4, prompt=160, width=width)) == str(settled)
+    assert str(resumed.settle((count, 32), samples=4, prompt=160, usual=80, width=width)) == str(settled)
     for seed in range(30):
         random = np.random.default_rng(seed)
         # Now all short, now all long, now mixed.
@@ -332,7 +332,7 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
     begun = make()
     begun.pack(prompts + answers, np.arange(count), **how)
     state = begun.get_state()
-    assert begun.settle((count, 32), samples=4, prompt=160, width=width) == []
+    assert begun.settle((count, 32), samples=4, prompt=160, usual=80, width=width) == []
     assert begun.get_state() == state
 
 
