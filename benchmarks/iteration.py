@@ -9,8 +9,8 @@ including metrics. Every run is a separate process. Ours calls `jaxrl_llm.traine
 user does.
 
 `python benchmarks/iteration.py --models FOLDER --rows=gsm8k/train.jsonl` is for a pretrained model:
-questions of GSM8K, 4 prompts x 4 samples, up to 256 prompt tokens, 96 sampled tokens, beta 0.001,
-our default settings, beside TRL without and with its gradient checkpointing (`trl_iteration.py`).
+questions of GSM8K as chats, 4 prompts x 4 samples, up to 256 prompt tokens, 96 sampled tokens, beta
+0.001, our default settings, beside TRL without and with its gradient checkpointing (`trl_iteration.py`).
 """
 
 import argparse
@@ -23,6 +23,7 @@ import tempfile
 from typing import NamedTuple
 
 import side_by_side
+from trl_iteration import chat
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUMBERS = (
@@ -123,11 +124,11 @@ def _prompts(arguments, model: pathlib.Path, folder: pathlib.Path) -> str:
     """Writes the workload's prompts as a file that a run reads."""
     if arguments.rows:
         lines = pathlib.Path(arguments.rows).read_text().splitlines()
-        texts = [json.loads(line)["question"] for line in lines]
+        prompts = [chat(json.loads(line)["question"]) for line in lines]
     else:
-        texts = json.loads((model / "workload.json").read_text())["prompts"]
+        prompts = json.loads((model / "workload.json").read_text())["prompts"]
     path = folder / "prompts.jsonl"
-    rows = [{"data_source": "workload", "prompt": text} for text in texts]
+    rows = [{"data_source": "workload", "prompt": prompt} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -136,7 +137,7 @@ def _describe(settings, arguments, work: Workload, model: pathlib.Path, prompts:
     settings.model.path = str(model)
     settings.data.task = "files"
     settings.data.train_files = settings.data.eval_files = (prompts,)
-    settings.data.chat_template = False
+    settings.data.chat_template = bool(arguments.rows)
     settings.data.shuffle = False
     settings.data.max_prompt_tokens = work.prompt_tokens
     settings.rollout.max_response_tokens = work.new_tokens

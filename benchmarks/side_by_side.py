@@ -58,8 +58,9 @@ def model_folder(name: str) -> pathlib.Path:
 def own_tokenizer(model: pathlib.Path) -> Iterator[str]:
     """Yields a folder with only the tokenizer; the family of a model folder would add tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(model / name, folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (model / name).exists():
+                shutil.copy(model / name, folder)
         yield folder
 
 

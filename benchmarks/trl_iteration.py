@@ -27,9 +27,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def chat(question: str) -> list[dict[str, str]]:
+    """Returns the prompt of both systems."""
+    return [{"role": "user", "content": question}]
+
+
 def digits(completions, **_) -> list[float]:
     """Returns the share of digits, as `resident.py` does for our run."""
-    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+    texts = [messages[-1]["content"] for messages in completions]
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in texts]
 
 
 def main() -> None:
@@ -43,8 +49,9 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     lines = pathlib.Path(arguments.rows).read_text().splitlines()
-    texts = [json.loads(line)["question"] for line in lines]
-    texts = [t for t in texts[:500] if len(tokenizer(t).input_ids) <= arguments.prompt_tokens]
+    prompts = [chat(json.loads(line)["question"]) for line in lines[:500]]
+    length = lambda prompt: len(tokenizer.apply_chat_template(prompt)["input_ids"])  # noqa: E731
+    prompts = [prompt for prompt in prompts if length(prompt) <= arguments.prompt_tokens]
     starts: list[float] = []
     done: list[float] = []
 
@@ -81,7 +88,7 @@ def main() -> None:
         reward_funcs=digits,
         processing_class=tokenizer,
         callbacks=[Steps()],
-        train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
     )
     trainer.train()
     lengths = [
