@@ -10,7 +10,8 @@ user does.
 
 `python benchmarks/iteration.py --models FOLDER --rows=gsm8k/train.jsonl` is for a pretrained model:
 questions of GSM8K as chats, 4 prompts x 4 samples, up to 256 prompt tokens, 96 sampled tokens, beta
-0.001, our default settings, beside TRL without and with its gradient checkpointing (`trl_iteration.py`).
+0.001, our default settings, beside TRL without and with its gradient checkpointing
+(`trl_iteration.py`).
 """
 
 import argparse
