@@ -205,4 +205,5 @@ def chosen_curves(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for title, names in CURVES:
         wanted = {next((name for name in names if name in run.columns), "") for run in runs}
         found += [(title, name) for name in names if name in wanted]
-    return found + [(name, name) for name in sorted(known) if name.startswith("val-core/")][:4]
+    held_out = [name for name in sorted(known) if name.startswith(("val-core/", "val/"))]
+    return found + [(name, name) for name in held_out[:4]]
