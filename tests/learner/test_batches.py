@@ -307,13 +307,14 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
         Packer, budget, 1, attention_parity=parity, max_scored=96, fewest_tokens=512
     )
     packer, width, count = make(), 256, 64
-    settled = packer.settle((count, 32), samples=4, prompt=160, usual=80, width=width)
+    lengths = {"samples": 4, "prompt": 160, "usual": 80, "width": width}
+    settled = packer.settle((count, 32), **lengths)
     wanted = [str(jax.tree.map(np.shape, packed)) for packed in settled]
     # A quarter of it at the most: short steps hardly pay for long ones.
     assert settled[0].microbatches.segment_ids[0].size <= min(budget, count * width // 4)
     resumed = make()
     resumed.set_state(packer.get_state())
-    assert str(resumed.settle((count, 32), samples=4, prompt=160, usual=80, width=width)) == str(settled)
+    assert str(resumed.settle((count, 32), **lengths)) == str(settled)
     for seed in range(30):
         random = np.random.default_rng(seed)
         # Now all short, now all long, now mixed.
@@ -332,8 +333,28 @@ def test_a_run_that_settles_has_one_shape(budget, parity):
     begun = make()
     begun.pack(prompts + answers, np.arange(count), **how)
     state = begun.get_state()
-    assert begun.settle((count, 32), samples=4, prompt=160, usual=80, width=width) == []
+    assert begun.settle((count, 32), **lengths) == []
     assert begun.get_state() == state
+
+
+@pytest.mark.parametrize("budget", [512, 2048])
+def test_settled_rows_suit_usual_prompts(budget):
+    """One prompt in a hundred has 256 tokens, all others have 48; four answers of 96 tokens."""
+    computed = {}
+    for usual in (48, 256):
+        packer = Packer(budget, 1, attention_parity=2048, max_scored=96, fewest_tokens=512)
+        packer.settle((16,), samples=4, prompt=256, usual=usual, width=352)
+        positions = np.tile(np.arange(352), (16, 1))
+        packed = packer.pack(
+            np.full(16, 144),
+            np.arange(16),
+            width=352,
+            scored=(positions >= 48) & (positions < 144),
+            common=packing.Beginnings(np.repeat(np.arange(4), 4), np.full(16, 48)),
+        )
+        of_rows = packed.microbatches.segment_ids[: int(packed.count)]
+        computed[usual] = of_rows.size
+    assert computed[48] <= 0.75 * computed[256]
 
 
 def test_rows_are_spread_over_shards_by_cost():
