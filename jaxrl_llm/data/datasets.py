@@ -66,12 +66,6 @@ class Dataset:
         return longest(self.rows or self.prompts, lambda prompt: len(prompt.tokens))
 
     @property
-    def usual(self) -> int:
-        """Tokens of a prompt in the mean; of streamed rows, of the first ones."""
-        lengths = [len(prompt.tokens) for prompt in self.prompts]
-        return round(sum(lengths) / len(lengths)) if lengths else 0
-
-    @property
     def identity(self) -> list[Any]:
         """What all processes must have read alike."""
         return [self.prompts, [part.pieces for part in streamed_parts(self.rows)]]

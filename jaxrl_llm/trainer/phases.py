@@ -86,11 +86,12 @@ def _programs(
     config, models, width = prepared.config, prepared.models, prepared.width
     prompts = prepared.parts.training_set
     longest = min(max(prompts.longest, 1), width - 1)
+    usual = round(np.mean([len(prompt.tokens) for prompt in prompts.prompts] or [longest]))
     settled = models.packer.settle(
         (config.sequences_per_step, config.minibatch_size),
         samples=config.algorithm.samples_per_prompt,
         prompt=longest,
-        usual=min(max(prompts.usual, 1), longest),
+        usual=min(max(usual, 1), longest),
         width=width,
     )
     carries = config.router.replay != "off" or config.distillation.teachers or models.gallery
