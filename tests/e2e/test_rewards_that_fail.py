@@ -44,6 +44,7 @@ def some(data_source, solution_str, ground_truth, extra_info):
         return float("nan")
     return 1.0
 '''
+HANGS = "no answer within rewards.timeout_s=0.5"
 
 
 def settings(tmp_path, function, **rewards) -> dict:
@@ -57,21 +58,24 @@ def settings(tmp_path, function, **rewards) -> dict:
 
 
 @pytest.mark.parametrize(
-    "function, message",
+    "function, message, sampling",
     [
-        ("later", "ValueError: no idea"),
+        ("later", "ValueError: no idea", "now"),
+        pytest.param("hangs_later", HANGS, "now", marks=pytest.mark.slow),
+        # While samples of later steps are in flight.
+        pytest.param("hangs_later", HANGS, "ahead", marks=pytest.mark.slow),
         pytest.param(
-            "hangs_later", "no answer within rewards.timeout_s=0.5", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "nan_later", "returned nan; a reward function returns", marks=pytest.mark.slow
+            "nan_later", "returned nan; a reward function returns", "now", marks=pytest.mark.slow
         ),
     ],
 )
-def test_the_run_stops_with_function_and_row(tmp_path, capsys, one_device, function, message):
+def test_the_run_stops_with_function_and_row(
+    tmp_path, capsys, one_device, function, message, sampling
+):
     workdir = tmp_path / "run"
     limits = {"timeout_s": 0.5} if function == "hangs_later" else {}
-    arguments = runs.flags("grpo_tiny", settings(tmp_path, function, **limits))
+    changes = settings(tmp_path, function, **limits) | {"trainer.sampling": sampling}
+    arguments = runs.flags("grpo_tiny", changes)
     code, _, log = commands.call(capsys, "train", *arguments, f"--workdir={workdir}")
     assert code == 1
     # Two workers: whichever row fails first is named.
