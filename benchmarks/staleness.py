@@ -75,7 +75,7 @@ def train(changes: dict) -> dict[str, float]:
         rl.train(from_config_dict(values), folder)
         lines = pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines]
-    name = next(name for name in steps[0] if name.startswith("val-core/"))
+    name = next(n for numbers in steps for n in numbers if n.startswith("val-core/"))
     accuracies = [numbers[name] for numbers in steps if name in numbers]
     of_age = "training/off_policy/staleness/mean"
     ages = [numbers[of_age] for numbers in steps if of_age in numbers]
