@@ -7,10 +7,10 @@ with `algorithm.correction` as by default ("token") and "none". It is the worst 
 learner counts as slower than rollout, so that nearly every token is as old as K allows. (A run of
 its own pace has younger samples; here what is asked of a clock is answered "not yet".)
 
-It prints the accuracy at the end, of four answers to each of the 488 sums that no run trains on
-(standard error of one figure at most 1.1 points, for independent answers). Each run that ended is
-a line of `--out`; the next call does only what is missing there, so several calls may share the
-work by seeds.
+It prints the accuracy halfway and at the end, of four answers to each of the 488 sums that no run
+trains on (standard error of one figure at most 1.1 points, for independent answers). Each run that
+ended is a line of `--out`; the next call does only what is missing there, so several calls may
+share the work by seeds.
 """
 
 import argparse
@@ -115,14 +115,15 @@ def main():
             with out.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
             print(done[-1], flush=True)
-    print("| | mean age of a token | held-out accuracy by seed | mean |")
-    print("|---|---|---|---|")
+    print("| | mean age | halfway, mean | at the end, by seed | mean |")
+    print("|---|---|---|---|---|")
     for way in WAYS:
         runs = [run for run in done if run["way"] == way]
         accuracies = [run["accuracy"] for run in runs]
         age = statistics.mean(run["age"] for run in runs)
         texts = ", ".join(f"{accuracy:.3f}" for accuracy in accuracies)
-        print(f"| {way} | {age:.2f} | {texts} | {statistics.mean(accuracies):.3f} |")
+        halfway = statistics.mean(run["halfway"] for run in runs)
+        print(f"| {way} | {age:.2f} | {halfway:.3f} | {texts} | {statistics.mean(accuracies):.3f} |")
 
 
 if __name__ == "__main__":
