@@ -123,7 +123,9 @@ def main():
         age = statistics.mean(run["age"] for run in runs)
         texts = ", ".join(f"{accuracy:.3f}" for accuracy in accuracies)
         halfway = statistics.mean(run["halfway"] for run in runs)
-        print(f"| {way} | {age:.2f} | {halfway:.3f} | {texts} | {statistics.mean(accuracies):.3f} |")
+        print(
+            f"| {way} | {age:.2f} | {halfway:.3f} | {texts} | {statistics.mean(accuracies):.3f} |"
+        )
 
 
 if __name__ == "__main__":
