@@ -334,8 +334,12 @@ def test_a_process_learns_and_another_samples(tmp_path, cache):
 
 
 @pytest.mark.nightly
-def test_a_killed_sampler_ends_the_learner(tmp_path, cache):
-    """It waits for samples that never come, and is told who is silent."""
+@pytest.mark.parametrize("killed", [1, 0], ids=["sampler", "learner"])
+def test_a_killed_pool_ends_the_other(killed, tmp_path, cache):
+    """One waits for samples, or for weights, that never come.
+
+    It is told who is silent; without process 0, jax ends it with words of its own.
+    """
     own = {**AHEAD, "placement.hosts": "own"}
     command = arguments("grpo_tiny", tmp_path, **own)
     (tmp_path / "wait").touch()
@@ -343,14 +347,17 @@ def test_a_killed_sampler_ends_the_learner(tmp_path, cache):
     try:
         for process in both:
             runs.wait_until(lambda: (tmp_path / "in_step_3").exists(), process)
-        both[1].kill()
-        killed = time.monotonic()
-        _, said = both[0].communicate(timeout=300)
-        print(f"the learner ended {time.monotonic() - killed:.1f} s after the kill")
+        both[killed].kill()
+        at = time.monotonic()
+        _, said = both[1 - killed].communicate(timeout=300)
+        print(f"the other one ended {time.monotonic() - at:.1f} s after the kill")
     finally:
         for process in both:
             process.kill()
-    assert both[0].returncode == 1
+    if killed == 0:
+        assert both[1].returncode != 0 and "coordination service" in said, said[-3000:]
+        return
+    assert both[0].returncode == 1, said[-3000:]
     assert "process 1 gave no sign of life" in said and "start the run again to resume" in said
 
 
