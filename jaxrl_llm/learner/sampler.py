@@ -130,8 +130,10 @@ def build(
     speculation = config.rollout.speculation
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
     num_slots, fitting = cache.fitting(network, target, *sizes, config.rollout.num_slots)
-    prompts = config.trainer.prompts_per_step, longest_prompt, config.max_sequence_tokens
-    shapes = inputs.few_shapes(*prompts) if longest_prompt else ()
+    prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
+    shapes = inputs.few_shapes(prompts, longest_prompt, most) if longest_prompt else ()
+    if shapes and config.max_staleness > 0 and config.trainer.new_weights == "read_again":
+        shapes += inputs.few_shapes(prompts, most, most)[-1:]  # for prompts with begun responses
     return Sampler(
         models=models,
         engine=Engine(

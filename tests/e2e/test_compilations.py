@@ -24,7 +24,7 @@ def prompts(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "interrupted"])
 def test_nothing_is_compiled_after_the_first_step(
     recipe, one_device, tmp_path, monkeypatch, compilations
 ):
@@ -51,8 +51,12 @@ def test_nothing_is_compiled_after_the_first_step(
         },
         "evaluation": {"every": 3, "after": True, "num_prompts": 5},
     }  # fmt: skip
+    if recipe == "interrupted":  # responses that new weights read again are longer than prompts
+        changes["rollout"] = {"max_response_tokens": 72, "chunk_steps": 4}
+        changes["trainer"] |= {"sampling": "ahead", "max_staleness": 2}
     config = recipe_settings.config(
-        recipe, recipe_settings.merged(recipe_settings.UNTAUGHT, changes)
+        "ppo" if recipe == "ppo" else "grpo",
+        recipe_settings.merged(recipe_settings.UNTAUGHT, changes),
     )
     rl.train(config, tmp_path / "run")
     assert len(lengths) == len(counts) == STEPS, "the steps were all alike: nothing was shown"
