@@ -101,10 +101,18 @@ def wait_for_verdict() -> None:
 
 
 def share(value: Json) -> list[Any]:
-    """Returns every process's value, as JSON gives it back: a tuple as a list."""
+    """Returns every process's value, as JSON gives it back: a tuple as a list.
+
+    All processes must call it, in the same order.
+    """
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     if jax.process_count() == 1:
         return [json.loads(mine.tobytes())]
+    if jax.default_backend() == "cpu":
+        # Collectives of CPUs are told apart by their devices alone: one of these bytes could meet
+        # one of a program that is still at work.
+        texts = (telling.told(p, mine.tobytes) for p in range(jax.process_count()))
+        return [json.loads(each) for each in texts]
     sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
     room = max(_SMALLEST_SHARE, 1 << (int(sizes.max()) - 1).bit_length())
     padded = np.zeros(room, np.uint8)
