@@ -64,6 +64,10 @@ class Packer:
     def _settled(self) -> str:
         return f"settled over {self.num_shards}"
 
+    @property
+    def _may_share(self) -> bool:
+        return bool(self.attention_parity) and self.length_shards == 1
+
     def settle(
         self, counts: Sequence[int], *, samples: int, prompt: int, usual: int, width: int
     ) -> list[PackedBatch]:
@@ -107,7 +111,7 @@ class Packer:
     ) -> None:
         """Decides the width of rows, and their scored columns, by prompts of this length."""
         shared_width = 0
-        if self.attention_parity and self.length_shards == 1 and samples > 1:
+        if self._may_share and samples > 1:
             common = packing.Beginnings(np.arange(count) // samples, np.full(count, prompt))
             lengths = np.full(count, prompt + response)
             shared_width = self._shared_width(lengths, common, width)
@@ -242,12 +246,7 @@ class Packer:
             width = sequence_attention.row_width(width, self.length_shards)
         everywhere = scored.size == 1
         alone = packing.nothing_common(len(chosen))
-        share = bool(
-            self.attention_parity
-            and self.length_shards == 1
-            and not everywhere
-            and common.lengths.any()
-        )
+        share = self._may_share and not everywhere and bool(common.lengths.any())
         alike = common.of(chosen) if share or common.together else alone
         shared_width = self._shared_width(lengths[chosen], alike, width) if share else 0
         growing = bool(lengths[chosen].min() < width)
