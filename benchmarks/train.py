@@ -147,8 +147,8 @@ class Work:
 
         from jaxrl_llm.learner import batches
 
-        of_step = self._config, self._models.packer, self._rollouts, jax.random.key(0)
-        (found,) = batches.minibatches(*of_step)
+        order = batches.order(self._config, len(self._rollouts.lengths), jax.random.key(0))
+        (found,) = batches.minibatches(self._models.packer, self._rollouts, order)
         return found
 
     def update(self):

@@ -487,7 +487,8 @@ def updates(config: RLConfig):
     """Sequences of each update of a step, and whether the first step trains the policy."""
     packer = batches.Packer(64, 1)
     drawn = rollouts(PROMPTS, 2)
-    each = batches.minibatches(config, packer, drawn, jax.random.key(0))
+    order = batches.order(config, len(drawn.lengths), jax.random.key(0))
+    each = batches.minibatches(packer, drawn, order)
     models = types.SimpleNamespace(packer=packer, gallery=None)
     updater = update.Updater(config, models, {}, {}, {})
     trained = []
@@ -497,7 +498,7 @@ def updates(config: RLConfig):
         return state, {"loss": 0.0}
 
     with mock.patch.object(update.Updater, "update", record):
-        updater(1, None, drawn, Minibatch.zeros(8, 6), jax.random.key(0), Clock())
+        updater(1, None, drawn, Minibatch.zeros(8, 6), order, Clock())
     return [np.asarray(packed.chosen) for packed, _ in each], trained
 
 

@@ -17,6 +17,8 @@ from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 
 # What `Packer.pack` scores by default, whatever the step.
+# Of each update of a step: which sequences it reads, in ascending order, and its key.
+Order = Sequence[tuple[Int[np.ndarray, " b"], jax.Array]]
 EVERY_TOKEN = np.ones((1, 1), bool)
 _MOST_PLACES = 1 << 22  # tokens of a microbatch's sequences side by side; fewer cost little
 
@@ -322,19 +324,29 @@ def assemble(rollouts: Rollouts, predictions: Predictions, estimates: Estimates)
     return Minibatch(**{name: jnp.asarray(known[name]) for name in names})
 
 
-def minibatches(
-    config: RLConfig, packer: Packer, rollouts: Rollouts, key: jax.Array
-) -> Iterator[tuple[PackedBatch, jax.Array]]:
-    """Yields each update's sequences and key: every epoch, all of the step in a new order."""
-    count = len(rollouts.lengths)
+def order(config: RLConfig, count: int, key: jax.Array) -> Order:
+    """Returns each update's sequences and key: every epoch, all `count` of the step in a new order.
+
+    What comes of a key is computed on a device, one thing after the other, and the host waits for
+    it here: so this is called before the devices have other work.
+    """
     # Episodes in several rows make minibatches larger, not more.
     number = config.sequences_per_step // config.minibatch_size
     size = -(-count // number) if count > config.sequences_per_step else config.minibatch_size
-    common = common_prompts(rollouts)  # once a step: it reads every token
+    found = []
     for epoch in range(config.trainer.epochs):
         epoch_key = jax.random.fold_in(key, epoch)
-        order = np.asarray(jax.random.permutation(epoch_key, count))
+        shuffled = np.asarray(jax.random.permutation(epoch_key, count))
         for start in range(0, count, size):
-            chosen = np.sort(order[start : start + size])
-            packed = packer.pack_rollouts(rollouts, chosen, common)
-            yield packed, jax.random.fold_in(epoch_key, start)
+            chosen = np.sort(shuffled[start : start + size])
+            found.append((chosen, jax.random.fold_in(epoch_key, start)))
+    return found
+
+
+def minibatches(
+    packer: Packer, rollouts: Rollouts, order: Order
+) -> Iterator[tuple[PackedBatch, jax.Array]]:
+    """Yields the packed sequences of each update, and its key."""
+    common = common_prompts(rollouts)  # once a step: it reads every token
+    for chosen, key in order:
+        yield packer.pack_rollouts(rollouts, chosen, common), key

@@ -34,6 +34,7 @@ class Sampler:
     base: Params  # what the policy's adapters are added to; empty without adapters
     world: World | None = None  # what answers the policy; None: nothing does
     max_turn_tokens: int = 0  # with a world; 0: those of the whole response
+    ahead: bool = False  # samples of later steps are drawn while a step is learned from
     keeps_old: bool = False  # weights stay usable when newer ones come
 
     @property
@@ -42,6 +43,11 @@ class Sampler:
         meshes = self.models.meshes
         learners = pools.devices([meshes["policy"], meshes["critic"]])
         return set(learners).isdisjoint(meshes["rollout"].devices.flat)
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing samples while a step is learned from, on devices that learn."""
+        return not self.ahead and self.resharder.mesh == self.models.meshes["rollout"]
 
     def rollout(
         self,
@@ -70,14 +76,16 @@ class Sampler:
         return found if self.resharder.mesh == target else jax.tree.map(there, found)
 
     def weights(self, params: Params, old: Params | None = None) -> Params:
-        """Returns policy weights in the rollout layout, in the memory of `old` if that is given.
+        """Returns policy weights in the rollout layout; `old` is of no use afterwards.
 
-        Adapters are merged into the base. To devices that only sample the weights are copied from
-        the same layout on the policy's devices, which is freed afterwards.
+        They take the memory of `old`, if it is given and nothing else may still read it. Adapters
+        are merged into the base. To devices that only sample the weights are copied from the same
+        layout on the policy's devices, which is freed afterwards.
         """
         target = self.models.meshes["rollout"]
         first, apart = old is None, self.resharder.mesh != target
-        memory = self.resharder.empty() if old is None or apart or self.keeps_old else old
+        new = apart or self.keeps_old or self.rests
+        memory = self.resharder.empty() if old is None or new else old
         if self.base:
             params = lora.joined(self.base, params)
         if "vision" in params:  # it reads images beside the engine
@@ -96,6 +104,12 @@ class Sampler:
         """Returns new weights for sampling, in the memory of the old ones; times `reshard`."""
         with clock("reshard") as watch:
             return Weights(watch(self.weights(params, old.params)), version)
+
+    def release(self, weights: Weights) -> None:
+        """Frees weights that have sampled a step, until the step's own come, if nothing samples."""
+        if self.rests:
+            for leaf in jax.tree.leaves(weights.params):
+                leaf.delete()
 
     def metrics(self) -> dict[str, float]:
         """Returns what resharding moves and needs, by the names of metrics."""
@@ -153,6 +167,7 @@ def build(
         base=base,
         world=world,
         max_turn_tokens=config.agent.max_turn_tokens,
+        ahead=config.trainer.sampling == "ahead",
         keeps_old=config.max_staleness > 0 and config.trainer.new_weights == "finish",
     )
 

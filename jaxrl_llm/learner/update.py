@@ -24,7 +24,7 @@ from jaxrl_llm.data import packing
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
 from jaxrl_llm.learner import distillation, eyes, optimizer, routing, wide
 from jaxrl_llm.learner import gradients as gradients_lib
-from jaxrl_llm.learner.batches import minibatches, padding_share
+from jaxrl_llm.learner.batches import Order, minibatches, padding_share
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.learner.predict import Reader, is_on_policy, token_statistics, token_values
 from jaxrl_llm.learner.weights import LearnerState, Trainable
@@ -128,13 +128,13 @@ class Updater:
         state: LearnerState,
         rollouts: Rollouts,
         batch: Minibatch,
-        key: jax.Array,
+        order: Order,
         clock: Clock,
     ) -> tuple[LearnerState, dict[str, float]]:
         """Returns the state after the updates of step `step` (from 1), and their mean metrics.
 
         Consumes the old state; times `update`. In the first `critic_warmup_steps` steps only the
-        critics learn. `key` decides the order of the sequences and what the policy loss draws.
+        critics learn. `order` says which sequences each update reads, see `batches.order`.
         """
         packer = self.models.packer
         train_policy = step > self.config.algorithm.critic_warmup_steps
@@ -146,7 +146,7 @@ class Updater:
             spread, fields = self.spread(batch), _wide_fields(rollouts)
             if (gallery := self.models.gallery) is not None:
                 fields |= gallery.of_rollouts(rollouts)
-            for packed, update_key in minibatches(self.config, packer, rollouts, key):
+            for packed, update_key in minibatches(packer, rollouts, order):
                 if fields:
                     packed = wide.carried(packed, self.homes["policy"], **fields)
                 if gallery is not None and gallery.learns:

@@ -80,9 +80,9 @@ def programs(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Part
 def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     """Returns what is on a device during all of a step: models, optimizers, the rollout copy.
 
-    A run that samples ahead may have that twice: the old one serves while the new one is copied to
-    a pool of its own, or until it has finished what it began. With the policy, what reads images
-    beside the engine: a frozen tower, or a copy of it.
+    A run that samples ahead may have that copy twice: the old one serves while the new one is
+    copied to a pool of its own, or until it has finished what it began. With the policy, what reads
+    images beside the engine: a frozen tower, or a copy of it.
     """
     found = sum((setting.resting(role) for role in roles), Parts())
     finishes = setting.config.trainer.new_weights == "finish"
@@ -96,10 +96,15 @@ def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
 def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
     """Returns all that is on a device while each program runs."""
     beside = resident(setting, roles)
-    return {
+    found = {
         name: beside + own - _counted_twice(setting, name, own, roles)
         for name, own in programs(setting, roles).items()
     }
+    if "policy" in roles and "rollout" in roles and setting.config.trainer.sampling == "now":
+        # The copy that samples is freed while a step is learned from (`Sampler.release`).
+        for name in {"score", "score_critic", "train"} & set(found):
+            found[name] -= setting.resting("rollout")
+    return found
 
 
 def peak(setting: Setting, roles: Collection[str] = ROLES) -> float:

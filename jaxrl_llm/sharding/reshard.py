@@ -154,6 +154,17 @@ class Resharder:
         most = max(i for _, i in self._places) + 1
         return [jax.device_put(np.int32(i), self._replicated) for i in range(most)]
 
+    @functools.cached_property
+    def _rooms(self) -> dict[str, Callable[[], Params]]:
+        """Programs that return zeros in the rollout layout, by stack a layer, and of the ends."""
+
+        def zeros(tree):
+            make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
+            return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
+
+        layers = {name: zeros(of) for name, of in self._target["layers"].items()}
+        return {**layers, "": zeros(_ends(self._target))}
+
     def abstract(self) -> Params:
         """Returns shapes and shardings of the rollout parameters."""
         layers = self._target["layers"]
@@ -200,16 +211,10 @@ class Resharder:
         return self._report
 
     def empty(self) -> Params:
-        """Returns zeros in the rollout layout, to be donated to the first `reshard`."""
-
-        def zeros(tree):
-            make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
-            return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
-
-        layers = {name: zeros(of) for name, of in self._target["layers"].items()}
-        made = tuple(layers[name]() for name, _ in self._places)
+        """Returns zeros in the rollout layout, to be donated to a `reshard`."""
+        made = tuple(self._rooms[name]() for name, _ in self._places)
         jax.block_until_ready(self._indices)  # now: `reshard` moves nothing from the host
-        return {**zeros(_ends(self._target))(), "layers": made}
+        return {**self._rooms[""](), "layers": made}
 
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""

@@ -77,6 +77,8 @@ def train(
             # Sample and score.
             samples = source.take(weights, sample_key, clock)
             rollouts, rewards = samples.rollouts, samples.rewards  # [B, T], [B]
+            sampler.release(weights)
+            order = batches.order(config, len(rollouts.lengths), update_key)
 
             # What teachers and models predict for those tokens.
             rollouts = phase.lessons_of(rollouts, clock)  # lessons: [B, T, k]
@@ -94,7 +96,7 @@ def train(
             of_updates: dict[str, float] = {}
             allowed = run.alerts.allow_update({**of_estimates, **of_rewards})
             if allowed and phase.has_signal(of_rewards, estimates):
-                state, of_updates = phase.learn(step, state, rollouts, batch, update_key, clock)
+                state, of_updates = phase.learn(step, state, rollouts, batch, order, clock)
 
             # Hand the new weights to the engine.
             weights = sampler.reshard(state.policy.params, weights, step, clock)

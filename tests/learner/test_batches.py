@@ -421,7 +421,8 @@ def test_each_epoch_takes_every_sequence_once():
     )
     config = RLConfig(trainer=RLTrainerConfig(minibatch_size=4, epochs=2))
     packer, key = Packer(BUDGET, SHARDS), jax.random.key(0)
-    found = list(batches.minibatches(config, packer, rollouts, key))
+    order = batches.order(config, len(lengths), key)
+    found = list(batches.minibatches(packer, rollouts, order))
     assert len(found) == 6
     chosen = np.array([packed.chosen for packed, _ in found])
     np.testing.assert_array_equal(chosen.sum(1), 4)
@@ -429,5 +430,5 @@ def test_each_epoch_takes_every_sequence_once():
     np.testing.assert_array_equal(chosen[3:].sum(0), 1)
     assert (chosen[:3] != chosen[3:]).any(), "every epoch has an order of its own"
     assert len({str(jax.random.key_data(k)) for _, k in found}) == 6
-    again = [packed.chosen for packed, _ in batches.minibatches(config, packer, rollouts, key)]
-    np.testing.assert_array_equal(again, chosen)
+    for (which, _), packed in zip(batches.order(config, len(lengths), key), chosen, strict=True):
+        np.testing.assert_array_equal(which, np.flatnonzero(packed))

@@ -127,7 +127,8 @@ def learned(config, models, frozen, state, step, advantage=0.0):
     estimates = Estimates(zeros, given, zeros, zeros, mask, np.ones_like(zeros))
     batch = batches.assemble(step, predictions, estimates)
     learn = update.updater(config, models, {}, state)
-    after, metrics = learn(1, state, step, batch, jax.random.key(0), clock)
+    order = batches.order(config, B, jax.random.key(0))
+    after, metrics = learn(1, state, step, batch, order, clock)
     return jax.tree.map(np.asarray, after.policy.opt_state), metrics
 
 
@@ -171,7 +172,8 @@ def test_an_update_is_the_gradient_of_the_divergence(loss, epochs, monkeypatch):
     models, frozen, state = run_on(monkeypatch, config)
     step, params = rollouts(), tiny.params(models.policy, scale=4.0)
     if epochs == 2:
-        one = [next(batches.minibatches(config, models.packer, step, jax.random.key(0)))]
+        order = batches.order(config, len(step.lengths), jax.random.key(0))
+        one = list(batches.minibatches(models.packer, step, order[:1]))
         monkeypatch.setattr(update, "minibatches", lambda *_: one)
     assert predict.is_on_policy(config) == (epochs == 1)
     gradient, metrics = learned(config, models, frozen, state, step, advantage=0.3)

@@ -19,7 +19,7 @@ from jaxrl_llm.learner import batches, estimate, planned, predict, sampler, upda
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.sharding import pools
-from jaxrl_llm.types import Prompt, Rewards, Rollouts
+from jaxrl_llm.types import Prompt, Rewards, Rollouts, Weights
 
 B, T = 16, 32
 
@@ -76,11 +76,15 @@ def two_updates(choice: str):
     estimates, state, _ = estimates_of(state, rollouts, rewards_of(), predictions, clock)
     batch = learn.spread(batches.assemble(rollouts, predictions, estimates))
     found = []
-    for packed, key in batches.minibatches(run, models.packer, rollouts, jax.random.key(3)):
+    order = batches.order(run, len(rollouts.lengths), jax.random.key(3))
+    for packed, key in batches.minibatches(models.packer, rollouts, order):
         state, metrics = learn.update(state, batch, packed, key)
         found.append(jax.device_get(metrics))
     sampling = sampler.build(run, models, frozen.base)
     sampled = sampling.weights(state.policy.params)
+    sampling.release(Weights(sampled, 0))
+    assert all(leaf.is_deleted() == sampling.rests for leaf in jax.tree.leaves(sampled))
+    assert sampling.rests == (choice != "standalone")
     sampled = sampling.weights(state.policy.params, old=sampled)
     return models, jax.device_get(predictions), found, jax.device_get((state, sampled))
 
