@@ -9,7 +9,7 @@ Rows are prompts with ground truth in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:8x8x8:
-512 x v5p (fsdp 8 x expert 64): 85.0 of 95.7 GiB a device, fits, 10.7 GiB free.
+512 x v5p (fsdp 8 x expert 64): 78.5 of 95.7 GiB a device, fits, 17.2 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -13,7 +13,7 @@ ends go; weights are gathered, and tokens go to experts, within a slice. An upda
 microbatches, so they pass the stages in four rounds: `docs/stages.md`.
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, 2*v5p:4x8x8:
-512 x v5p (stage 2 x fsdp 4 x expert 64): 84.7 of 95.7 GiB a device, fits, 11.1 GiB free.
+512 x v5p (stage 2 x fsdp 4 x expert 64): 75.1 of 95.7 GiB a device, fits, 20.6 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -9,7 +9,7 @@ Rows are prompts with ground truth in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x2x4:
-16 x v5p (fsdp 2 x expert 8): 77.2 of 95.7 GiB a device, fits, 18.6 GiB free.
+16 x v5p (fsdp 2 x expert 8): 63.7 of 95.7 GiB a device, fits, 32.1 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -11,7 +11,7 @@ One slice of 32 chips cannot hold it. Between slices only hidden states and grad
 ends go; weights are gathered within a slice. `docs/stages.md` says when this pays.
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, 2*v5p:2x4x4:
-64 x v5p (stage 2 x fsdp 8 x tensor 4): 83.4 of 95.7 GiB a device, fits, 12.3 GiB free.
+64 x v5p (stage 2 x fsdp 8 x tensor 4): 74.1 of 95.7 GiB a device, fits, 21.6 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

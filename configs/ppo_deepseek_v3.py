@@ -9,7 +9,7 @@ classifier of the same size. Rows are prompts in verl's schema, without ground t
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:8x8x16:
-1024 x v5p (fsdp 16 x expert 64): 81.9 of 95.7 GiB a device, fits, 13.9 GiB free.
+1024 x v5p (fsdp 16 x expert 64): 77.7 of 95.7 GiB a device, fits, 18.1 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict
