@@ -56,7 +56,7 @@ def test_the_advice_fits_and_is_what_was_asked_where_that_fits():
 
 def test_one_change_is_nearer_than_two():
     """Recomputation alone is enough here, so nothing else is touched."""
-    short = plan("h100", 16, model={"remat": "none"})
+    short = plan("v5p", 8, model={"remat": "none"})
     assert not short.fits
     assert list(fit.nearest(short).changes) == ["model.remat"]
 

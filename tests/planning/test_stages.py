@@ -76,7 +76,7 @@ def test_the_search_chooses_stages_for_slices_that_cannot_hold_the_model():
         (pool,) = placement.rank(setting(), *of_topology(topology))[0].pools
         return {axis: n for axis, n in pool.setting.mesh.items() if n > 1 and axis != "tensor"}
 
-    assert best("2*v5p:2x2x4") == {"stage": 2, "fsdp": 4}
+    assert best("4*v5p:2x2x2") == {"stage": 4, "fsdp": 2}
     # Each slice can hold all weights: only gradients cross, and no stage waits.
     assert best("2*v5p:2x4x4") == {"data": 2, "fsdp": 4}
     assert best("v5p:4x4x4") == {"fsdp": 8}
