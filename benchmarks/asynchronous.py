@@ -6,7 +6,7 @@
 Each way is a run of the package's own loop by two processes of one device: the first learns, the
 second samples, or both do both ("same devices"). Lengths of responses are lognormal, the 99th
 percentile ten times the median, the same in every run. Weights are random: 0.05M parameters, with
-`--real` 0.4M, and then each process has a core of its own.
+`--real` 11M, and then each process has a core of its own, and a step has a quarter of the prompts.
 
 SIMULATED DEVICE TIME. The programs run on the processor, but their devices count as busy until a
 clock says otherwise, and the host sleeps until then: a decode step takes `--decode_s` for any
@@ -15,8 +15,8 @@ number of slots (a decode step on an accelerator reads all weights), each token 
 all of them. A device does one thing after the other. The figures tell what the order of work gains,
 for devices with these times; they are no measurement of an accelerator.
 
-It prints a table: steps per hour by the median of the steps in the middle of a run (a program that
-is compiled makes a step long), and that over the first way's.
+It prints a table: steps per hour by the mean of the steps in the middle of a run, and that over the
+first way's.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import os
 import pathlib
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,17 @@ WAYS = {
 }
 # Tokens of a response, by whether the run is real; the longest has twelve times as many.
 MEDIAN = {False: 16, True: 64}
-SMALL = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_size": 128}
+# Sizes of the model, by the same.
+MODELS = {
+    False: {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_size": 128},
+    True: {
+        "hidden_size": 384,
+        "num_layers": 6,
+        "num_heads": 6,
+        "num_kv_heads": 6,
+        "mlp_size": 1024,
+    },
+}
 _COMPILES_FAST = (  # programs of many shapes, each for a few steps
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
@@ -165,9 +174,9 @@ def config(arguments, way: str):
         "trainer.sampling": "now",
         "trainer.max_staleness": 1,
         "trainer.num_steps": arguments.steps,
-        "trainer.prompts_per_step": 8,
+        "trainer.prompts_per_step": 2 if arguments.real else 8,
         "algorithm.samples_per_prompt": 4,
-        "trainer.minibatch_size": 16,
+        "trainer.minibatch_size": 8 if arguments.real else 16,
         "trainer.optimizer.learning_rate": 1e-5,
         "evaluation.every": 0,
         "evaluation.before": False,
@@ -179,8 +188,7 @@ def config(arguments, way: str):
         "mesh.data": 2 if same else 1,
         "mesh.fsdp": 1,
     }
-    if not arguments.real:
-        settings |= {f"model.{name}": size for name, size in SMALL.items()}
+    settings |= {f"model.{name}": size for name, size in MODELS[arguments.real].items()}
     settings |= {f"trainer.{name}": value for name, value in trainer.items()}
     if not same:
         learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
@@ -235,7 +243,7 @@ def measure(arguments, way: str) -> dict[str, float]:
     idle = [mean(f"perf/idle_share/{pool}") for pool in ("rollout", "learner")]
     names = ("training/off_policy/staleness/mean", "training/off_policy/staleness/max")
     return {
-        "seconds": statistics.median(of["timing_s/step"] for of in numbers),
+        "seconds": mean("timing_s/step"),
         "rollout": idle[0],
         "learner": idle[1],
         "staleness": mean(names[0]),
