@@ -1,5 +1,7 @@
 """The sampling side of a policy: an engine, and how trained weights get to it."""
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import math
@@ -107,9 +109,14 @@ class Sampler:
 
     def release(self, weights: Weights) -> None:
         """Frees weights that have sampled a step, until the step's own come, if nothing samples."""
-        if self.rests:
-            for leaf in jax.tree.leaves(weights.params):
-                leaf.delete()
+        if not self.rests:
+            return
+        leaves = jax.tree.leaves(weights.params)
+        freed = sum(leaf.nbytes for leaf in leaves)
+        for leaf in leaves:
+            leaf.delete()
+        if self.resharder.mesh.devices.flat[0].platform == "cpu" and freed >= _WORTH_GIVING_BACK:
+            _give_back()
 
     def metrics(self) -> dict[str, float]:
         """Returns what resharding moves and needs, by the names of metrics."""
@@ -124,6 +131,19 @@ class Sampler:
         shape = lambda a: a.sharding.shard_shape(a.shape)  # noqa: E731
         leaves = jax.tree.leaves(self.resharder.abstract())
         return sum(math.prod(shape(a)) * a.dtype.itemsize for a in leaves)
+
+
+_WORTH_GIVING_BACK = 1 << 26  # bytes: of less the system would hardly see anything
+
+
+def _give_back() -> None:
+    """Gives the system the memory that the process has freed: on CPUs arrays lie in it too.
+
+    The allocator keeps what steps and compilers freed in pieces that an update's large arrays do
+    not fit into: without this SmolLM2's peak is a quarter higher, and grows for some steps.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def build(
