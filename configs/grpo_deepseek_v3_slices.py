@@ -8,9 +8,10 @@ Rows are prompts with ground truth in verl's schema.
         --config.model.path=models/DeepSeek-V3 \
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
-One slice of 256 chips cannot hold it. Between slices only hidden states and gradients of the
-ends go; weights are gathered, and tokens go to experts, within a slice. An update has two
-microbatches, so they pass the stages in four rounds: `docs/stages.md`.
+With all weights on each slice of 256 chips 1.1 GiB would be free, less than a plan's error. With
+stages only hidden states and gradients of the ends go between slices; weights are gathered, and
+tokens go to experts, within a slice. An update has two microbatches, so they pass the stages in
+four rounds: `docs/stages.md`.
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, 2*v5p:4x8x8:
 512 x v5p (stage 2 x fsdp 4 x expert 64): 75.1 of 95.7 GiB a device, fits, 20.6 GiB free.
