@@ -16,11 +16,10 @@ from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
 from jaxrl_llm.errors import EXIT_ALERT, EXIT_INTERRUPTED, Interrupted
+from jaxrl_llm.sharding import hosts
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -78,9 +77,8 @@ class Interruption:
         self._step, self._save = step, save
         if jax.process_count() > 1:
             self._deaf_since = time.monotonic()
-            codes = multihost_utils.process_allgather(np.int32(self._exit_code))
-            if codes.max():
-                self.request("another process was asked to end", int(codes.max()))
+            if code := max(hosts.share(self._exit_code)):
+                self.request("another process was asked to end", code)
                 self._raise()
         else:
             self._may_raise = True
@@ -105,8 +103,7 @@ class Interruption:
         """
         over = time.monotonic() - self._deaf_since > self._grace_s
         if jax.process_count() > 1:
-            found = multihost_utils.process_allgather(np.array([over, saving]))
-            over, saving = (bool(column.any()) for column in found.T)
+            over, saving = map(any, zip(*hosts.share([over, saving]), strict=True))
         self._num_measured += 1
         self._outlasts |= over and self._num_measured > 1
         return self._outlasts and not saving
