@@ -15,7 +15,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_llm.checkpoint import seal
@@ -53,13 +52,16 @@ class Saver:
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
+        # Where processes are named, they wait for each other without devices, which may be at work.
+        everyone = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
             cleanup_tmp_directories=not self._read_only,
             read_only=self._read_only,
-            create=not self._read_only,  # this and the next: else it warns that it sets them
-            save_interval_steps=int(not self._read_only),
+            create=False,  # which it refuses to processes that are named
+            save_interval_steps=int(not self._read_only),  # else it warns that it sets this
             enable_async_checkpointing=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everyone),
             temporary_path_class=seal.SealedPath,
         )
         # Weights hardly compress (7 %); it takes three times as long and twice their memory.
@@ -68,6 +70,10 @@ class Saver:
             "meta": ocp.JsonCheckpointHandler(),
         }
         try:
+            if not self._read_only:
+                if hosts.is_first():
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                hosts.told_by_first("made")  # the others wait for that
             return ocp.CheckpointManager(self._directory, options=options, item_handlers=items)
         except OSError as error:
             raise _write_error(self._directory, error) from error
@@ -197,7 +203,7 @@ class Saver:
                 aside = self._directory / f"damaged.{step}"
                 aside.rmtree(missing_ok=True)
                 folder.rename(aside)
-            multihost_utils.sync_global_devices(f"damaged {folder}")
+            hosts.told_by_first("moved")  # the others wait for that
             self._manager.reload()
         raise CheckpointError(
             f"{self._directory}: all steps are damaged ({', '.join(map(str, steps))}), see the"
