@@ -77,7 +77,7 @@ def trainable(params: Params, config: OptimizerConfig, num_updates: int, mesh: M
     transformation = optimizer.make(config, num_updates)
     shardings = jax.tree.map(lambda a: a.sharding, abstract_optimizer(transformation, params, mesh))
     opt_state = jax.jit(transformation.init, out_shardings=shardings)(params)
-    return Trainable(params, opt_state, jax.device_put(np.int32(0), mesh_lib.replicated(mesh)))
+    return Trainable(params, opt_state, mesh_lib.everywhere(np.int32(0), mesh))
 
 
 def abstract_optimizer(
@@ -186,7 +186,8 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
     With LoRA the policy of the state is its adapters alone.
     """
     algorithm, needed = config.algorithm, needs.of(config.algorithm)
-    replicated = mesh_lib.replicated(models.mesh)
+    kl_coef = np.float32(needed.reference and algorithm.kl_coef)
+    log_multiplier = jnp.log(jnp.float32(algorithm.multiplier_init))
 
     def begun(params: Params, of: OptimizerConfig, mesh: Mesh) -> Trainable:
         role = trainable(params, of, config.num_updates, mesh)
@@ -208,8 +209,8 @@ def initial_state(config: RLConfig, models: Models, policy_params: Params) -> Le
         policy=begun(trained, config.trainer.optimizer, models.mesh),
         critic=critic(needed.critic),
         cost_critic=critic(needed.cost_critic),
-        kl_coef=jax.device_put(np.float32(needed.reference and algorithm.kl_coef), replicated),
-        log_multiplier=jax.device_put(jnp.log(jnp.float32(algorithm.multiplier_init)), replicated),
+        kl_coef=mesh_lib.everywhere(kl_coef, models.mesh),
+        log_multiplier=mesh_lib.everywhere(log_multiplier, models.mesh),
     )
 
 

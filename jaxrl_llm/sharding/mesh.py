@@ -238,3 +238,14 @@ def row_shards(mesh: Mesh | AbstractMesh) -> tuple[int, int]:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that keeps a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def everywhere(value: Any, mesh: Mesh) -> jax.Array:
+    """Returns what every process has on its host, the same on all, whole on every device.
+
+    `jax.device_put` compares it by a collective of all devices, which may be at work: see
+    `hosts.share`.
+    """
+    held = np.asarray(value)
+    here = replicated(mesh)
+    return jax.make_array_from_callback(held.shape, here, lambda index: held[index], held.dtype)

@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError, MeshConfig, PlacementConfig
@@ -182,14 +181,13 @@ def given(tree: Any, mesh: Mesh) -> Any:
     """
     if len({device.process_index for device in mesh.devices.flat}) == jax.process_count():
         return tree
-    everywhere = mesh_lib.replicated(mesh)
 
     def put(array: Any) -> Any:
         if not isinstance(array, jax.Array) or array.committed:
             return array
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(array)))
-        return jax.device_put(np.asarray(array), everywhere)
+        return mesh_lib.everywhere(array, mesh)
 
     return jax.tree.map(put, tree)
 

@@ -152,7 +152,7 @@ class Resharder:
     def _indices(self) -> list[jax.Array]:
         """Numbers of layers in a stack, on the devices."""
         most = max(i for _, i in self._places) + 1
-        return [jax.device_put(np.int32(i), self._replicated) for i in range(most)]
+        return [mesh_lib.everywhere(np.int32(i), self.mesh) for i in range(most)]
 
     @functools.cached_property
     def _rooms(self) -> dict[str, Callable[[], Params]]:

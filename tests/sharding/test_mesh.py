@@ -1,6 +1,7 @@
 """Meshes and the rules from dim names to their axes."""
 
 import jax
+import numpy as np
 import pytest
 import tiny
 from hypothesis import example, given, settings
@@ -30,6 +31,16 @@ def test_all_meshes_have_the_same_flat_device_order():
 def test_sizes_that_do_not_fill_the_devices_are_refused(sizes):
     with pytest.raises(ConfigError, match=r"does not fill the\s+8 devices; set one axis to -1"):
         mesh_lib.make_mesh(MeshConfig(**sizes))
+
+
+def test_a_hosts_value_is_whole_on_every_device():
+    mesh = mesh_lib.make_mesh(MeshConfig(fsdp=4, tensor=2))
+    for value in (np.int32(3), np.arange(6.0, dtype=np.float32).reshape(2, 3)):
+        put = mesh_lib.everywhere(value, mesh)
+        assert put.committed and put.sharding == mesh_lib.replicated(mesh)
+        assert put.dtype == value.dtype and len(put.addressable_shards) == 8
+        for shard in put.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value)
 
 
 def spec(shape, names, rules=mesh_lib.TRAIN, units=None, **sizes):
