@@ -38,7 +38,8 @@ def carried(packed: PackedBatch, mesh: Mesh, **fields: Shaped[np.ndarray, "..."]
             of, at = owners[index[:3]], m.positions[index[:3]]
             return np.where(of[..., None] >= 0, values[of, at], np.array(-1, values.dtype))
 
-        return jax.make_array_from_callback(shape, mesh_lib.sharding_of(shape, _DIMS, mesh), part)
+        here = mesh_lib.sharding_of(shape, _DIMS, mesh)
+        return jax.make_array_from_callback(shape, here, part, values.dtype)
 
     return _with(packed, {name: placed(values) for name, values in fields.items()})
 

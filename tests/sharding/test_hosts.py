@@ -301,12 +301,19 @@ except hosts.DivergenceError as error:
     assert "first about tokens (process 0: " in str(error), error
 else:
     raise AssertionError
+
+numbers = np.arange(16, dtype=np.float32).reshape(4, 4)
+for devices in (jax.devices(), [device for device in jax.devices() if device.process_index == 1]):
+    for spec in (P(None, "data"), P("data"), P()):
+        place = NamedSharding(Mesh(np.array(devices), "data"), spec)
+        array = jax.make_array_from_callback((4, 4), place, lambda i: numbers[i], numbers.dtype)
+        np.testing.assert_array_equal(hosts.whole(array), numbers)
 hosts.leave()
 """
 
 
 @pytest.mark.multihost
-def test_two_processes_share_agree_and_find_what_differs(tmp_path):
+def test_two_processes_share_gather_agree_and_find_what_differs(tmp_path):
     processes.run(["-c", PROGRAM], 2, 2, tmp_path)
 
 
