@@ -7,6 +7,7 @@ import numpy as np
 import tiny
 
 from jaxrl_llm.config.samples import NO_SPECULATION
+from jaxrl_llm.rollout import attending, paged_attention, paged_attention_gpu
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import Request, SamplingParams
 
@@ -84,3 +85,12 @@ def run_to_end(engine, params, completions):
             kept[0].extend(p.tokens)
             kept[1] = p.finish_reason
     return completions
+
+
+def read_by(reader, monkeypatch):
+    """Lets engines read pages in that way, kernels interpreted, whatever sizes heads have."""
+    monkeypatch.setattr(attending, "reader_for", lambda network, device: reader)
+    monkeypatch.setattr(paged_attention_gpu, "fits", lambda pools, value_size: True)
+    for module in (paged_attention, paged_attention_gpu):
+        interpreted = functools.partial(module.by_kernel, interpret=True)
+        monkeypatch.setattr(module, "by_kernel", interpreted)

@@ -1,6 +1,7 @@
 """Attention of decode steps: a few queries a slot, over its pages and its recent tokens."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,22 +16,27 @@ from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import paged_attention
+from jaxrl_llm.rollout import paged_attention, paged_attention_gpu
 from jaxrl_llm.rollout.cache import Cache, Gathered, Paged, Split
 from jaxrl_llm.rollout.paged_attention import Reach, Sums
 
 Kind = tuple[int, int]  # window and chunk of a layer
 # How decode steps read the cache: the sequences are copied out of their pages once a chunk; or
-# pages are read where they lie, by our own kernel for CPUs, one for TPUs, or a loop.
-Reader = Literal["gather", "own", "tpu", "loop"]
+# pages are read where they lie, by our own kernel for CPUs, one for TPUs, one for GPUs, or a loop.
+Reader = Literal["gather", "own", "tpu", "gpu", "loop"]
 
 
-def reader_for(network: Network, platform: str) -> Reader:
-    """Returns how decode steps read the cache on a platform."""
+def reader_for(network: Network, device: Any) -> Reader:
+    """Returns how decode steps read the cache on a kind of device."""
     if network.decode_kernel:
         return "own"
     # On a CPU each product with a part of an array copies that part.
-    return {"cpu": "gather", "tpu": "tpu"}.get(platform, "loop")  # type: ignore[return-value]
+    if device.platform in ("cpu", "tpu"):
+        return {"cpu": "gather", "tpu": "tpu"}[device.platform]  # type: ignore[return-value]
+    # Triton wants Ampere, for numbers of eight bits what came after it. AMD's GPUs say "gfx942".
+    capability = re.fullmatch(r"(\d+)\.(\d)", getattr(device, "compute_capability", ""))
+    least = (8, 9) if jnp.dtype(network.cached_dtype).itemsize == 1 else (8, 0)
+    return "gpu" if capability and (*map(int, capability.groups()),) >= least else "loop"
 
 
 class Sight(NamedTuple):
@@ -87,7 +93,7 @@ def held(
     if reader == "gather":
         return cache_lib.gathered(cache, split, table, window, by_slot=True)
     if reader != "tpu":
-        return Paged(cache, table, {})
+        return Paged(cache, table, {}, reader)
     count = paged_attention.step_pages(cache.keys[0], shape.cached[2])
     shards = cache_lib.num_shards(jax.sharding.get_abstract_mesh(), split.slots)
     num_pages = cache.keys[0].shape[0] // shards
@@ -101,7 +107,8 @@ def held(
         }
 
     rows = PartitionSpec(split.slots)
-    return Paged(cache, table, cache_lib.on_shards(works, (rows, rows), rows)(table, places))
+    work = cache_lib.on_shards(works, (rows, rows), rows)(table, places)
+    return Paged(cache, table, work, reader)
 
 
 def attend(
@@ -147,16 +154,18 @@ def _over_pages(
     how: Any = {
         "group": group,
         "reach": Reach(*kind),
-        "scoring": a.scoring,
+        "scoring": a.scoring._replace(sinks=None),
         "value_size": value_size,
     }
 
     def of_pages(rows, pages, table, work, places, ends) -> Sums:
         keys, values = pages if len(pages) == 2 else (*pages, None)
-        if work is None:
-            here = cache_lib.local(table, keys.shape[0], split)
-            return paged_attention.by_loop(rows, keys, values, here, places, ends, **how)
-        return paged_attention.by_kernel(rows, keys, values, work, places, ends, **how)
+        if work is not None:
+            return paged_attention.by_kernel(rows, keys, values, work, places, ends, **how)
+        here = cache_lib.local(table, keys.shape[0], split)
+        fits = held.reader == "gpu" and paged_attention_gpu.fits(pages, value_size)
+        read = paged_attention_gpu.by_kernel if fits else paged_attention.by_loop
+        return read(rows, keys, values, here, places, ends, **how)
 
     by_slot, arrays = PartitionSpec(split.slots), split.arrays
     takes = arrays, arrays, by_slot, by_slot, by_slot, by_slot

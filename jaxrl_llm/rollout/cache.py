@@ -67,6 +67,7 @@ class Paged:
     cache: Cache
     table: Int[Array, "S pages"]
     works: dict[tuple[int, int], Any]  # what a TPU's kernel reads, by kind of layer; else {}
+    reader: str = dataclasses.field(metadata={"static": True})  # as of `attending`
 
 
 @jax.tree_util.register_dataclass

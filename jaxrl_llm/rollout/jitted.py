@@ -51,21 +51,21 @@ class Jitted:
         ruled = mesh_lib.under(mesh_lib.ROLLOUT_ACTIVATIONS[layout])
         # Two sizes, so two programs: of a refill, and of the first fill.
         self.insert_sizes = (min(num_slots, max(8, num_slots // 8)), num_slots)
-        platform = mesh.devices.flat[0].platform
-        reader = attending.reader_for(network, platform)
+        device = mesh.devices.flat[0]
+        reader = attending.reader_for(network, device)
         # Of what may be copied out of the pages: by chunks of decode steps, and by `extend`.
         self.windows = windows(max_tokens) if reader == "gather" else (max_tokens,)
         self.read_windows = (max_tokens,) if reader == "own" else windows(max_tokens)
         self.split = split = ruled(cache.split_of)(network.shape, num_slots, mesh)
         shards = cache.num_shards(mesh, split.slots)
-        sizes = cache_pages(cache_tokens, platform, max_tokens, num_slots, shards)
+        sizes = cache_pages(cache_tokens, device.platform, max_tokens, num_slots, shards)
         self.pages = Layout(*sizes, max_tokens, num_slots, shards)
         self.history_tokens = max_tokens if speculation.draft_tokens else 0
 
         @ruled
         def empty():
             given = num_slots, *sizes, self.history_tokens
-            return programs.empty_state(network, *given, turned=reader in ("tpu", "loop"))
+            return programs.empty_state(network, *given, turned=reader not in ("gather", "own"))
 
         def sharding(a):
             dims = split.arrays if a.ndim == 4 else PartitionSpec(split.slots)

@@ -1,20 +1,21 @@
 """Attention of decode steps over pages where they lie, on accelerators.
 
-`of_pages` gives what queries find in the pages, as sums that are joined with those of recent tokens
-(`together`). On TPUs it is a Pallas kernel: its grid is one list of the pages that anyone sees, so
-that it reads each sequence to its own length and nothing else. Elsewhere a loop over the pages of
-all slots, as far as the longest has any.
+What queries find in the pages comes as sums that are joined with those of recent tokens
+(`together`). On TPUs a Pallas kernel finds them: its grid is one list of the pages that anyone
+sees, so that it reads each sequence to its own length and nothing else. On GPUs it is that of
+`paged_attention_gpu`, elsewhere a loop over the pages of all slots, as far as the longest has any.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.attention import Scoring, capped
 
@@ -26,7 +27,7 @@ _MOST_PAGES = 8  # of one step
 class Sums(NamedTuple):
     """A softmax in parts: weights are exp(score - top), whatever else there is to see."""
 
-    mixed: Float[Array, "S K rows value"]  # values times their weights
+    mixed: Any  # values times their weights [S, K, rows, value], or parts of them
     total: Float[Array, "S K rows 1"]  # of the weights
     top: Float[Array, "S K rows 1"]
 
@@ -107,7 +108,7 @@ def _kernel(
         total[...] = jnp.zeros_like(total)
         top[...] = jnp.full_like(top, _UNSEEN)
 
-    heads, rows, size = q.shape[1:]
+    heads, rows, _ = q.shape[1:]
     page = keys[0].shape[3]
     place = places[slot] + lax.broadcasted_iota(jnp.int32, (rows, page), 0) // group
     first, end = reach.first(place), ends[slot]
@@ -119,20 +120,12 @@ def _kernel(
             seen = (at >= first) & (at < end)
             for head in range(heads):
                 k = keys[i][0, head].astype(q.dtype)
-                wide = {"preferred_element_type": jnp.float32}
-                scores = jnp.dot(q[0, head], k, **wide) * (scoring.scale or size**-0.5)
-                scores = jnp.where(seen, capped(scores, scoring.cap), _UNSEEN)
-                before = top[head, :, :1]
-                now = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-                kept = jnp.exp(before - now)
-                weights = jnp.where(seen, jnp.exp(scores - now), 0.0)
-                share = weights.astype(k.dtype)
                 v = values[i][0, head].astype(q.dtype) if values else k[:value_size]
-                part = lax.dot_general(share, v, (((1,), (1,)), ((), ())), **wide)
-                mixed[head] = mixed[head] * kept + part
-                summed = total[head, :, :1] * kept + weights.sum(axis=1, keepdims=True)
-                total[head] = jnp.broadcast_to(summed, total.shape[1:])
-                top[head] = jnp.broadcast_to(now, top.shape[1:])
+                before = Sums([mixed[head]], total[head, :, :1], top[head, :, :1])
+                now = added(before, of_page([q[0, head]], [k], [v], seen, scoring))
+                mixed[head] = now.mixed[0]
+                total[head] = jnp.broadcast_to(now.total, total.shape[1:])
+                top[head] = jnp.broadcast_to(now.top, top.shape[1:])
 
     @pl.when(number + count >= firsts[slot] + counts[slot] * count)
     def _():
@@ -180,7 +173,7 @@ def by_kernel(
         count=count,
         group=group,
         reach=reach,
-        scoring=scoring._replace(sinks=None),
+        scoring=scoring,
         value_size=value_size,
     )
     bytes_read = todo.pages.size * sum(a[0].size * a.dtype.itemsize for a in pools)
@@ -226,33 +219,51 @@ def by_loop(
     scoring: Scoring,
     value_size: int,
 ) -> Sums:
-    """Returns what `by_kernel` does, one page of every slot after another."""
+    """Returns what the kernels do, one page of every slot after another."""
     page = keys.shape[3]
     place = places[:, None, None] + (jnp.arange(rows.shape[2]) // group)[:, None]
     first = reach.first(place)  # [S, rows, 1]
-    dims = rows.shape[:3]
-    wide = {"preferred_element_type": jnp.float32}
+    of_heads = jax.vmap(functools.partial(of_page, scoring=scoring), (0, 0, 0, None))
 
     def read(number, sums):
         here = jnp.take(table, number, axis=1)
         k = keys[here].astype(rows.dtype)
-        scores = jnp.einsum("skrh,skhp->skrp", rows, k, **wide)
-        scores = scores * (scoring.scale or rows.shape[3] ** -0.5)
-        at = number * page + jnp.arange(page)
-        seen = ((at >= first) & (at < ends[:, None, None]))[:, None]
-        found = weighed(scores, seen, scoring, k.dtype)
         v = k[:, :, :value_size] if values is None else values[here].astype(rows.dtype)
-        mixed = jnp.einsum("skrp,skhp->skrh", found.mixed, v, **wide)
-        return added(sums, found._replace(mixed=mixed))
+        at = number * page + jnp.arange(page)
+        seen = (at >= first) & (at < ends[:, None, None])
+        return added(sums, jax.vmap(of_heads)([rows], [k], [v], seen))
 
-    one = jnp.zeros((*dims, 1), jnp.float32)
-    nothing = Sums(jnp.zeros((*dims, value_size), jnp.float32), one, one + _UNSEEN)
     begin = jnp.min(jnp.where(ends > 0, first[:, 0, 0], jnp.max(ends))) // page
-    return lax.fori_loop(begin, -(-jnp.max(ends) // page), read, nothing)
+    sums = nothing(*rows.shape[:3], sizes=[value_size])
+    found = lax.fori_loop(begin, -(-jnp.max(ends) // page), read, sums)
+    return found._replace(mixed=found.mixed[0])
+
+
+def nothing(*dims: int, sizes: Sequence[int]) -> Sums:
+    """Returns the sums of rows that saw nothing; `mixed` has parts of these sizes."""
+    one = jnp.zeros((*dims, 1), jnp.float32)
+    return Sums([jnp.zeros((*dims, size), jnp.float32) for size in sizes], one, one + _UNSEEN)
+
+
+def of_page(
+    rows: Sequence[Float[Array, "rows _"]],
+    keys: Sequence[Float[Array, "_ page"]],
+    values: Sequence[Float[Array, "_ page"]],
+    seen: Bool[Array, "rows page"],
+    scoring: Scoring,
+) -> Sums:
+    """Returns the sums of a head's rows over one page; sizes of heads come in parts."""
+    wide = {"preferred_element_type": jnp.float32}
+    size = sum(part.shape[1] for part in rows)
+    products = (jnp.dot(r, k, **wide) for r, k in zip(rows, keys, strict=True))
+    scores = functools.reduce(jnp.add, products) * (scoring.scale or size**-0.5)
+    found = weighed(scores, seen, scoring, keys[0].dtype)
+    turned = (((1,), (1,)), ((), ()))
+    return found._replace(mixed=[lax.dot_general(found.mixed, v, turned, **wide) for v in values])
 
 
 def weighed(scores, seen, scoring: Scoring, dtype) -> Sums:
-    """Returns sums of scaled scores [S, K, rows, keys]; `mixed` are the weights themselves."""
+    """Returns sums of scaled scores [..., rows, keys]; `mixed` are the weights themselves."""
     scores = jnp.where(seen, capped(scores, scoring.cap), _UNSEEN)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
@@ -263,7 +274,8 @@ def added(a: Sums, b: Sums) -> Sums:
     """Returns the sums over what both saw."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return Sums(a.mixed * of_a + b.mixed * of_b, a.total * of_a + b.total * of_b, top)
+    mixed, total = jax.tree.map(lambda x, y: x * of_a + y * of_b, a[:2], b[:2])
+    return Sums(mixed, total, top)
 
 
 def together(a: Sums, b: Sums, sinks: Float[Array, "K rows"] | None) -> Float[Array, "S K rows V"]:

@@ -205,7 +205,7 @@ def extend(
     positions = jnp.where(counted, places, NOWHERE)
     recent = cache_lib.no_recent(network.shape, count, width, state.cache.keys[0].dtype)
     gather = reader != "own"
-    held: Gathered | Paged = Paged(state.cache, more.table, {})
+    held: Gathered | Paged = Paged(state.cache, more.table, {}, reader)
     if gather:
         held = cache_lib.gathered(state.cache, split, more.table, window, by_slot=False)
     seen = attending.sight(network.shape, places, more.kept, positions, window if gather else 0)

@@ -71,6 +71,7 @@ def test_programs_of_gpus(name, gpu_devices):
     attends = name in ("train", "score", "prefill")  # all of a row at one time
     assert ("__cudnn$fmha" in text) == attends
     assert ("Backward" in text) == (name == "train")
+    assert ("gpu.triton" in text) == (name == "decode")  # the kernel that reads pages
     assert planned == pytest.approx(total(program), rel=0.15)  # tiny: what is not counted shows
     # Weights are sent in the compute dtype, each once a pass; summed gradients of a layer too.
     gathers = [c for c in reshard.collectives(text) if c.kind == "all-gather"]

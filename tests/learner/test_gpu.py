@@ -1,6 +1,7 @@
 """What a GPU must do as a CPU does: `JAX_PLATFORMS=cuda pytest -n 0 -m gpu`."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import runpy
@@ -14,8 +15,11 @@ from engine_work import LIMIT, request
 
 from jaxrl_llm.config.bridge import from_config_dict
 from jaxrl_llm.models import attention
+from jaxrl_llm.models.attention import Scoring
 from jaxrl_llm.models.transformer import Network
+from jaxrl_llm.rollout import paged_attention, paged_attention_gpu
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.paged_attention import Reach
 from jaxrl_llm.rollout.requests import SamplingParams
 from jaxrl_llm.trainer import rl
 
@@ -56,6 +60,39 @@ def test_cudnn_attends_as_xla_does(window):
         ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
         # bfloat16 has 8 bits; a sum over keys has errors of that relative to its largest terms.
         assert np.abs(ours - theirs).max() <= 0.03 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("reach", "scoring", "sizes", "dtype"),
+    [
+        (Reach(0, 0), Scoring(), (128, 128), "bfloat16"),
+        (Reach(300, 0), Scoring(cap=5.0), (96, 96), "bfloat16"),
+        (Reach(0, 500), Scoring(scale=0.1), (576,), "bfloat16"),  # latents, values in keys
+        (Reach(0, 0), Scoring(), (64, 64), "float8_e4m3fn"),
+        (Reach(0, 0), Scoring(), (64, 64), "float32"),
+    ],
+)
+def test_the_kernel_reads_pages_as_the_loop_does(reach, scoring, sizes, dtype):
+    ends = np.array([1300, 0, 64, 777, 2048, 1], np.int32)
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.permutation(6 * 32).reshape(6, 32), jnp.int32)
+    keys, *values = (
+        jnp.asarray(random.standard_normal((6 * 32, 2, size, 64)), dtype) for size in sizes
+    )
+    compute = "float32" if dtype == "float32" else "bfloat16"
+    rows = jnp.asarray(random.standard_normal((6, 2, 7, sizes[0])), compute)
+    value_size = sizes[1] if values else 512
+    assert paged_attention_gpu.fits([keys, *values], value_size)
+    how = {"group": 7, "reach": reach, "scoring": scoring, "value_size": value_size}
+    given = rows, keys, values[0] if values else None, table, jnp.asarray(ends), jnp.asarray(ends)
+    ours, theirs = (
+        jax.jit(functools.partial(read, **how))(*given)
+        for read in (paged_attention_gpu.by_kernel, paged_attention.by_loop)
+    )
+    mixed, wanted = (np.asarray(s.mixed / jnp.maximum(s.total, 1e-30)) for s in (ours, theirs))
+    # Weights are rounded to bfloat16, which has 8 bits, or multiplied in TensorFloat-32, 11 bits.
+    assert np.abs(mixed - wanted).max() <= 0.02 * np.abs(wanted).max()
+    assert (mixed[1] == 0).all()
 
 
 def test_log_probs_of_the_engine_are_those_of_one_pass():

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engine_work import LIMIT, ONE, assert_same, engine_of, request
+from engine_work import LIMIT, ONE, assert_same, engine_of, read_by, request
 from kinds_of_layers import NETWORKS
 
 from jaxrl_llm.models.transformer import Network
-from jaxrl_llm.rollout import attending, cache, prefill
+from jaxrl_llm.rollout import cache, prefill
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.requests import SamplingParams
 
@@ -49,8 +49,9 @@ def test_log_probs_are_those_of_a_whole_pass(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reader", ["loop", "tpu", "gpu"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_layers_of_all_kinds_read_pages_where_they_lie(name, monkeypatch):
+def test_layers_of_all_kinds_read_pages_where_they_lie(name, reader, monkeypatch):
     network, _, rollout = made(name)
     random = np.random.default_rng(0)
     requests = [
@@ -58,7 +59,7 @@ def test_layers_of_all_kinds_read_pages_where_they_lie(name, monkeypatch):
         for seed, (length, count) in enumerate([(5, 2), (30, 1), (17, 2)])
     ]
     wanted = engine_of(num_slots=4, network=network).generate(rollout, requests)
-    monkeypatch.setattr(attending, "reader_for", lambda network, platform: "loop")
+    read_by(reader, monkeypatch)
     engine = Engine(network, ONE, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
     assert_same(engine.generate(rollout, requests), wanted)
 

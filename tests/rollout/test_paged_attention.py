@@ -1,19 +1,21 @@
-"""Attention over pages: the kernel for TPUs, interpreted, and the loop, beside the plain form."""
+"""Attention over pages: both kernels, interpreted, and the loop, beside the plain form."""
 
 import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engine_work import LIMIT, assert_same, expected, rollout_params, workload
+from engine_work import LIMIT, assert_same, expected, read_by, rollout_params, workload
 from jax.experimental import pallas as pl
 
+from jaxrl_llm.learner import absent
 from jaxrl_llm.models.attention import Scoring
-from jaxrl_llm.rollout import attending, paged_attention
+from jaxrl_llm.rollout import attending, paged_attention, paged_attention_gpu
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.paged_attention import Reach
 
@@ -57,7 +59,7 @@ CASES = {
     "name",
     ["window and cap", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CASES][::2])],
 )
-def test_the_kernel_and_the_loop_are_the_plain_form(name):
+def test_the_kernels_and_the_loop_are_the_plain_form(name):
     reach, scoring, width, step_pages, in_keys = CASES[name]
     slots, most = len(ENDS), 5
     num_pages, value_size = slots * most + 2, 12 if in_keys else SIZE
@@ -71,8 +73,10 @@ def test_the_kernel_and_the_loop_are_the_plain_form(name):
     kernel = functools.partial(paged_attention.by_kernel, **how, interpret=True)
     given = rows, keys, values
     wanted = plain(*given, np.asarray(table), ENDS, ENDS, reach, scoring, value_size)
+    gpu_kernel = functools.partial(paged_attention_gpu.by_kernel, **how, interpret=True)
     for found in (
         jax.jit(kernel)(*given, todo, places, places),
+        jax.jit(gpu_kernel)(*given, table, places, places),
         jax.jit(functools.partial(paged_attention.by_loop, **how))(*given, table, places, places),
     ):
         seen = np.asarray(found.total > 0)
@@ -158,15 +162,141 @@ def test_the_kernel_fetches_the_live_pages_and_hardly_more(window, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("width", "settings", "grid"),
+    [
+        (2, {"_SMALL": 1}, (1, HEADS, 4, 6)),  # more shares than the longest slot has pages
+        pytest.param(8, {"_KEPT": 256}, (2, HEADS, 4, 1), marks=pytest.mark.slow),
+    ],
+    ids=["pages of a slot", "rows of a head"],
+)
+@pytest.mark.parametrize("window", [0, 9])
+def test_programs_on_gpus_share_the_work_and_read_the_live_pages(
+    window, width, settings, grid, monkeypatch
+):
+    for name, value in settings.items():
+        monkeypatch.setattr(paged_attention_gpu, name, value)
+    call, grids = pl.pallas_call, []
+
+    def watched(*args, grid, **how):
+        grids.append(grid)
+        return call(*args, grid=grid, **how)
+
+    monkeypatch.setattr(paged_attention_gpu.pl, "pallas_call", watched)
+    slots, most, reach = len(ENDS), 5, Reach(window, 0)
+    table = np.arange(slots * most, dtype=np.int32).reshape(slots, most)
+    table[3, 0] = table[2, 0]  # the same prompt
+    first = np.minimum(np.asarray(reach.first(jnp.asarray(ENDS))), ENDS) // PAGE
+    live = np.concatenate(
+        [row[a:b] for row, a, b in zip(table, first, -(-ENDS // PAGE), strict=True)]
+    )
+    dead = np.setdiff1d(np.arange(slots * most), live)
+    keys, values = (
+        random(seed, slots * most, HEADS, SIZE, PAGE).at[dead].set(np.nan) for seed in (0, 1)
+    )
+    rows = random(2, slots, HEADS, width * GROUP, SIZE)
+    given = rows, keys, values, jnp.asarray(table), jnp.asarray(ENDS), jnp.asarray(ENDS)
+    how = {"group": GROUP, "reach": reach, "scoring": Scoring(), "value_size": SIZE}
+    found = paged_attention_gpu.by_kernel(*given, **how, interpret=True)
+    assert grids == [grid]
+    wanted = plain(rows, keys, values, table, ENDS, ENDS, reach, Scoring(), SIZE)
+    got = found.mixed / jnp.maximum(found.total, 1e-30)
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    assert (np.asarray(found.total)[ENDS == 0] == 0).all()
+
+
+def pools(dtype, page, *sizes, num_pages=2):
+    return [jax.ShapeDtypeStruct((num_pages, HEADS, size, page), dtype) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("of_pages", "value_size", "fits"),
+    [
+        (pools("bfloat16", 64, 128, 128), 128, True),
+        (pools("float32", 64, 80, 96), 96, True),
+        (pools("bfloat16", 64, 576), 512, True),  # latents
+        (pools("bfloat16", 64, 20), 16, False),
+        (pools("bfloat16", 48, 64, 64), 64, False),
+        (pools("bfloat16", 64, 64, 64, num_pages=1 << 20), 64, True),
+        (pools("float8_e4m3fn", 64, 64, 64, num_pages=1 << 17), 64, True),
+        (pools("float8_e4m3fn", 64, 64, 64, num_pages=1 << 18), 64, False),
+    ],
+)
+def test_what_the_kernel_for_gpus_reads(of_pages, value_size, fits):
+    assert paged_attention_gpu.fits(of_pages, value_size) == fits
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "cache_dtype", "reader"),
+    [
+        ("cpu", "", "", "gather"),
+        ("tpu", "", "", "tpu"),
+        ("gpu", "9.0", "", "gpu"),
+        ("gpu", "8.0", "", "gpu"),
+        ("gpu", "12.0", "float8_e4m3fn", "gpu"),
+        ("gpu", "8.0", "float8_e4m3fn", "loop"),
+        ("gpu", "7.5", "", "loop"),
+        ("gpu", "gfx942", "", "loop"),
+    ],
+)
+def test_how_devices_read_the_cache(platform, capability, cache_dtype, reader):
+    network = dataclasses.replace(tiny.NETWORK, cache_dtype=cache_dtype)
+    device = types.SimpleNamespace(platform=platform)
+    if capability:
+        device.compute_capability = capability
+    assert attending.reader_for(network, device) == reader
+
+
+# Slots, heads of keys, rows of each, sizes of keys and values (0: latents), dtypes of pages, rows.
+MODELS = {
+    "Qwen2.5-0.5B": (64, 2, 7, 64, 64, "bfloat16", "bfloat16"),
+    "Llama-3.1-8B": (64, 8, 4, 128, 128, "bfloat16", "bfloat16"),
+    "few slots": (4, 8, 4, 128, 128, "bfloat16", "bfloat16"),
+    "heads of 256": (64, 4, 2, 256, 256, "bfloat16", "bfloat16"),
+    "heads of 96": (64, 32, 1, 96, 96, "bfloat16", "bfloat16"),
+    "latents": (64, 1, 128, 576, 0, "bfloat16", "bfloat16"),
+    "fp8": (64, 8, 4, 128, 128, "float8_e4m3fn", "bfloat16"),
+    "float32": (64, 8, 4, 128, 128, "float32", "float32"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernel_compiles_for_gpus(name, gpu_devices):
+    slots, heads, rows, size, of_value, dtype, compute = MODELS[name]
+    mesh = jax.sharding.Mesh(np.array(gpu_devices("h100", 1)), ("fsdp",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def array(dtype, *dims):
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=here)
+
+    keys = array(dtype, 4096, heads, size, 64)
+    values = array(dtype, 4096, heads, of_value, 64) if of_value else None
+    how = {"group": rows, "reach": Reach(1024, 0), "scoring": Scoring(cap=50.0)}
+    read = functools.partial(paged_attention_gpu.by_kernel, **how, value_size=of_value or 512)
+    table, ints = array("int32", slots, 128), array("int32", slots)
+    with jax.set_mesh(mesh), absent.platforms_known():
+        lowered = jax.jit(read).lower(
+            array(compute, slots, heads, rows, size), keys, values, table, ints, ints
+        )
+    program = lowered.compile()
+    assert "triton" in program.as_text()
+    # The sums of programs that share slots, and nothing of the size of the pages read.
+    assert program.memory_analysis().temp_size_in_bytes < 64 * 128 * keys.size // 4096
+
+
+@pytest.mark.parametrize(
     "sizes", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_reading_pages_in_a_loop_changes_no_sample(sizes, monkeypatch):
+@pytest.mark.parametrize(
+    "reader", ["loop", *(pytest.param(reader, marks=pytest.mark.slow) for reader in ("tpu", "gpu"))]
+)
+def test_reading_pages_where_they_lie_changes_no_sample(reader, sizes, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.rollout.inputs.SMALLEST_WIDTH", LIMIT)
     mesh = tiny.make_mesh(**sizes)
     whole = workload()[5]
     lone = dataclasses.replace(whole, keys=whole.keys[1:2], params=whole.params[1:2])
     wanted = [*expected(), expected()[5][1:2]]
-    monkeypatch.setattr(attending, "reader_for", lambda network, platform: "loop")
+    read_by(reader, monkeypatch)
     engine = Engine(tiny.NETWORK, mesh, num_slots=4, max_tokens=LIMIT, chunk_steps=5)
     params = rollout_params(mesh)
     assert_same(engine.generate(params, workload()), wanted[:-1])
