@@ -25,8 +25,8 @@ _SMALL = 32  # sums of programs that share a slot are at most this part of the l
 _LEAST = 16  # of each dim of a product
 
 
-def fits(pools: Sequence[Float[Array, "pages K _ page"]], value_size: int) -> bool:
-    """Returns whether `by_kernel` reads pages of keys, and of values if they have any.
+def fits(pools: Sequence[Array | jax.ShapeDtypeStruct], value_size: int) -> bool:
+    """Returns whether `by_kernel` reads pages [pages, K, H, page] of keys, and values if any.
 
     Not if a size of heads is no multiple of 16, or that of pages no power of two from 16 on. Nor
     more numbers of eight bits than 31 bits count: Pallas sees only that they are less than 4 GiB.
