@@ -100,9 +100,8 @@ def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
         name: beside + own - _counted_twice(setting, name, own, roles)
         for name, own in programs(setting, roles).items()
     }
-    if "policy" in roles and "rollout" in roles and setting.config.trainer.sampling == "now":
-        # The copy that samples is freed while a step is learned from (`Sampler.release`).
-        for name in {"score", "score_critic", "train"} & set(found):
+    if {"policy", "rollout"} <= set(roles) and setting.config.trainer.sampling == "now":
+        for name in {"score", "score_critic", "train"} & set(found):  # after `Sampler.release`
             found[name] -= setting.resting("rollout")
     return found
 

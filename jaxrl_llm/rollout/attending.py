@@ -1,6 +1,7 @@
 """Attention of decode steps: a few queries a slot, over its pages and its recent tokens."""
 
 import functools
+import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from jaxrl_llm.models.attention_layers import Attention
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.models.transformer import Network
 from jaxrl_llm.rollout import cache as cache_lib
-from jaxrl_llm.rollout import paged_attention, paged_attention_gpu
+from jaxrl_llm.rollout import paged_attention
 from jaxrl_llm.rollout.cache import Cache, Gathered, Paged, Split
 from jaxrl_llm.rollout.paged_attention import Reach, Sums
 
@@ -33,7 +34,10 @@ def reader_for(network: Network, device: Any) -> Reader:
     # On a CPU each product with a part of an array copies that part.
     if device.platform in ("cpu", "tpu"):
         return {"cpu": "gather", "tpu": "tpu"}[device.platform]  # type: ignore[return-value]
-    # Triton wants Ampere, for numbers of eight bits what came after it. AMD's GPUs say "gfx942".
+    # Triton wants Ampere, for numbers of eight bits what came after it. AMD's GPUs say "gfx942". A
+    # later jax will have no Triton.
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "loop"
     capability = re.fullmatch(r"(\d+)\.(\d)", getattr(device, "compute_capability", ""))
     least = (8, 9) if jnp.dtype(network.cached_dtype).itemsize == 1 else (8, 0)
     return "gpu" if capability and (*map(int, capability.groups()),) >= least else "loop"
@@ -163,8 +167,12 @@ def _over_pages(
         if work is not None:
             return paged_attention.by_kernel(rows, keys, values, work, places, ends, **how)
         here = cache_lib.local(table, keys.shape[0], split)
-        fits = held.reader == "gpu" and paged_attention_gpu.fits(pages, value_size)
-        read = paged_attention_gpu.by_kernel if fits else paged_attention.by_loop
+        read = paged_attention.by_loop
+        if held.reader == "gpu":
+            from jaxrl_llm.rollout import paged_attention_gpu  # needs Triton
+
+            if paged_attention_gpu.fits(pages, value_size):
+                read = paged_attention_gpu.by_kernel
         return read(rows, keys, values, here, places, ends, **how)
 
     by_slot, arrays = PartitionSpec(split.slots), split.arrays
