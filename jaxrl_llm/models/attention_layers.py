@@ -145,14 +145,14 @@ class GroupedAttention(nnx.Module):
             self.k_norm = RMSNorm(build, h, shape)
         if shape.sinks:
             self.sinks = build.normal((shape.num_heads,), ("norm",))
-        self.shape, self.layer = shape, layer
+        self.shape, self.layer, self.projected = shape, layer, build.products.projected
 
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend, compressed: bool = False
     ):
         shape, layer = self.shape, self.layer
         heads = (*x.shape[:-1], -1, shape.head_size)
-        q, k, v = (f(x).reshape(heads) for f in (self.q, self.k, self.v))
+        q, k, v = (self.projected(f(x)).reshape(heads) for f in (self.q, self.k, self.v))
         if shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if layer.rope != "none":
@@ -198,7 +198,7 @@ class LatentAttention(nnx.Module):
         self.kv_norm = RMSNorm(build, rank, as_inside)
         self.kv_b = Linear(build, "v", rank, both, ("rank", "key_value_heads"))
         self.o = Linear(build, "o", heads * latent.value_size, d, ("value_heads", "embed"))
-        self.shape, self.latent = shape, latent
+        self.shape, self.latent, self.projected = shape, latent, build.products.projected
 
     def __call__(
         self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend, compressed: bool = False
@@ -207,7 +207,7 @@ class LatentAttention(nnx.Module):
         plain, rank = latent.plain_size, latent.kv_rank
         table, pairs = rotary["main"], shape.rope_interleaved
         q = self.q_b(self.q_norm(self.q_a(x))) if latent.q_rank else self.q(x)
-        q = q.reshape(*x.shape[:-1], -1, shape.head_size)
+        q = self.projected(q).reshape(*x.shape[:-1], -1, shape.head_size)
         turned = rotate(q[..., plain:], table, pairs)
         down = self.kv_a(x)
         short = self.kv_norm(down[..., :rank])

@@ -85,6 +85,8 @@ class Products:
     mlp: Callable[[Array, Array, Array, Array], Array] | None = None
     # Of decode steps, over pages of a cache, as `on_cpu.kernels.attention`; None: XLA's.
     attention: Callable[..., Array] | None = None
+    # What comes between the projections to queries, keys and values and their split into heads.
+    projected: Callable[[Array], Array] = lambda y: y
     min_transposed: int = 0
     quantization: Quantization = "none"  # of kernels, see `low_precision`
 
