@@ -11,7 +11,7 @@ right answers as ground truth. The corpus is a file of JSON lines with `text` an
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v6e:4x4:
-16 x v6e (fsdp 8 x tensor 2): 23.9 of 31.2 GiB a device, fits, 7.4 GiB free.
+16 x v6e (fsdp 8 x tensor 2): 23.3 of 31.2 GiB a device, fits, 8.0 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -8,7 +8,7 @@ answers. Rows are prompts with ground truth in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x2x4:
-16 x v5p (fsdp 8 x tensor 2): 70.5 of 95.7 GiB a device, fits, 25.2 GiB free.
+16 x v5p (fsdp 8 x tensor 2): 69.6 of 95.7 GiB a device, fits, 26.1 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -8,7 +8,7 @@ answers. Rows are prompts with ground truth in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5e:4x4:
-16 x v5e (fsdp 4 x tensor 4): 9.4 of 15.8 GiB a device, fits, 6.4 GiB free.
+16 x v5e (fsdp 4 x tensor 4): 9.3 of 15.8 GiB a device, fits, 6.4 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

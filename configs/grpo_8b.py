@@ -8,7 +8,7 @@ answers. Rows are prompts with ground truth in verl's schema.
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v6e:4x4:
-16 x v6e (fsdp 8 x tensor 2): 19.9 of 31.2 GiB a device, fits, 11.4 GiB free.
+16 x v6e (fsdp 8 x tensor 2): 19.3 of 31.2 GiB a device, fits, 12.0 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -9,7 +9,7 @@ included; longer ones are dropped. The tower is frozen; trainer.tower_learning_r
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('test.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v6e:4x4:
-16 x v6e (fsdp 8 x tensor 2): 17.6 of 31.2 GiB a device, fits, 13.6 GiB free.
+16 x v6e (fsdp 8 x tensor 2): 17.0 of 31.2 GiB a device, fits, 14.2 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -9,7 +9,7 @@ one-label classifier of the same size. Rows are prompts in verl's schema, withou
 
 The planner chooses the devices of each model (`placement.choice`). Weights are in float32, compute
 is in bfloat16. Plan by `launch/plan.py`, v5p:2x4x4:
-32 x v5p (fsdp 4 x tensor 8): 42.1 of 95.7 GiB a device, fits, 53.7 GiB free.
+32 x v5p (fsdp 4 x tensor 8): 41.8 of 95.7 GiB a device, fits, 53.9 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -8,7 +8,7 @@ one-label classifier of the same size. Rows are prompts in verl's schema, withou
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:4x4x4:
-64 x v5p (fsdp 16 x tensor 4): 68.6 of 95.7 GiB a device, fits, 27.1 GiB free.
+64 x v5p (fsdp 16 x tensor 4): 68.0 of 95.7 GiB a device, fits, 27.7 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -8,7 +8,7 @@ one-label classifier of the same size. Rows are prompts in verl's schema, withou
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x2x2:
-8 x v5p (fsdp 8): 53.2 of 95.7 GiB a device, fits, 42.5 GiB free.
+8 x v5p (fsdp 8): 52.0 of 95.7 GiB a device, fits, 43.7 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -9,7 +9,7 @@ classifier of the same size. Rows are prompts in verl's schema, without ground t
         --config.data.train_files="('train.parquet',)" --config.data.eval_files="('eval.parquet',)"
 
 Weights are in float32, compute is in bfloat16. Plan by `launch/plan.py`, v5p:2x4x4:
-32 x v5p (fsdp 4 x expert 8): 59.3 of 95.7 GiB a device, fits, 36.5 GiB free.
+32 x v5p (fsdp 4 x expert 8): 59.0 of 95.7 GiB a device, fits, 36.8 GiB free.
 """
 
 from jaxrl_llm.config.bridge import default_config_dict

@@ -344,15 +344,14 @@ def _decode(setting: Setting) -> Parts:
     vocab = setting.split(shape.vocab_size)
     table = vocab * shape.hidden_size * setting.rollout_item
     temporary = 0.0
-    if setting.backend == "tpu":
-        # In the order that the head's product wants, which is half that of the embedding.
-        temporary += (0.5 if shape.tie_embeddings else 1.25) * table
-        if latent := shape.latent:  # what it expands latents with, in the order of two products
-            inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
-            temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
+    if setting.backend == "tpu" and (latent := shape.latent):
+        # What it expands latents with, in the order of two products.
+        inner = setting.split(shape.num_heads) * (latent.plain_size + latent.value_size)
+        temporary += shape.num_layers * latent.kv_rank * inner * setting.rollout_item
     if setting.config.mesh.rollout == "train" and setting.mesh["fsdp"] > 1:
         layer = max(sum(params) for params in setting.computed().values()) * setting.compute_item
-        temporary += 2 * table + min(8, shape.num_layers) * layer
+        tables = 3.25 if setting.backend == "tpu" else 2.0
+        temporary += tables * table + min(8, shape.num_layers) * layer
     return Parts(
         weights=setting.rollout_weights,
         cache=cache + recent,

@@ -642,6 +642,27 @@ def test_a_tpu_reads_pages_in_place(topology, draft_tokens, tpu_devices):
     assert memory.alias_size_in_bytes >= cache
 
 
+@pytest.mark.slow
+def test_a_tpu_holds_no_weights_twice(tpu_devices):
+    """Wide products, few tokens: turned copies of the layers' weights would be most of it."""
+    mesh = mesh_lib.make_mesh(MeshConfig(fsdp=8), tpu_devices("v5p:2x2x2"))
+    network = tiny.with_sizes(
+        dataclasses.replace(tiny.NETWORK, compute_dtype="bfloat16"),
+        vocab_size=1024,
+        hidden_size=4096,
+        num_layers=8,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        mlp_size=1024,
+    ).for_decoding(mesh)
+    engine = Engine(network, mesh, num_slots=64, max_tokens=256)
+    mover = tiny.resharder(mesh, network, dtype="bfloat16")
+    memory = engine.jitted.lower_generate(mover.abstract()).compile().memory_analysis()
+    of_layer = 4096 * (32 + 2 * 8) * 128 * 2  # bytes of its queries, keys and values
+    assert memory.temp_size_in_bytes < of_layer
+
+
 def test_slots_stay_full_while_samples_wait(one_window):
     # Log-normal budgets, many short and few long, as reasoning makes them.
     random = np.random.default_rng(3)
