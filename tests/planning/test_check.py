@@ -30,7 +30,7 @@ def test_a_small_run_passes_and_says_what_it_plans():
 @pytest.mark.slow  # in test_fit.py a run is refused by the command
 def test_what_cannot_fit_is_refused_with_advice():
     large = {**VALUES, "model": {"path": "Llama-3.1-70B"}}
-    with pytest.raises(ConfigError, match=r"while 'train' runs.*nearest run that fits") as error:
+    with pytest.raises(ConfigError, match=r"while 'reshard' runs.*nearest run that fits") as error:
         planned.check(from_config_dict(large), jax.devices())
     assert "--config." in str(error.value)
 
