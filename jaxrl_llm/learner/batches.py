@@ -16,9 +16,9 @@ from jaxrl_llm.models import sequence_attention
 from jaxrl_llm.planning import filling
 from jaxrl_llm.types import Estimates, Minibatch, Predictions, Rollouts
 
-# What `Packer.pack` scores by default, whatever the step.
 # Of each update of a step: which sequences it reads, in ascending order, and its key.
 Order = Sequence[tuple[Int[np.ndarray, " b"], jax.Array]]
+# What `Packer.pack` scores by default, whatever the step.
 EVERY_TOKEN = np.ones((1, 1), bool)
 _MOST_PLACES = 1 << 22  # tokens of a microbatch's sequences side by side; fewer cost little
 

@@ -47,9 +47,14 @@ class Sampler:
         return set(learners).isdisjoint(meshes["rollout"].devices.flat)
 
     @property
+    def _copies(self) -> bool:
+        """Whether weights are copied to devices of rollout's own after they were resharded."""
+        return self.resharder.mesh != self.models.meshes["rollout"]
+
+    @property
     def rests(self) -> bool:
         """Whether nothing samples while a step is learned from, on devices that learn."""
-        return not self.ahead and self.resharder.mesh == self.models.meshes["rollout"]
+        return not self.ahead and not self._copies
 
     def rollout(
         self,
@@ -75,7 +80,7 @@ class Sampler:
             a.shape, a.dtype, sharding=NamedSharding(target, a.sharding.spec)
         )
         found = self.resharder.abstract()
-        return found if self.resharder.mesh == target else jax.tree.map(there, found)
+        return jax.tree.map(there, found) if self._copies else found
 
     def weights(self, params: Params, old: Params | None = None) -> Params:
         """Returns policy weights in the rollout layout; `old` is of no use afterwards.
@@ -85,8 +90,8 @@ class Sampler:
         layout on the policy's devices, which is freed afterwards.
         """
         target = self.models.meshes["rollout"]
-        first, apart = old is None, self.resharder.mesh != target
-        new = apart or self.keeps_old or self.rests
+        first = old is None
+        new = self._copies or self.keeps_old or self.rests
         memory = self.resharder.empty() if old is None or new else old
         if self.base:
             params = lora.joined(self.base, params)
@@ -97,7 +102,7 @@ class Sampler:
         moved = self.resharder.reshard(memory, params)
         if first and self.resharder.mesh.size > 1:
             logging.info("weights for sampling: %s", self.resharder.report())
-        if not apart:
+        if not self._copies:
             return moved
         there = jax.tree.map(lambda a: NamedSharding(target, a.sharding.spec), moved)
         return pools.move(moved, there)
@@ -120,8 +125,8 @@ class Sampler:
 
     def metrics(self) -> dict[str, float]:
         """Returns what resharding moves and needs, by the names of metrics."""
-        found, target = self.resharder.report().metrics(), self.models.meshes["rollout"]
-        if self.resharder.mesh != target:  # each device's part of the rollout layout is copied
+        found = self.resharder.report().metrics()
+        if self._copies:  # each device's part of the rollout layout is copied
             found["reshard/copied_bytes"] = float(self._copied_bytes)
         return found
 

@@ -155,15 +155,15 @@ class Resharder:
         return [mesh_lib.everywhere(np.int32(i), self.mesh) for i in range(most)]
 
     @functools.cached_property
-    def _rooms(self) -> dict[str, Callable[[], Params]]:
-        """Programs that return zeros in the rollout layout, by stack a layer, and of the ends."""
+    def _rooms(self) -> tuple[dict[str, Callable[[], Params]], Callable[[], Params]]:
+        """Programs that return zeros in the rollout layout: of a stack's layer, and of the ends."""
 
         def zeros(tree):
             make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
             return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, tree))
 
         layers = {name: zeros(of) for name, of in self._target["layers"].items()}
-        return {**layers, "": zeros(_ends(self._target))}
+        return layers, zeros(_ends(self._target))
 
     def abstract(self) -> Params:
         """Returns shapes and shardings of the rollout parameters."""
@@ -212,9 +212,10 @@ class Resharder:
 
     def empty(self) -> Params:
         """Returns zeros in the rollout layout, to be donated to a `reshard`."""
-        made = tuple(self._rooms[name]() for name, _ in self._places)
+        layers, ends = self._rooms
+        made = tuple(layers[name]() for name, _ in self._places)
         jax.block_until_ready(self._indices)  # now: `reshard` moves nothing from the host
-        return {**self._rooms[""](), "layers": made}
+        return {**ends(), "layers": made}
 
     def reshard(self, old: Params, params: Params) -> Params:
         """Returns `params` in the rollout layout and dtype, in the memory of `old`."""
