@@ -38,12 +38,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Name, flags of trainer.*, whether all devices do both.
 WAYS = {
     "synchronous": ({}, False),
-    "one step ahead": ({"sampling": "ahead", "new_weights": "finish"}, False),
-    "interrupted, K = 1": ({"sampling": "ahead"}, False),
-    "interrupted, K = 4": ({"sampling": "ahead", "max_staleness": 4}, False),
-    "kept, K = 4": ({"sampling": "ahead", "max_staleness": 4, "new_weights": "keep"}, False),
+    "one step ahead": ({"sampling": "async", "new_weights": "drain"}, False),
+    "interrupted, K = 1": ({"sampling": "async"}, False),
+    "interrupted, K = 4": ({"sampling": "async", "max_staleness": 4}, False),
+    "kept, K = 4": ({"sampling": "async", "max_staleness": 4, "new_weights": "keep"}, False),
     "synchronous, same devices": ({}, True),
-    "interrupted, K = 4, same devices": ({"sampling": "ahead", "max_staleness": 4}, True),
+    "interrupted, K = 4, same devices": ({"sampling": "async", "max_staleness": 4}, True),
 }
 # Tokens of a response, by whether the run is real; the longest has twelve times as many.
 MEDIAN = {False: 16, True: 64}
@@ -171,7 +171,7 @@ def config(arguments, way: str):
         "rollout.stop_tokens": (),
         "rewards.functions": {"digits": {"function": f"{pathlib.Path(__file__).resolve()}:score"}},
         "rewards.num_workers": 1,
-        "trainer.sampling": "now",
+        "trainer.sampling": "sync",
         "trainer.max_staleness": 1,
         "trainer.num_steps": arguments.steps,
         "trainer.prompts_per_step": 2 if arguments.real else 8,

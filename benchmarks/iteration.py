@@ -124,7 +124,7 @@ def measure(arguments) -> None:
 def _prompts(arguments, model: pathlib.Path, folder: pathlib.Path) -> str:
     """Writes the workload's prompts as a file that a run reads."""
     if arguments.rows:
-        lines = pathlib.Path(arguments.rows).read_text().splitlines()
+        lines = pathlib.Path(arguments.rows).read_text().strip().split("\n")
         prompts = [chat(json.loads(line)["question"]) for line in lines]
     else:
         prompts = json.loads((model / "workload.json").read_text())["prompts"]

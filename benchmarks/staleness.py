@@ -33,7 +33,7 @@ from jaxrl_llm.trainer import rl, supervised
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WAYS = {
-    "synchronous": {"trainer.sampling": "now", "trainer.max_staleness": 1},
+    "synchronous": {"trainer.sampling": "sync", "trainer.max_staleness": 1},
     "K = 1": {"trainer.max_staleness": 1},
     "K = 1, no correction": {"trainer.max_staleness": 1, "algorithm.correction": "none"},
     "K = 4": {"trainer.max_staleness": 4},

@@ -48,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    lines = pathlib.Path(arguments.rows).read_text().splitlines()
+    lines = pathlib.Path(arguments.rows).read_text().strip().split("\n")
     prompts = [chat(json.loads(line)["question"]) for line in lines[:500]]
     length = lambda prompt: len(tokenizer.apply_chat_template(prompt)["input_ids"])  # noqa: E731
     prompts = [prompt for prompt in prompts if length(prompt) <= arguments.prompt_tokens]

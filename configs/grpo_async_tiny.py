@@ -35,7 +35,7 @@ def get_config():
     config.algorithm.recipe = "grpo"
     config.algorithm.samples_per_prompt = 8
     config.algorithm.kl_in = "none"
-    config.trainer.sampling = "ahead"
+    config.trainer.sampling = "async"
     config.trainer.max_staleness = 2
     config.trainer.num_steps = 60
     config.trainer.prompts_per_step = 16

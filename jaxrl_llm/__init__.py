@@ -54,10 +54,10 @@ def train(
       DataError, CheckpointError, RewardError: If rows, folders or reward functions cannot work.
     """
     from jaxrl_llm import program
-    from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+    from jaxrl_llm.config import JobConfig
     from jaxrl_llm.config.bridge import from_config_dict, to_dict
     from jaxrl_llm.data import files
-    from jaxrl_llm.trainer import rl, supervised
+    from jaxrl_llm.trainer import loops
 
     if rows is not None:
         with files.given(rows if isinstance(rows, Mapping) else {"train": rows}) as names:
@@ -69,11 +69,7 @@ def train(
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
     program.keep_compilations(workdir)
-    if isinstance(config, RLConfig):
-        return rl.train(config, workdir, replay) if replay else rl.train(config, workdir)
-    _refuse_replay(replay)
-    assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
-    return supervised.train(config, workdir)
+    return loops.train(config, workdir, replay)
 
 
 def check(
@@ -86,21 +82,11 @@ def check(
     Returns the config with the sizes that the plan chose; raises as `train`.
     """
     from jaxrl_llm import program
-    from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+    from jaxrl_llm.config import JobConfig
     from jaxrl_llm.config.bridge import from_config_dict
-    from jaxrl_llm.trainer import rl, supervised
+    from jaxrl_llm.trainer import loops
 
     program.set_flags()
     if not isinstance(config, JobConfig):
         config = from_config_dict(config)
-    if isinstance(config, RLConfig):
-        return rl.check(config, workdir, replay)
-    _refuse_replay(replay)
-    assert isinstance(config, SupervisedConfig), f"{type(config).__name__} is no job"
-    return supervised.check(config, workdir)
-
-
-def _refuse_replay(replay: "Sequence[str | os.PathLike[str]]") -> None:
-    from jaxrl_llm.errors import refuse
-
-    refuse([("replay", "is of job='rl' alone; leave it out")] if replay else [])
+    return loops.check(config, workdir, replay)

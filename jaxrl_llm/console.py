@@ -278,7 +278,7 @@ def step_line(data: Mapping[str, float]) -> str:
 def _results(data: Mapping[str, float | None]) -> dict[str, float]:
     """Returns what an evaluation found, by name; NaN is null in the file."""
     found = {k.partition("/")[2]: v for k, v in data.items() if k.startswith(_EVALUATION)}
-    return {name: float("nan") if value is None else value for name, value in found.items()}
+    return {name: float("nan" if value is None else value) for name, value in found.items()}
 
 
 def closing(
@@ -286,8 +286,14 @@ def closing(
 ) -> None:
     """Prints the result of a run: first and last evaluation, seconds of this start, its files."""
     path = workdir / "metrics.jsonl"
-    records = map(json.loads, path.read_text("utf-8").splitlines() if path.exists() else ())
-    of_steps = [(record["step"], _results(record["data"])) for record in records]
+    of_steps = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        # Of lines that are no records the writer warned.
+        with contextlib.suppress(
+            ValueError, TypeError, LookupError, AttributeError, RecursionError
+        ):
+            record = json.loads(line.decode())
+            of_steps.append((record["step"], _results(record["data"])))
     evaluations = [(step, results) for step, results in of_steps if results]
     first_and_last = evaluations[:1] + evaluations[1:][-1:]
     table = rich_table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

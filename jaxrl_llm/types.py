@@ -46,6 +46,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     images: tuple[Picture, ...] = ()  # in the order of their tokens
+    where: str = ""  # `FILE, row N`, for messages; "": of no file
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Prompt":
@@ -140,6 +141,14 @@ class Rollouts:
         return np.array(rows, np.int32)
 
     @property
+    def truncated(self) -> Bool[np.ndarray, " B"]:
+        """Rows of responses that a limit cut: no stop token ended them, or the next turn of their
+        dialogue did not fit. Earlier rows of such an episode too."""
+        last = self.last_rows
+        too_long = [self.logs[row].errors["too_long"] > 0 for row in last] if self.logs else False
+        return ~self.stopped[last] | np.asarray(too_long)
+
+    @property
     def missing_routes(self) -> int:
         """Tokens without routes; the last of a sequence is never read and needs none."""
         read = np.arange(self.tokens.shape[1]) < self.lengths[:, None] - 1
@@ -162,6 +171,15 @@ class Rewards:
     num_dropped: int = 0  # sequences of groups that dynamic sampling replaced by others
     # What of `scores` environments gave for single turns, on the last token of each; None: nothing.
     turn_rewards: Float[np.ndarray, "B T"] | None = None
+    # Why the calls of reward functions for a row failed, "": none did; empty: not known.
+    failures: tuple[str, ...] = ()
+    # Rows without a score of their own: in no group, no gradient; None: there are none.
+    left_out: Bool[np.ndarray, " B"] | None = None
+
+    @property
+    def kept(self) -> Bool[np.ndarray, " B"]:
+        """The rows that are learned from."""
+        return np.ones(len(self.scores), bool) if self.left_out is None else ~self.left_out
 
 
 @jax.tree_util.register_dataclass

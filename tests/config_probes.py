@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pathlib
 import sys
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from chat_dialogues import DROPPING
 
 from jaxrl_llm.agents import on_ray as agents_on_ray
 from jaxrl_llm.agents import pool as agents_pool
@@ -59,6 +61,7 @@ from jaxrl_llm.models.shape import random_model
 from jaxrl_llm.rewards import base as rewards_lib
 from jaxrl_llm.rewards import on_ray as reward_on_ray
 from jaxrl_llm.rewards import pool as reward_pool
+from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
@@ -100,7 +103,7 @@ def rollouts(prompts=PROMPTS[:2], samples=2):
         versions=np.zeros((count, 6), np.int32),
         lengths=np.resize(MASK, (count, 6)).sum(1).astype(np.int32),
         group_ids=np.repeat(np.arange(len(prompts), dtype=np.int32), samples),
-        stopped=np.ones(count, bool),
+        stopped=np.arange(count) % 4 != 1,
         prompts=tuple(prompts),
         responses=("1+2=3#3",) * count,
     )
@@ -316,7 +319,10 @@ def networks(config):
     models = models_lib.of_job(config, meshes)
     if isinstance(config, RLConfig):
         models_lib.check_stop_tokens(config, models.policy.shape)
-    weights_lib.check_folders(config, models)
+    others = [(config.reference_folder or "", models.policy)]
+    if config.learns_from_samples:
+        others = weights_lib.folders_of_roles(config, models)
+    weights_lib.check_folders(config, models, others)
     places = {
         role: (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         for role, mesh in models.meshes.items()
@@ -365,6 +371,12 @@ def prompts(config):
     return [split.prompts for split in splits], order, opened
 
 
+def spelled_tokens(config):
+    """The tokens of a message that spells a special one."""
+    tokenizer = models_lib.load_tokenizer(config.model)
+    return tokenizer_lib.render_prompts(tokenizer, [[{"role": "user", "content": "a<eos>"}]])
+
+
 def curriculum(config):
     """What is drawn, and known, when answers are scored."""
     tokenizer = models_lib.load_tokenizer(config.model)
@@ -379,6 +391,18 @@ def curriculum(config):
 def examples(config):
     """Rows of a supervised job."""
     return _rows(config, "train")
+
+
+def turns(config):
+    """Sequences of a dialogue whose template drops what stands before a bar once others follow."""
+    tokenizer = tokenizer_lib.character_tokenizer()
+    tokenizer.chat_template = DROPPING
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a|2"}] * 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "rows.jsonl")
+        path.write_text(json.dumps({"messages": talk}))
+        data = dataclasses.replace(config.data, task="files", train_files=(str(path),))
+        return datasets.worked_examples(data, tokenizer, "train", config.seed)
 
 
 def held_out(config):
@@ -447,7 +471,7 @@ def supervised_loss(config):
     def statistics(*args, **named):
         raise _SeenError(named)
 
-    objective = stages_lib._OBJECTIVES[type(config)](config, models_lib.of_job(config))
+    objective = stages_lib._OBJECTIVES[config.job](config, models_lib.of_job(config))
     batch = types.SimpleNamespace(tokens=None)
     with mock.patch.object(objectives.predict, "token_statistics", statistics):
         try:
@@ -553,6 +577,16 @@ def scores(config: RLConfig):
             except (RewardError, _SeenError) as error:
                 found.append((worker.made, str(error)))
     return found
+
+
+def readable_truths(config: RLConfig):
+    """What becomes of rows of which one has no ground truth."""
+    rows = PROMPTS[0], dataclasses.replace(PROMPTS[1], ground_truth=None)
+    try:
+        found = truth_checks.readable({"train": (datasets.Dataset(rows), config.rewards)})
+    except RewardError as error:
+        return str(error)
+    return found["train"].prompts
 
 
 def agents(config: RLConfig):

@@ -1,6 +1,7 @@
 """Calls of tools as models write them, by format."""
 
-from jaxrl_llm.agents.calls import Call, schemas_of
+from jaxrl_llm.agents.tool_call_arguments import schemas_of
+from jaxrl_llm.agents.tool_call_formats import ToolCall
 
 TOOLS = [
     {
@@ -20,7 +21,7 @@ TOOLS = [
     }
 ]
 SCHEMAS = schemas_of(TOOLS)
-ONE, TWO = Call("add", {"a": 1, "note": "12 x"}), Call("add", {"a": -2, "note": "3"})
+ONE, TWO = ToolCall("add", {"a": 1, "note": "12 x"}), ToolCall("add", {"a": -2, "note": "3"})
 # Format -> one call after some words, and two calls.
 WRITTEN = {
     "hermes": (
@@ -68,3 +69,75 @@ WRITTEN = {
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
 }
+
+# Parts of calls: any sequence of them is read without an exception, streamed as whole.
+PIECES = [
+    *"{}[]\"';:<>/\\ \n",
+    *(text for pair in WRITTEN.values() for text in pair),
+    '{"name": "add", "arguments": {"a": 1}}',
+    '{"name": "add", "parameters": {"note": "</tool_call>[TOOL_CALLS]<|call|>"}}',
+    "[TOOL_CALLS]",
+    "add[ARGS]",
+    "[CALL_ID]x1",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "<function=add",
+    "<parameter=note>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<|start|>assistant",
+    "<|channel|>final",
+    "<|channel|>analysis",
+    " to=functions.add",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|python_tag|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "function",
+    "add",
+    "```json",
+    "```",
+    "<think>",
+    "</think>",
+    "NaN",
+    "\ud83d",
+]
+# Repeated, they made earlier readers take time that grew with the square or the cube of the length.
+ADVERSARIAL = [
+    "a",
+    "a b\n",
+    "<",
+    " ",
+    "[",
+    '{"a":',
+    '"\\',
+    "to=functions.f ",
+    "<|channel|>x",
+    "<|start|>assistant<|channel|>",
+    "<|message|>{",
+    "<tool_call>",
+    '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    '<tool_call>{"name" "</tool_call>',
+    "<tool_call>{x</tool_call>",
+    "<tool_call><function=f><parameter=a></tool_call>",
+    "<function=f><parameter=a>",
+    "<function=f>",
+    "</parameter>  ",
+    "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value>x",
+    "<tool_call>f<arg_key>",
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS][{",
+    "[TOOL_CALLS]f[CALL_ID]",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    '{"name": "add", "parameters": {}};',
+]

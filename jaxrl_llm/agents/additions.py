@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data import masks
-from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.masks import Dialogue
 from jaxrl_llm.data.tokenizer import Message, rendered
 from jaxrl_llm.types import Picture
@@ -37,6 +37,7 @@ def addition(
     following: Sequence[Message],
     options: Mapping[str, Any],
     last: int,
+    sampled: str = "",
 ) -> Addition:
     """Returns the tokens between the last one that was sampled and the policy's next turn.
 
@@ -46,23 +47,24 @@ def addition(
       options: `tools` and other variables of the template.
       last: The last token that was sampled: the end of the turn, or another one where the turn was
         ended by a stop string.
+      sampled: The text of the turn as it was sampled. With it, a template that writes an empty
+        thinking into the last turn alone (Qwen3) rewrites only turns that were sampled with one.
 
     Raises:
       DataError: If the template refuses the dialogue.
     """
     render = functools.partial(rendered, tokenizer, options=options, tokenize=False)
     turn = [*before, answer]
-    try:
-        whole = str(render([*turn, *following], add_generation_prompt=True))
-    except DataError:  # some templates want the arguments of calls as JSON
-        before, turn = with_json(before), with_json(turn)
-        whole = str(render([*turn, *following], add_generation_prompt=True))
+    whole = str(render([*turn, *following], add_generation_prompt=True))
     found = masks.beginnings(tokenizer, Dialogue(turn, 0, options, ""), whole)
     end = next((len(text) for text in found if whole.startswith(text)), 0)
-    if not end:
-        return Addition(_tokens(tokenizer, whole), True)
-    # Without its header, whose special tokens end no turn.
     asked = str(render(before, add_generation_prompt=True))
+    if not end:
+        kept = masks.kept_turn(asked, str(render(turn)), whole)
+        if kept is None or not sampled or _contains(sampled, kept.dropped):
+            return Addition(_tokens(tokenizer, whole), True)
+        end = kept.end
+    # Without its header, whose special tokens end no turn.
     header = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
     said, rest = whole[min(len(list(header)), end) : end], whole[end:]
     ended = last in _specials(tokenizer)
@@ -79,6 +81,11 @@ def addition(
     else:
         tail = said[said.rfind(mark) + len(mark) :]
     return Addition(_after(tokenizer, mark, tail + rest), False)
+
+
+def _contains(text: str, part: str) -> bool:
+    """Whether a text has a part in it, whatever the white space."""
+    return "".join(part.split()) in "".join(text.split())
 
 
 def with_json(messages: Sequence[Message]) -> list[Message]:
@@ -106,7 +113,7 @@ def _after(tokenizer: PreTrainedTokenizerBase, mark: str, text: str) -> tuple[in
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(encode(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,16 +6,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents import additions, calls, contents, tools
-from jaxrl_llm.agents.calls import Call, Said
+from jaxrl_llm.agents import additions, contents, tool_call_formats, tools
 from jaxrl_llm.agents.pool import AgentError, Answer
+from jaxrl_llm.agents.tool_call_arguments import schemas_of
+from jaxrl_llm.agents.tool_call_formats import ParsedTurn, ToolCall
+from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
 from jaxrl_llm.config.agent import AgentConfig
+from jaxrl_llm.data.encoding import without_guards
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.pictures import Pictures, expanded
 from jaxrl_llm.data.tokenizer import Message, prompt_text, prompt_tokens
 from jaxrl_llm.types import EpisodeLog, Picture, Prompt
 
 _LOST = ("timeout", "ended")  # problems with which a process ends
+_END_TOKENS = 16  # at the end of a prompt, which hold a mark that opens thinking
 NOTHING = additions.Addition((), False)  # follows: the episode has ended
 
 # What an episode asks its process, the answers, and the outcome.
@@ -23,10 +27,10 @@ Talk = Generator[Mapping[str, Any], Answer, dict[str, Any]]
 
 
 def call_format(config: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the format in which calls are written, "" if the chat template does not tell."""
+    """The format in which the model writes calls, "" if the chat template does not tell it."""
     if config.call_format != "auto":
         return config.call_format
-    return calls.format_of(str(tokenizer.chat_template or ""))
+    return tool_call_formats.format_name(str(tokenizer.chat_template or ""))
 
 
 class Rules:
@@ -69,12 +73,14 @@ class Rules:
     def told(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[Picture], int]:
         """Returns a message for the template, its images, and how many of these are broken.
 
-        AgentError if it has images, and this run reads none.
+        AgentError if it has images without a text in their place, and this run reads none.
         """
         said = contents.texts_of(message["content"], self._harmless)
         if isinstance(said, str):
             return {**message, "content": said}, [], 0
         if self.pictures is None:
+            if (text := contents.without_images(said)) is not None:
+                return {**message, "content": text}, [], 0
             raise AgentError(
                 "config.agent: a tool or an environment gave an image, but this run reads text"
                 " alone; use a model of text and images, without what is refused for prompts with"
@@ -107,8 +113,10 @@ class Episode:
         self._options = prompt.options
         self._messages: list[Message] = list(prompt.messages)  # those that the template has shown
         self._images: list[Picture] = list(prompt.images)  # of these
-        self._said: Said = Said("", ())
+        self._turn = ParsedTurn("", ())  # the last one
         self._last = -1  # the last token that was sampled
+        self._sampled = ""  # the text of the last turn, as it was sampled
+        self._open_thinking = self._thinking_mark(prompt.tokens)  # the policy's next turn is in it
         self.is_lost = False  # its environment ended with its process: nothing answers any more
         self.log = EpisodeLog(environment=self.environment)
 
@@ -144,8 +152,8 @@ class Episode:
         errors: collections.Counter[str] = collections.Counter()
         counts: collections.Counter[str] = collections.Counter()
         known = {schema["function"]["name"] for schema in self._schemas}
-        if self._said.calls and known:
-            for number, call in enumerate(self._said.calls):
+        if self._turn.calls and known:
+            for number, call in enumerate(self._turn.calls):
                 counts[call.name if call.name in known else "unknown"] += 1
                 kind, text = self._refused(call, number, known)
                 if not kind:
@@ -175,7 +183,7 @@ class Episode:
             return {"reward": 0.0, "errors": {f"reward_{kind}": 1}}
         return {"reward": answer["reward"], "errors": {}}
 
-    def _refused(self, call: Call, number: int, known: set[str]) -> tuple[str, str]:
+    def _refused(self, call: ToolCall, number: int, known: set[str]) -> tuple[str, str]:
         """Returns (kind, text) of the problem with a call; "" if it can be made."""
         if number >= self._config.max_calls:
             return "too_many", f"only {self._config.max_calls} calls are made in a turn"
@@ -185,7 +193,7 @@ class Episode:
             return "unknown", f"no tool {call.name!r}; there are {', '.join(sorted(known))}"
         return "", ""
 
-    def _reply(self, number: int, call: Call, said: contents.Content) -> dict[str, Any]:
+    def _reply(self, number: int, call: ToolCall, said: contents.Content) -> dict[str, Any]:
         said = contents.texts_of(said, self._cut)
         return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": said}
 
@@ -198,14 +206,14 @@ class Episode:
     @property
     def answer(self) -> dict[str, Any]:
         """The policy's turn as a message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._said.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self._turn.text}
         made = [
             {
                 "type": "function",
                 "id": call_id(number),
                 "function": {"name": call.name or "unknown", "arguments": dict(call.arguments)},
             }
-            for number, call in enumerate(self._said.calls)
+            for number, call in enumerate(self._turn.calls)
         ]
         return {**message, "tool_calls": made} if made and self._schemas else message
 
@@ -216,18 +224,22 @@ class Episode:
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         body = tokens[:-1] if stopped and self._last in special else tokens
         text = str(tokenizer.decode(list(body), skip_special_tokens=False))
-        read = calls.FORMATS.get(self._rules.call_format)
-        schemas = calls.schemas_of(self._schemas)
-        self._said = read(text, schemas) if read and schemas else Said(text.strip(), ())
+        self._sampled = text
+        call_format = tool_call_formats.FORMATS.get(self._rules.call_format)
+        schemas = schemas_of(self._schemas)
+        if call_format and schemas:
+            self._turn = call_format.parse(text, schemas, self._open_thinking)
+        else:
+            self._turn = ParsedTurn(text.strip(), ())
         self.log.num_turns += 1
         self.log.messages.append(self.answer)
-        if not stopped or self.is_lost or (not self._said.calls and not self.environment):
+        if not stopped or self.is_lost or (not self._turn.calls and not self.environment):
             return False
         if self.log.seconds >= self._config.max_tool_s:
             self.log.errors["tool_seconds"] += 1
             return False
         # The environment judges the last turn too; a call would be in vain.
-        return not (self._said.calls and self._is_last)
+        return not (self._turn.calls and self._is_last)
 
     @property
     def _is_last(self) -> bool:
@@ -244,8 +256,10 @@ class Episode:
             (tokens,) = prompt_tokens(self._rules.tokenizer, [text], True)
             where = f"environment {self.environment!r}"
             tokens, images = expanded(self._rules.pictures, tokens, self._images, where)
+            text = without_guards(text)
             fields = {**vars(self.prompt), "tokens": tokens, "text": text, "images": images}
             self.prompt = Prompt(**{**fields, "messages": tuple(self._messages)})
+            self._open_thinking = self._thinking_mark(tokens)
         return self.prompt
 
     def hear(self, outcome: Mapping[str, Any]) -> additions.Addition:
@@ -270,6 +284,7 @@ class Episode:
                 following,
                 self._options,
                 self._last,
+                self._sampled,
             )
             seen = self._images[0 if found.rewrites else num_before :]
             found = found._replace(**self._with_images(found.tokens, seen))
@@ -278,6 +293,7 @@ class Episode:
             return NOTHING
         log.num_rewritten += found.rewrites
         self._messages = [*self._messages, self.answer, *following]
+        self._open_thinking = self._thinking_mark(found.tokens)
         return found
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
@@ -294,6 +310,11 @@ class Episode:
             self._images += images
             self.log.errors.update({"image": broken} if broken else {})
         return found
+
+    def _thinking_mark(self, tokens: Sequence[int]) -> str:
+        """The mark of the thinking that these tokens open at their end, "" if they open none."""
+        end = self._rules.tokenizer.decode(list(tokens[-_END_TOKENS:]), skip_special_tokens=False)
+        return open_thinking_mark(str(end))
 
     def _with_images(self, tokens: Sequence[int], images: Sequence[Picture]) -> dict[str, Any]:
         every, placed = expanded(self._rules.pictures, tokens, images, "an addition")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.processes.sandbox import Limits, Session
+from jaxrl_llm.text import split_lines
 
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -24,11 +25,8 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 _UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _NAMES: Mapping[str, float] = {"pi": math.pi, "e": math.e}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "floor")},
-    **{"ceil": math.ceil, "abs": abs, "round": round, "min": min, "max": max},
-}
 _MAX_CHARACTERS = 1024
+_MAX_DIGITS = 1300  # before or after the point; no number here has more
 _MAX_BITS = 4096  # of an integer
 
 
@@ -45,7 +43,12 @@ def calculator(expression: str) -> str:
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"the expression has over {_MAX_CHARACTERS} characters")
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
-    value = _value(ast.parse(text, mode="eval").body)
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (RecursionError, MemoryError) as error:  # Python's parser raises either
+        raise ValueError("the expression is nested too deeply") from error
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value)
@@ -54,26 +57,47 @@ def calculator(expression: str) -> str:
 def _value(node: ast.AST) -> Any:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
+            return _bounded(number)
         case ast.BinOp(left, operation, right) if type(operation) in _BINARY:
             left, right = _value(left), _value(right)
-            if isinstance(operation, ast.Pow) and _bits(left) * abs(right) > _MAX_BITS:
+            are_integers = isinstance(left, int) and isinstance(right, int)
+            if (
+                isinstance(operation, ast.Pow)
+                and are_integers
+                and abs(left) > 1
+                and (left.bit_length() - 1) * right > _MAX_BITS  # at least so many
+            ):
                 raise ValueError("the power is too large")
-            result = _BINARY[type(operation)](left, right)
-            if _bits(result) > _MAX_BITS:
-                raise ValueError("the number is too large")
-            return result
+            return _bounded(_BINARY[type(operation)](left, right))
         case ast.UnaryOp(operation, operand) if type(operation) in _UNARY:
             return _UNARY[type(operation)](_value(operand))
         case ast.Name(name) if name in _NAMES:
             return _NAMES[name]
         case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*map(_value, arguments))
+            return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
 
 
-def _bits(number: Any) -> int:
-    return number.bit_length() if isinstance(number, int) else 64
+def _bounded(number: Any) -> Any:
+    """Returns a number; ValueError if it is not real, not finite, or too large to be printed."""
+    if isinstance(number, complex) or number != number or abs(number) == math.inf:
+        raise ValueError("the value is no real number, or too large")
+    if isinstance(number, int) and number.bit_length() > _MAX_BITS:
+        raise ValueError("the number is too large")
+    return number
+
+
+def _round(number: Any, digits: Any = None) -> Any:
+    """Python's `round`, which takes for ever with digits that no number has."""
+    if digits is not None and abs(digits) > _MAX_DIGITS:
+        raise ValueError(f"round: {digits} digits; at most {_MAX_DIGITS} before or after the point")
+    return round(number, digits)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan", "floor")},
+    **{"ceil": math.ceil, "abs": abs, "round": _round, "min": min, "max": max},
+}
 
 
 class Python:
@@ -141,19 +165,31 @@ def index(corpus: str) -> tuple[list[str], Any]:
     """
     bm25s = _bm25s()
     passages = []
-    for number, line in enumerate(pathlib.Path(corpus).read_text("utf-8").splitlines(), 1):
+    try:
+        lines = split_lines(pathlib.Path(corpus).read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{corpus}: is not UTF-8: {error}; convert it") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             text = row.get("text", row.get("contents"))
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{corpus}, line {number}: no JSON object: {error}") from error
+        except (ValueError, AttributeError, RecursionError) as error:
+            deep = "brackets are nested too deep"
+            problem = deep if isinstance(error, RecursionError) else error
+            raise ValueError(f"{corpus}, line {number}: no JSON object: {problem}") from error
         if not isinstance(text, str):
             raise ValueError(f"{corpus}, line {number}: no `text`, only {sorted(row)}")
         passages.append(f"{row['title']}\n{text}" if row.get("title") else text)
     if not passages:
         raise ValueError(f"{corpus}: no line with a passage")
+    words = bm25s.tokenize(passages, stopwords="en", show_progress=False)
+    if not any(words.ids):
+        raise ValueError(
+            f"{corpus}: none of its {len(passages)} passages has a word to search for; words of at"
+            " least two letters that are no stop words of English are; use another corpus"
+        )
     made = bm25s.BM25()
-    made.index(bm25s.tokenize(passages, stopwords="en", show_progress=False), show_progress=False)
+    made.index(words, show_progress=False)
     return passages, made

@@ -1,15 +1,16 @@
 """Tools: typed Python functions with docstrings, and what their results become."""
 
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl_llm.algorithms import lookup
-
-if TYPE_CHECKING:  # takes a second, and processes of episodes have no tokenizer
-    from transformers import PreTrainedTokenizerBase
+from jaxrl_llm.data.encoding import special_tokens as special_tokens
+from jaxrl_llm.data.encoding import with_spaces
+from jaxrl_llm.text import clean_text
 
 Tool = Callable[..., Any]
 
@@ -47,27 +48,16 @@ def functions(made: Any, kwargs: Mapping[str, Any] = {}) -> dict[str, Tool]:
 
 
 def _with(tool: Tool, hidden: Mapping[str, Any]) -> Tool:
-    taken = {name: hidden[name] for name in inspect.signature(tool).parameters if name in hidden}
-    return lambda **arguments: tool(**{**arguments, **taken})
+    signature = inspect.signature(tool)
+    taken = {name: hidden[name] for name in signature.parameters if name in hidden}
+    shown = [each for name, each in signature.parameters.items() if name not in taken]
 
+    @functools.wraps(tool)
+    def call(*args: Any, **arguments: Any) -> Any:
+        return tool(*args, **{**arguments, **taken})
 
-def schema(tool: Tool, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Returns what a chat template shows of a tool, as `transformers.utils.get_json_schema` does.
-
-    ValueError if it has no docstring, or an argument without type or description.
-    """
-    from transformers.utils import get_json_schema  # takes a second; only where schemas are made
-
-    given = getattr(tool, "json_schema", None)  # of an adapter
-    if given is not None:
-        return given
-    try:
-        made = get_json_schema(tool)
-    except Exception as error:  # of several kinds
-        name = getattr(tool, "__name__", str(tool))
-        rule = "a tool has a docstring with a line `name: what it is` under Args:, and types"
-        raise ValueError(f"tool {name!r}: {error}; {rule}") from error
-    return made
+    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return call
 
 
 def as_text(value: Any) -> str:
@@ -76,11 +66,11 @@ def as_text(value: Any) -> str:
     TypeError for what is neither, for example bytes.
     """
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return clean_text(value)
     if hasattr(value, "tolist"):
         value = value.tolist()
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return clean_text(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         rule = "a tool returns a text, or what JSON can hold"
         raise TypeError(f"returned {type(value).__name__}; {rule}") from error
@@ -102,19 +92,9 @@ def shortened(text: str, limit: int, side: str) -> str:
     return f"{text[: limit - tail]}...(cut)...{text[len(text) - tail :]}"
 
 
-def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:
-    """Returns what finds a tokenizer's special tokens in a text; None if it has none."""
-    texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    texts = {text for text in texts | set(tokenizer.all_special_tokens) if len(text) > 1}
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if texts else None
-
-
 def harmless(text: str, special: re.Pattern[str] | None) -> str:
     """Returns a text in which no special token of the tokenizer is left: a space breaks each.
 
     What a tool answers could otherwise end its turn and speak for others.
     """
-    if special is None:
-        return text
-    return special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
+    return text if special is None else with_spaces(text, special)

@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxrl_llm.agents import contents, environments, ready, tools
+from jaxrl_llm.agents import contents, environments, ready, tool_schema, tools
 from jaxrl_llm.agents.coroutines import BlockedError, Own, Randomness, Watch
 from jaxrl_llm.agents.environments import Environment, settled
 from jaxrl_llm.processes import supervisor
@@ -186,12 +186,12 @@ class _Episode:
         alone, of_environments = {}, {}
         for name in self._settings["tools"]:
             functions = self._functions([name], {})
-            alone[name] = [tools.schema(function) for function in functions.values()]
+            alone[name] = [tool_schema.schema(function) for function in functions.values()]
         for name, (path, address) in self._settings["environments"].items():
             environment = environments.made(path, address)
             await _prepared(environment)
             methods = environment.tools.values()
-            of_environments[name] = [tools.schema(method) for method in methods]
+            of_environments[name] = [tool_schema.schema(method) for method in methods]
             await environment.close()
         return {"tools": alone, "environments": of_environments}
 
@@ -223,6 +223,10 @@ class _Episode:
             return {"problem": "arguments", "text": f"{name}: {error}"}
         except ValueError:  # a tool without a signature
             pass
+        try:
+            arguments = tool_schema.converted(tool, arguments)
+        except ValueError as error:
+            return {"problem": "arguments", "text": f"{name}: {error}"}
         return {"text": contents.content(await settled(tool(**arguments)), self._shortened)}
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,8 +116,8 @@ def remax(rewards: PerToken, response_mask: Mask, baselines: PerRow) -> Advantag
 
 
 def _centered(scores: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
-    means = masked.group_mean(scores, group_ids, members)
-    return scores - jnp.where(masked.group_size(group_ids, members) > 1.0, means, 0.0)
+    centered = masked.group_centered(scores, group_ids, members)
+    return jnp.where(masked.group_size(group_ids, members) > 1.0, centered, scores)
 
 
 def _whitened(row_advantages: PerRow, response_mask: Mask) -> PerToken:
@@ -269,11 +269,11 @@ def opo(scores: PerRow, group_ids: GroupIds, members: RowMask, response_mask: Ma
     """
     lengths = jnp.sum(response_mask, axis=-1).astype(scores.dtype)
     total = jnp.maximum(masked.group_sum(lengths, group_ids, members), 1.0)
-    # Around the group's mean, so that equal scores give exactly 0.
-    means = masked.group_mean(scores, group_ids, members)
-    weighted = means + masked.group_sum(lengths * (scores - means), group_ids, members) / total
+    # Around the group's mean, so that equal scores give exactly 0 and an offset costs no digits.
+    centered = masked.group_centered(scores, group_ids, members)
+    weighted = masked.group_sum(lengths * centered, group_ids, members) / total
     alone = masked.group_size(group_ids, members) <= 1.0
-    return scores - jnp.where(alone, 0.0, weighted)
+    return jnp.where(alone, scores, centered - weighted)
 
 
 def gpg(scores: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:

@@ -3,12 +3,14 @@
 Functions, those of the tables in this folder and a user's own, name what they need as parameters.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +27,42 @@ def _module_from_file(path: pathlib.Path, modified_ns: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{path.stem}_{modified_ns}", path)
     assert spec and spec.loader, "the name ends with .py"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _siblings_importable(path.parent):
+        spec.loader.exec_module(module)
     return module
+
+
+# The folder of each module that a user's file has imported from beside itself, by its name.
+_sibling_folders: dict[str, pathlib.Path] = {}
+
+
+@contextlib.contextmanager
+def _siblings_importable(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a file import modules of its own folder, as if it were run as a script.
+
+    First in the search path while the file runs, so that `import helpers` is the one beside it;
+    then last, for imports inside functions, so that no later import of a library can meet a file
+    of the user's. A module of the same name from another user's folder makes way.
+    """
+    for name, other in list(_sibling_folders.items()):
+        is_here = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        if other != folder and is_here:
+            for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
+                del sys.modules[loaded]
+            del _sibling_folders[name]
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()  # a file may have been written just now
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        for name in {key.partition(".")[0] for key in set(sys.modules) - before}:
+            origin = getattr(sys.modules.get(name), "__file__", None)
+            if origin and folder in pathlib.Path(origin).parents:
+                _sibling_folders[name] = folder
 
 
 def _module(name: str, location: str) -> ModuleType:

@@ -77,6 +77,20 @@ def min(x: Floats, mask: Bools, axis: int | None = None) -> Floats:
     return -max(-x, mask, axis)
 
 
+def dominating_offset(smallest: Floats, largest: Floats) -> Floats:
+    """The smallest of some numbers if it is so large that their mean would lose digits, else 0.
+
+    Float32 has 24 bits. Where an offset is 1024 times the spread, ten of them are lost in a mean,
+    and all of them at 1e7. The offset is subtracted first there; elsewhere results keep their bits.
+
+    >>> print(dominating_offset(jnp.array([1e7, 1.0]), jnp.array([1e7 + 1, 3.0])))
+    [1.e+07 0.e+00]
+    """
+    spread = largest - smallest
+    dominates = (spread > 0) & (jnp.minimum(abs(smallest), abs(largest)) > 1024 * spread)
+    return jnp.where(dominates, smallest, 0.0)
+
+
 def whiten(x: PerToken, mask: Mask) -> PerToken:
     """Returns `x` shifted and scaled to mean 0 and variance 1 over the masked tokens.
 
@@ -91,6 +105,10 @@ def whiten(x: PerToken, mask: Mask) -> PerToken:
     (x,) = zero_outside(mask, x)
     # Equal numbers whiten to equal bits, whatever the compiler could fuse into the sums.
     x = jax.lax.optimization_barrier(x)
+    x = x - dominating_offset(
+        jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf),
+        jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf),
+    )
     scaled = (x - mean(x, mask)) * jax.lax.rsqrt(variance(x, mask) + 1e-8)
     return jnp.where(mask, scaled, 0.0)
 
@@ -141,16 +159,37 @@ def group_size(group_ids: GroupIds, members: RowMask) -> PerRow:
 def group_mean(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
     """Returns, for each row, the mean of its group.
 
-    The mean of equal numbers is that number to the bit: their deviations are exactly 0.
+    The mean of equal numbers is that number to the bit: their deviations are exactly 0. Where an
+    offset is much larger than the differences the mean is rounded to the offset's precision; see
+    `group_centered`.
 
     >>> x, groups = jnp.array([1.0, 2.0, 4.0]), jnp.array([0, 1, 0])
     >>> print(group_mean(x, groups, jnp.ones(3, bool)))
     [2.5 2.  2.5]
     """
+    origin, shift = _group_mean_parts(x, group_ids, members)
+    return origin + shift
+
+
+def group_centered(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
+    """The difference of each row from the mean of its group, exact at any offset.
+
+    The mean of `[1e7, 1e7, 1e7, 1e7 + 1]` is no float32, the differences from it are.
+
+    >>> x, groups = 1e7 + jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.zeros(4, int)
+    >>> print(group_centered(x, groups, jnp.ones(4, bool)))
+    [-0.25 -0.25 -0.25  0.75]
+    """
+    origin, shift = _group_mean_parts(x, group_ids, members)
+    return (x - origin) - shift
+
+
+def _group_mean_parts(x: PerRow, group_ids: GroupIds, members: RowMask) -> tuple[PerRow, PerRow]:
+    """The smallest number of each row's group, and the mean's distance from it."""
     smallest = -group_max(-x, group_ids, members)
     origin = jnp.where(jnp.isfinite(smallest), smallest, 0.0)
     size = jnp.maximum(group_size(group_ids, members), 1.0)
-    return origin + group_sum(x - origin, group_ids, members) / size
+    return origin, group_sum(x - origin, group_ids, members) / size
 
 
 def group_deviation(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
@@ -161,6 +200,6 @@ def group_deviation(x: PerRow, group_ids: GroupIds, members: RowMask) -> PerRow:
     [1.4142 1.     1.4142 0.     0.    ]
     """
     size = group_size(group_ids, members)
-    squares = jnp.square(x - group_mean(x, group_ids, members))
+    squares = jnp.square(group_centered(x, group_ids, members))
     variance = group_sum(squares, group_ids, members) / jnp.maximum(size - 1.0, 1.0)
     return jnp.where(size > 1.0, jnp.sqrt(variance), 1.0)

@@ -76,17 +76,18 @@ def overlong_penalty(
     return -config.overlong_penalty * jnp.clip(exceeded, 0.0, 1.0)
 
 
-def uniform_groups(scores: PerRow, group_ids: GroupIds) -> RowMask:
+def uniform_groups(scores: PerRow, group_ids: GroupIds, members: RowMask | None = None) -> RowMask:
     """Returns which rows belong to a group of two or more whose scores are all equal.
 
-    Their group advantages are 0; dynamic sampling replaces them. A group of one is never uniform:
+    Of rows that are no `members` (None: all are) neither scores nor number count. Group advantages
+    of such groups are 0; dynamic sampling replaces them. A group of one is never uniform:
     its advantage is its score. Yu et al., DAPO, arXiv:2503.14476, Eq. 11.
 
     >>> print(uniform_groups(jnp.array([1.0, 0.0, 1.0, 1.0, 5.0]), jnp.array([0, 1, 0, 1, 2])))
     [ True False  True False False]
     """
     scores, group_ids = jnp.asarray(scores), jnp.asarray(group_ids)
-    members = jnp.ones(scores.shape, bool)
+    members = jnp.ones(scores.shape, bool) if members is None else jnp.asarray(members)
     largest = masked.group_max(scores, group_ids, members)
     smallest = -masked.group_max(-scores, group_ids, members)
     return (largest == smallest) & (masked.group_size(group_ids, members) > 1.0)

@@ -63,7 +63,16 @@ def optimal_token_baseline(
         (inside,) = zero_outside(response_mask, x)
         return jax.ops.segment_sum(inside.ravel(), bins.ravel(), batch * length)[bins]
 
-    baseline = sums(returns * energy) / (sums(energy) + 1e-8)
+    def maxima(x: PerToken) -> PerToken:
+        """The largest of the group's tokens of equal position."""
+        inside = jnp.where(response_mask, x, -jnp.inf)
+        return jax.ops.segment_max(inside.ravel(), bins.ravel(), batch * length)[bins]
+
+    # A mean of returns around a large offset is rounded to the offset's precision.
+    offset = masked.dominating_offset(-maxima(-returns), maxima(returns))
+    offset = jnp.where(sums(energy) > 1e-4, offset, 0.0)  # else 1e-8 below counts
+    around = returns - offset
+    baseline = sums(around * energy) / (sums(energy) + 1e-8)
     # Beyond the second longest response the longest one would be its own baseline.
     members = jnp.any(response_mask, axis=-1)
     lengths = jnp.sum(response_mask, axis=-1).astype(returns.dtype)
@@ -73,6 +82,7 @@ def optimal_token_baseline(
     second = masked.group_max(lengths, group_ids, members & ~is_longest)
     in_tail = alone[:, None] & (positions >= second[:, None])
     singleton = masked.group_size(group_ids, members)[:, None] <= 1.0
-    baseline = jnp.where(response_mask & ~in_tail & ~singleton, baseline, 0.0)
-    (advantages,) = zero_outside(response_mask, returns - baseline)
+    has_baseline = response_mask & ~in_tail & ~singleton
+    advantages = jnp.where(has_baseline, around - baseline, returns)
+    (advantages,) = zero_outside(response_mask, advantages)
     return advantages, returns

@@ -40,6 +40,18 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
+def is_held(folder: pathlib.Path) -> bool:
+    """Whether a process holds `folder`; true also where the file system cannot tell."""
+    try:
+        with (folder / NAME).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is locked, or there are no locks here
+        return True
+
+
 def _taken(path: pathlib.Path) -> IO[str]:
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,15 +51,16 @@ class Saver:
         self._kept = policies.AnyPreservationPolicy([])
         self._manager = self._open()
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self) -> ocp.CheckpointManager | None:
+        """The manager that writes steps; None for a reader, which only looks at complete ones."""
+        if self._read_only:
+            return None
         # Where processes are named, they wait for each other without devices, which may be at work.
         everyone = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
-            cleanup_tmp_directories=not self._read_only,
-            read_only=self._read_only,
+            cleanup_tmp_directories=True,
             create=False,  # which it refuses to processes that are named
-            save_interval_steps=int(not self._read_only),  # else it warns that it sets this
             enable_async_checkpointing=True,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everyone),
             temporary_path_class=seal.SealedPath,
@@ -70,10 +71,10 @@ class Saver:
             "meta": ocp.JsonCheckpointHandler(),
         }
         try:
-            if not self._read_only:
-                if hosts.is_first():
-                    self._directory.mkdir(parents=True, exist_ok=True)
-                hosts.told_by_first("made")  # the others wait for that
+            if hosts.is_first():
+                self._directory.mkdir(parents=True, exist_ok=True)
+                _remove_empty(self._directory)
+            hosts.told_by_first("made")  # the others wait for that
             return ocp.CheckpointManager(self._directory, options=options, item_handlers=items)
         except OSError as error:
             raise _write_error(self._directory, error) from error
@@ -90,16 +91,34 @@ class Saver:
 
     def best_step(self) -> int:
         """Returns the step with the best `config.best_metric`, 0 if the newest names none."""
-        newest = self.latest_step()
-        return _meta(self._directory / str(newest))["best"].get("step", 0) if newest else 0
+        sealed = [step for step in self._steps() if (self._folder(step) / seal.SEAL).is_file()]
+        return _meta(self._folder(max(sealed)))["best"].get("step", 0) if sealed else 0
 
     def latest_step(self) -> int:
-        """Returns the newest complete step, or 0."""
-        return self._manager.latest_step() or 0
+        """The newest step, or 0; it may be damaged, but holds something."""
+        return max(self._steps(), default=0)
+
+    def _steps(self) -> list[int]:
+        """The complete steps, but for folders with nothing in them."""
+        if self._manager is not None:
+            steps = list(self._manager.all_steps())
+        else:
+            is_made = self._directory.exists()
+            steps = ocp.utils.checkpoint_steps(self._directory) if is_made else []
+        return [step for step in steps if not is_empty(self._folder(step))]
+
+    def _folder(self, step: int) -> epath.Path:
+        return self._directory / str(step)
+
+    @property
+    def _writer(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            raise ValueError(f"{self._directory}: opened read-only; nothing can be saved")
+        return self._manager
 
     @property
     def saving(self) -> bool:
-        return bool(self._saving) and self._manager.is_saving_in_progress()
+        return bool(self._saving) and self._writer.is_saving_in_progress()
 
     def save(self, step: int, state: Tree, extra: Json) -> None:
         """Saves a step; returns when `state` is copied to the host, so that it may be donated.
@@ -116,7 +135,7 @@ class Saver:
                 raise OSError(failure)
             newest = policies.LatestN(self._config.keep)
             self._kept.policies = [newest, policies.CustomSteps([self._best.get("step", 0)])]
-            self._manager.save(step, args=content)
+            self._writer.save(step, args=content)
         except Exception as error:
             self._failed(step, error)
         else:
@@ -153,7 +172,7 @@ class Saver:
         if not saving:
             return
         try:
-            self._manager.wait_until_finished()
+            self._writer.wait_until_finished()
         except Exception as error:
             self._failed(saving, error)
         else:
@@ -163,7 +182,7 @@ class Saver:
         self._best = self._best_saved
         # The manager counts a failed step as saved; one opened again sees what is on disk.
         with contextlib.suppress(Exception):  # raises `cause` again, which is reported below
-            self._manager.close()
+            self._writer.close()
         self._manager = self._open()
         error = _write_error(self._directory / str(step), cause)
         if self._config.on_failure == "stop":
@@ -185,7 +204,7 @@ class Saver:
         undamaged, or the saved arrays have other names, shapes or dtypes than `abstract_state`.
         """
         self.wait()
-        steps = [s for s in self._manager.all_steps() if not step or s <= step]
+        steps = [s for s in self._steps() if not step or s <= step]
         if not steps:
             raise CheckpointError(
                 f"{self._directory}: no checkpoint to restore; look at latest_step() first"
@@ -204,7 +223,7 @@ class Saver:
                 aside.rmtree(missing_ok=True)
                 folder.rename(aside)
             hosts.told_by_first("moved")  # the others wait for that
-            self._manager.reload()
+            self._writer.reload()
         raise CheckpointError(
             f"{self._directory}: all steps are damaged ({', '.join(map(str, steps))}), see the"
             " warnings above; restore the folder from a backup, or start in another --workdir"
@@ -215,7 +234,21 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
+
+
+def is_empty(folder: PathLike) -> bool:
+    """Whether a folder holds no file, at any depth: a copy that was broken off, not a step."""
+    return not any(files for _, _, files in os.walk(folder))
+
+
+def _remove_empty(directory: epath.Path) -> None:
+    """Removes the folders of steps that hold no file, so that the steps can be saved."""
+    for folder in directory.iterdir():
+        if folder.name.isdecimal() and folder.is_dir() and is_empty(folder):
+            logging.warning("%s: empty, no checkpoint; it is removed", folder)
+            folder.rmtree()
 
 
 def save_tree(path: PathLike, tree: Tree, extra: Mapping[str, Any]) -> None:

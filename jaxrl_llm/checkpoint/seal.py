@@ -16,7 +16,8 @@ from concurrent import futures
 import orbax.checkpoint as ocp
 from etils import epath
 
-SEAL = "sha256.json"  # within the folder: {file: digest} of all the others
+from jaxrl_llm.config.folder import SEAL  # within the folder: {file: digest} of all the others
+
 _EARLY_BYTES = 1 << 20  # arrays; Orbax may write its smaller files twice
 _LOOK_S = 1.0
 _UNNAMED = ocp.path.atomicity.TMP_DIR_SUFFIX

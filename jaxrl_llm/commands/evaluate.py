@@ -9,11 +9,11 @@ import jax
 from jaxrl_llm import errors, program
 from jaxrl_llm.agents.world import World
 from jaxrl_llm.commands.options import Evaluate
-from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.data import datasets
 from jaxrl_llm.learner import saved
 from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.trainer.evaluate import Evaluator
 
 
@@ -21,7 +21,7 @@ def _load(options: Evaluate) -> SavedPolicy:
     if options.workdir:
         return saved.from_run(options.workdir)
     assert options.config is not None  # as `Evaluate.rules` asks
-    config = rl_config(options.config)
+    config = options.config.require_rl()
     model = dataclasses.replace(config.model, path=options.model)
     return saved.from_model(dataclasses.replace(config, model=model))
 
@@ -52,6 +52,7 @@ def main(options: Evaluate) -> None:
         held_out = datasets.load_dataset(
             config.data, tokenizer, "eval", config.seed, options_of, source.models.pictures
         )
+        held_out = truth_checks.readable({"eval": (held_out, only_functions)})["eval"]
         scorer = stack.enter_context(
             rewards_lib.Scorer(only_functions, {}, environments, bool(environments))
         )

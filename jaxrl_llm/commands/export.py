@@ -31,6 +31,7 @@ def main(options: Export) -> None:
         source_config=families.read_config(path) if path else None,
         dtype=options.dtype or None,
         eos_token_ids=models.eos_tokens,
+        generation_config=families.generation_config(path) if path else {},
     )
     if models.pictures is not None and hosts.is_first():
         models.pictures.save(options.out)

@@ -46,7 +46,7 @@ class Train(OfDevices):
 
     module = "train"
     positional = "replay"
-    config: JobConfig = option("The job: a .py or .yaml file, or a run's config.json.")
+    config: JobConfig = option("Name of a starter config; a .py, .yaml or config.json file.")
     workdir: Folder = option("Folder of the job, made if missing.")
     dry_run: bool = option("Only check; print the plan and all settings.", False)
     replay: tuple[str, ...] = option("Learn from these dumps, rollouts/STEP.jsonl.", ())
@@ -121,6 +121,7 @@ class Serve(OfDevices):
     grace_s: Annotated[float, Range("[0, inf]")] = option("Time for requests after SIGTERM.", 30.0)
     request_s: Annotated[float, Range("[0.1, inf]")] = option("Maximum time of a request.", 600.0)
     body_bytes: Natural = option("Maximum body of a request; 0: 1 MiB, with images 32.", 0)
+    special_tokens: Literal["text", "tokens"] = option("Spelled in messages.", "text")
 
     def rules(self) -> Problems:
         yield from _either(self)
@@ -236,6 +237,30 @@ class View(Options):
             yield given[1], f"give it or --{given[0]}, not both"
 
 
+class Configs(Options):
+    """Lists the starter configs with machine and planned memory."""
+
+    module = "configs"
+
+    json: bool = option("Print a JSON list.", False)
+
+
+class New(Options):
+    """Writes a copy of a starter config to edit.
+
+    jaxrl_llm new NAME FILE: for example jaxrl_llm new grpo_tiny my_run.py.
+    """
+
+    module = "new"
+    positional = "name"
+
+    name: tuple[str, ...] = option("Name of the starter config, and the file to write.")
+
+    def rules(self) -> Problems:
+        if len(self.name) > 2:
+            yield "name", f"takes a starter config and a file, got {len(self.name)} arguments"
+
+
 COMMANDS: Mapping[str, type[Options]] = {
     "train": Train,
     "evaluate": Evaluate,
@@ -246,6 +271,8 @@ COMMANDS: Mapping[str, type[Options]] = {
     "import": Import,
     "view": View,
     "control": Control,
+    "configs": Configs,
+    "new": New,
 }
 # Started by files of `launch/` alone.
 OTHERS: Mapping[str, type[Options]] = {"serve_jetstream": ServeJetstream}

@@ -3,11 +3,11 @@
 import json
 
 import jax
+from absl import logging
 
 from jaxrl_llm import errors
 from jaxrl_llm.algorithms import needs
 from jaxrl_llm.commands.options import Plan
-from jaxrl_llm.config import RLConfig
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import fit, placement, report
 
@@ -24,11 +24,15 @@ def main(options: Plan) -> None:
         errors.refuse(report.chart_problems(options.chart))
         errors.check_package("matplotlib", "plot", "--chart:")
     config = options.config
-    if isinstance(config, RLConfig):
-        needs.check(config.algorithm)
+    if config.learns_from_samples:
+        needs.check(config.require_rl().algorithm)
+        for warning in needs.warnings(config.require_rl()):
+            logging.warning("%s", warning)
     elif options.compile or options.placement:
         flag = "compile" if options.compile else "placement"
         errors.refuse([(flag, "is of job='rl' alone; leave it out")])
+    for warning in config.warnings():
+        logging.warning("%s", warning)
     if not (options.topology or options.device):
         place = planned.here(jax.devices())
     else:
@@ -51,7 +55,7 @@ def _print(
     print(report.headline(plan), report.table(plan, compiled), report.bar_chart(plan), sep="\n\n")
     if not plan.fits:
         print(f"\nnearest run that fits, {nearest}")
-    if plan.device.flops and isinstance(plan.job, RLConfig):
+    if plan.device.flops and plan.job.learns_from_samples:
         print("\n" + report.times(plan, options.price))
     if options.placement:
         print("\n" + placement.table(placement.rank(plan.setting, plan.device, plan.num_devices)))

@@ -24,7 +24,8 @@ def main(options: Serve) -> None:
         source = saved.from_model(saved.model_config(options.model, options.dtype, options.tensor))
     else:
         source = saved.from_run(options.workdir)
-    served = server.served(source, options.name, options.max_tokens)
+    treatment = options.special_tokens
+    served = server.served(source, options.name, options.max_tokens, treatment)
     engine = server.engine(
         source, served, options.num_slots, options.chunk_steps, options.draft_tokens
     )

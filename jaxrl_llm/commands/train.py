@@ -7,7 +7,7 @@ import jax
 import jaxrl_llm
 from jaxrl_llm import console, program
 from jaxrl_llm.commands.options import Train
-from jaxrl_llm.config import JobConfig, RLConfig, yaml_file
+from jaxrl_llm.config import JobConfig, yaml_file
 from jaxrl_llm.config.bridge import to_dict
 from jaxrl_llm.learner import planned
 from jaxrl_llm.planning import report
@@ -15,11 +15,12 @@ from jaxrl_llm.planning import report
 
 def _refuse_what_cannot_fit(config: JobConfig, workdir: str) -> None:
     """Raises ConfigError if an RL run cannot fit, before the libraries of a run are loaded."""
-    if not isinstance(config, RLConfig):
+    if not config.learns_from_samples:
         return
-    paths = [config.model.path, *config.scorer_paths]
+    run = config.require_rl()
+    paths = [run.model.path, *run.scorer_paths]
     if all(not path or os.path.isdir(path) for path in paths):  # a missing one is named later
-        planned.check(planned.settled(config, workdir), jax.devices())
+        planned.check(planned.settled(run, workdir), jax.devices())
 
 
 def main(options: Train) -> None:
@@ -27,7 +28,7 @@ def main(options: Train) -> None:
         program.keep_compilations(options.workdir)
     _refuse_what_cannot_fit(options.config, options.workdir)
     with console.work("loading the libraries"):
-        from jaxrl_llm.trainer import rl, supervised  # noqa: F401
+        from jaxrl_llm.trainer import loops  # noqa: F401
     if options.dry_run:
         _show(jaxrl_llm.check(options.config, options.workdir, options.replay), options.workdir)
     else:

@@ -76,6 +76,9 @@ class AlgorithmConfig(Group):
     # The length penalty begins this many tokens before the limit.
     overlong_buffer_tokens: Annotated[int, Range("[0, 2147483647]", "0: off")] = 0
     overlong_penalty: Coefficient = 1.0
+    # DAPO's overlong filter: a response that the length limit cut bears no loss. Its score still
+    # counts in the baseline of its group.
+    mask_truncated: bool = False
     # Correction of the difference between rollout and training log-probs.
     correction: Literal["none", "token", "sequence"] = "none"
     correction_mode: Literal["truncate", "mask"] = "truncate"

@@ -65,32 +65,15 @@ def from_config_dict(values: Mapping[str, Any] | ml_config.ConfigDict) -> JobCon
     config = _build(JOBS[job](), values, "config", errors)
     if errors:
         raise ConfigError(errors)
-    if isinstance(config, RLConfig):
-        chosen = values.get("algorithm") or {}
-        return config if chosen.get("correction") is not None else _corrected(config)
-    return config
-
-
-def _corrected(config: RLConfig) -> RLConfig:
-    """Returns the config with importance weights if nothing corrects for how samples are drawn.
-
-    That is by weights that may be stale, or that are rounded.
-    """
-    algorithm, differs = config.algorithm, config.max_staleness or config.rollout.is_rounded
-    if not differs or algorithm.corrects or algorithm.old_log_probs == "rollout":
-        return config
-    return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, correction="token"))
-
-
-def rl_config(config: JobConfig) -> RLConfig:
-    """Returns the config of a run of RL; raises ConfigError for another job."""
-    if isinstance(config, RLConfig):
-        return config
-    name = next(name for name, job in JOBS.items() if isinstance(config, job))
-    raise ConfigError(f"config.job: {name!r} is not supported here; use a run of job='rl'")
+    return config.with_value_defaults(values)
 
 
 _INVALID: Any = object()
+# Values that had other names in earlier versions.
+_RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "config.trainer.sampling": {"now": "sync", "ahead": "async"},
+    "config.trainer.new_weights": {"finish": "drain", "read_again": "recompute"},
+}
 
 
 def _build(default: Any, values: Any, path: str, errors: list[str]) -> Any:
@@ -137,7 +120,9 @@ def _convert(expected: Any, value: Any, path: str, errors: list[str]) -> Any:
         if any(value == choice and type(value) is type(choice) for choice in args):
             return value
         choices = ", ".join(map(repr, args))
-        errors.append(f"{path}: expected one of {choices}, got {value!r}{_suggestion(value, args)}")
+        renamed = _RENAMED_VALUES.get(path, {}).get(str(value))
+        hint = f"; it is called {renamed!r}" if renamed else _suggestion(value, args)
+        errors.append(f"{path}: expected one of {choices}, got {value!r}{hint}")
         return _INVALID
     if expected is float:
         if type(value) in (int, float):

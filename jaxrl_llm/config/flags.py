@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import config_dict as ml_config
 from ml_collections import config_flags
 
-from jaxrl_llm.config import yaml_file
+from jaxrl_llm.config import starters, yaml_file
 from jaxrl_llm.config.bridge import JOBS, default_config_dict, described, unknown_field
 from jaxrl_llm.config.job import RLConfig
 from jaxrl_llm.config.ranges import Group
@@ -25,14 +25,18 @@ def load(file: str) -> Any:
     """Returns what a config file describes.
 
     That of a YAML file are its settings over the defaults; that of a Python file is the result of
-    its `get_config`, of which text after a colon is the argument.
+    its `get_config`, of which text after a colon is the argument. What is no file may be the name
+    of a starter config.
 
     Entries of named groups get the fields that the file leaves out, so that the command line can
     set them. ConfigError, which names the line, if the file is missing or describes nothing.
     """
     path, *argument = file.split(":", 1)
     if not os.path.isfile(path):  # names that no file can have raise no error here
-        raise ConfigError(f"--config: {path}: no such file")
+        starter = starters.find(path)
+        if starter is None:
+            raise ConfigError(f"--config: {path}: no such file; {starters.hint(path)}")
+        path = str(starter)
     if path.endswith(yaml_file.SUFFIXES):
         values = _over_defaults(yaml_file.read(path))
         _complete(values, _job(values))

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import pathlib
+import re
+import reprlib
 from collections.abc import Iterator
 
 from flax.traverse_util import flatten_dict
@@ -11,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from jaxrl_llm.config.bridge import from_config_dict, to_dict
 from jaxrl_llm.config.job import JobConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.text import json_value
 
 # Settings that a resumed run may change: its length, reports and saves, and the division of work on
 # the machine. All others change the results.
@@ -22,6 +25,10 @@ RESUMABLE = (
     "rewards.num_workers", "rewards.timeout_s", "rewards.memory_gib", "rewards.environment",
     "rewards.ray_workers", "agent.ray_workers", "agent.num_processes", "agent.memory_gib",
 )  # fmt: skip
+
+# Written last into the folder of a checkpoint (`checkpoint/seal.py`): what has it is complete.
+SEAL = "sha256.json"
+_STEP = re.compile("[1-9][0-9]{0,17}")  # the name of such a folder
 
 # Outputs of a run besides its config; it never writes into a folder that already has them.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
@@ -51,12 +58,18 @@ def check_workdir(config: JobConfig, workdir: str | os.PathLike[str]) -> None:
         if changed:
             message = f"{path} belongs to another run; use another --workdir, or the same settings"
             raise ConfigError([message, *changed])
-    names = [folder.name for folder in path.parent.glob("checkpoints/*")]
-    done = max((int(name) for name in names if name.isdecimal()), default=0)
+    done = newest_step(path.parent)
     if config.trainer.num_steps < done:
         message = f"config.trainer.num_steps: {config.trainer.num_steps}, but {workdir} has done"
         remedy = f"set it above {done} to go on, or use another --workdir"
         raise ConfigError(f"{message} {done} steps; {remedy}")
+
+
+def newest_step(workdir: str | os.PathLike[str]) -> int:
+    """The newest step with a complete checkpoint in the folder of a run, 0 if there is none."""
+    folders = pathlib.Path(workdir).glob("checkpoints/*")
+    complete = (each.name for each in folders if (each / SEAL).is_file())
+    return max((int(name) for name in complete if _STEP.fullmatch(name)), default=0)
 
 
 def claim_workdir(config: JobConfig, workdir: str | os.PathLike[str], write: bool = True) -> None:
@@ -93,10 +106,12 @@ def load_config(workdir: str | os.PathLike[str]) -> JobConfig:
     """Returns the config of the run in `workdir`; ConfigError if it has no readable one."""
     path = pathlib.Path(workdir) / "config.json"
     try:
-        values = json.loads(path.read_text())
+        values = json_value(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {reprlib.repr(values)}, no settings")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); is this a run's folder?") from error
-    if isinstance(values, dict) and "model_type" in values:
+    if "model_type" in values:
         message = f"{workdir}: the folder of a model, not of a run; give it as --model where a"
         raise ConfigError(f"{message} command has that, or to a run as --config.model.path")
     return from_config_dict(values)

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from jaxrl_llm.config import learner
+from jaxrl_llm.config import learner, warnings
 from jaxrl_llm.config.agent import AgentConfig
 from jaxrl_llm.config.algorithm import AlgorithmConfig, PreferenceLossConfig
 from jaxrl_llm.config.placement import MeshConfig, PlacementConfig
@@ -21,14 +21,21 @@ from jaxrl_llm.config.samples import (
     RewardsConfig,
     RolloutConfig,
 )
+from jaxrl_llm.errors import ConfigError
 
 
 class JobConfig(Group):
-    """Settings of every job; subclasses add their own settings and the name of the job."""
+    """Settings of every job, and what of a job depends on which it is.
 
+    Each subclass adds its own settings and the name of the job. Other modules ask these properties,
+    never the class.
+    """
+
+    job: str = ""
     seed: Annotated[int, Range("[0, 4294967295]")] = 0
     model: learner.ModelConfig = learner.ModelConfig()
     lora: learner.LoraConfig = learner.LoraConfig()
+    router: learner.RouterLossConfig = learner.RouterLossConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     trainer: learner.TrainerConfig = learner.TrainerConfig()
@@ -38,10 +45,81 @@ class JobConfig(Group):
     alerts: AlertsConfig = AlertsConfig()
     profiler: ProfilerConfig = ProfilerConfig()
 
+    # Whether the job learns from samples of its own policy.
+    learns_from_samples = False
+    # Whether rows may have images; pairs of answers have none.
+    reads_images = False
+    # The setting that gives `sequences_per_update`.
+    update_size_setting = "trainer.batch_size"
+
+    @property
+    def trained_head(self) -> Literal["lm", "scalar"]:
+        """The head of the trained network: log-probs of tokens, or one score a sequence."""
+        return "lm"
+
+    @property
+    def trained_in_checkpoint(self) -> tuple[str, ...]:
+        """The keys that lead to the trained weights in a checkpoint's tree."""
+        return ("params",)
+
     @property
     def max_sequence_tokens(self) -> int:
         """Maximum tokens of a sequence, prompt and answer."""
         raise NotImplementedError
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Rows that one optimizer update learns from."""
+        raise NotImplementedError
+
+    @property
+    def max_pair_tokens(self) -> int:
+        """Maximum tokens of the two answers of a preference pair, with their prompts."""
+        return self.max_sequence_tokens
+
+    @property
+    def trains_vision_tower(self) -> bool:
+        """Whether the policy's vision tower learns."""
+        return self.reads_images and self.trainer.tower_learning_rate > 0
+
+    @property
+    def reference_folder(self) -> str | None:
+        """The folder of the frozen reference; "": the policy's first weights; None: none is used.
+
+        In RL it is used if one of the functions reads it.
+        """
+        return None
+
+    @property
+    def supervised_router(self) -> learner.RouterLossConfig | None:
+        """Losses of routers while learning from given answers; None: there are none."""
+        return None
+
+    @property
+    def answers_prompts(self) -> bool:
+        """Whether evaluations beside the held-out loss sample answers, and score them."""
+        return False
+
+    @property
+    def step_contents(self) -> str:
+        """The rows of a step, for people: "32 rows"."""
+        raise NotImplementedError
+
+    def as_rl(self) -> "RLConfig":
+        """Returns the run of RL that would sample and score with the job's policy.
+
+        Raises:
+          ConfigError: If the job trains no policy.
+        """
+        return self.require_rl()
+
+    def require_rl(self) -> "RLConfig":
+        """Returns the config itself if it is of RL; raises ConfigError for another job."""
+        raise ConfigError(f"config.job: {self.job!r} is not supported here; use a run of job='rl'")
+
+    def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
+        """Returns the config with defaults that depend on other values; `values` are the user's."""
+        return self
 
     @property
     def microbatch_tokens(self) -> int:
@@ -58,9 +136,15 @@ class JobConfig(Group):
         """Optimizer updates of the whole job; a schedule decays over them."""
         return self.trainer.num_steps
 
+    @property
+    def peak_learning_rates(self) -> dict[str, float]:
+        """The peak learning rate of all weights that are trained, by the path of its group."""
+        return {"trainer.optimizer.learning_rate": self.trainer.optimizer.learning_rate}
+
     def warnings(self) -> Iterator[str]:
-        """Yields settings that have no effect in this job."""
-        yield from ()
+        """Yields settings that have no effect in this job, or that would ruin it."""
+        yield from warnings.trainer_warnings(self.trainer)
+        yield from warnings.precision_warnings(self.model, self.lora, self.peak_learning_rates)
 
 
 def _frozen_biases(router: learner.RouterLossConfig, lora: learner.LoraConfig) -> Problems:
@@ -72,7 +156,6 @@ def _frozen_biases(router: learner.RouterLossConfig, lora: learner.LoraConfig) -
 class SupervisedConfig(JobConfig):
     """A job on given answers; it evaluates on those of held-out rows."""
 
-    router: learner.RouterLossConfig = learner.RouterLossConfig()
     trainer: learner.SupervisedTrainerConfig = learner.SupervisedTrainerConfig()
 
     # Settings and groups of every job that have no effect in this one.
@@ -89,6 +172,18 @@ class SupervisedConfig(JobConfig):
         return self.trainer.max_sequence_tokens
 
     @property
+    def sequences_per_update(self) -> int:
+        return self.trainer.batch_size
+
+    @property
+    def supervised_router(self) -> learner.RouterLossConfig:
+        return self.router
+
+    @property
+    def step_contents(self) -> str:
+        return f"{self.trainer.batch_size} rows"
+
+    @property
     def has_held_out(self) -> bool:
         """Whether there are rows that the job does not learn from."""
         return self.data.task in ("arithmetic", "stories", "products") or bool(self.data.eval_files)
@@ -100,6 +195,7 @@ class SupervisedConfig(JobConfig):
             yield "evaluation.every", f"{message}, or set it to 0"
 
     def warnings(self) -> Iterator[str]:
+        yield from super().warnings()
         for key in sorted(self.unread):
             read = operator.attrgetter(key)
             if read(self) != read(type(self)()):
@@ -121,8 +217,11 @@ class PolicyConfig(SupervisedConfig):
         if self.evaluation.functions and not self.has_held_out:
             yield "evaluation.functions", "no rows are held out; name data.eval_files"
 
+    @property
+    def answers_prompts(self) -> bool:
+        return self.evaluation.wanted and bool(self.evaluation.functions)
+
     def as_rl(self) -> "RLConfig":
-        """Returns the run of RL that would sample and score with this policy."""
         return RLConfig(
             seed=self.seed,
             model=self.model,
@@ -144,6 +243,8 @@ class SFTConfig(PolicyConfig):
 
     job: Literal["sft"] = "sft"
 
+    reads_images = True
+
 
 class DPOConfig(PolicyConfig):
     """Direct preference optimization of the policy on pairs of a chosen and a rejected answer."""
@@ -153,6 +254,10 @@ class DPOConfig(PolicyConfig):
     dpo: PreferenceLossConfig = PreferenceLossConfig()
 
     unread = PolicyConfig.unread | {"data.arithmetic_errors", "trainer.tower_learning_rate"}
+
+    @property
+    def reference_folder(self) -> str:
+        return self.reference.path
 
 
 class RewardModelingConfig(SupervisedConfig):
@@ -165,6 +270,10 @@ class RewardModelingConfig(SupervisedConfig):
         "evaluation.samples_per_prompt", "evaluation.temperature", "evaluation.top_p",
         "trainer.tower_learning_rate",
     })  # fmt: skip
+
+    @property
+    def trained_head(self) -> Literal["lm", "scalar"]:
+        return "scalar"
 
 
 Job = TypeVar("Job", bound=SupervisedConfig)
@@ -188,6 +297,14 @@ class RLConfig(JobConfig):
     preference: learner.StageConfig = learner.StageConfig()
     placement: PlacementConfig = PlacementConfig()
 
+    learns_from_samples = True
+    reads_images = True
+    update_size_setting = "trainer.minibatch_size"
+
+    @property
+    def trained_in_checkpoint(self) -> tuple[str, ...]:
+        return ("policy", "params")
+
     @property
     def sequences_per_step(self) -> int:
         return self.trainer.prompts_per_step * self.algorithm.samples_per_prompt
@@ -195,11 +312,19 @@ class RLConfig(JobConfig):
     @property
     def max_staleness(self) -> int:
         """Completed steps by which the weights of a token may be older than the learner's."""
-        return self.trainer.max_staleness if self.trainer.sampling == "ahead" else 0
+        return self.trainer.max_staleness if self.trainer.sampling == "async" else 0
 
     @property
     def minibatch_size(self) -> int:
         return self.trainer.minibatch_size or self.sequences_per_step
+
+    @property
+    def reference_folder(self) -> str:
+        return self.reference.path
+
+    @property
+    def sequences_per_update(self) -> int:
+        return self.minibatch_size
 
     @property
     def num_updates(self) -> int:
@@ -209,6 +334,30 @@ class RLConfig(JobConfig):
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_pair_tokens(self) -> int:
+        return 2 * self.max_sequence_tokens  # which is of one sequence in RL
+
+    @property
+    def step_contents(self) -> str:
+        samples, advantage = self.algorithm.samples_per_prompt, self.algorithm.advantage
+        return f"{self.trainer.prompts_per_step} prompts x {samples} samples, {advantage}"
+
+    def require_rl(self) -> "RLConfig":
+        return self
+
+    def with_value_defaults(self, values: Mapping[str, Any]) -> Self:
+        """Returns the config with importance weights where samples may be of other weights.
+
+        Those are stale or rounded ones, and nothing else corrects for them.
+        """
+        algorithm, differs = self.algorithm, self.max_staleness or self.rollout.is_rounded
+        is_chosen = (values.get("algorithm") or {}).get("correction") is not None
+        if is_chosen or not differs or algorithm.corrects or algorithm.old_log_probs == "rollout":
+            return self
+        algorithm = dataclasses.replace(algorithm, correction="token")
+        return dataclasses.replace(self, algorithm=algorithm)
 
     @property
     def sampled_lengths(self) -> Lengths:
@@ -300,9 +449,9 @@ class RLConfig(JobConfig):
         if self.agent.is_used and not self.data.chat_template:
             yield "data.chat_template", "episodes of several turns need one; set it to True"
         if self.placement.balance_every and not self.trainer.is_free_ahead:
-            yield "placement.balance_every", "needs trainer.sampling='ahead' and schedule='free'"
-        if self.agent.is_used and self.trainer.sampling == "ahead":
-            message = "episodes with tools or environments are sampled in their step; use 'now'"
+            yield "placement.balance_every", "needs trainer.sampling='async' and schedule='free'"
+        if self.agent.is_used and self.trainer.sampling == "async":
+            message = "episodes with tools or environments are sampled in their step; use 'sync'"
             yield "trainer.sampling", message
         if self.agent.max_turn_tokens > self.rollout.max_response_tokens:
             message = f"{self.agent.max_turn_tokens} exceeds rollout.max_response_tokens="
@@ -345,8 +494,24 @@ class RLConfig(JobConfig):
             message = "the run has no reward that could score held-out answers; name a function,"
             yield "evaluation.functions", f"{message} or set before, after and every to nothing"
 
+    @property
+    def peak_learning_rates(self) -> dict[str, float]:
+        rates = super().peak_learning_rates
+        if self.algorithm.advantage == "gae":
+            rates["critic.optimizer.learning_rate"] = self.critic.optimizer.learning_rate
+        for name in ("warm_start", "preference"):
+            stage: learner.StageConfig = getattr(self, name)
+            if stage.num_steps:
+                rates[f"{name}.optimizer.learning_rate"] = stage.optimizer.learning_rate
+        return rates
+
     def warnings(self) -> Iterator[str]:
         algorithm = self.algorithm
+        yield from super().warnings()
+        yield from warnings.sampling_warnings(self.rollout)
+        longest = self.rollout.max_response_tokens
+        yield from warnings.algorithm_warnings(algorithm, longest)
+        yield from warnings.reward_warnings(self.rewards, bool(self.agent.environments))
         distillation, default = self.distillation, DistillationConfig()
         for name in ("loss", "coef", "top_k"):
             read = distillation.loss == "forward_kl" if name == "top_k" else True
@@ -369,9 +534,9 @@ class RLConfig(JobConfig):
 
     def _warnings_of_staleness(self) -> Iterator[str]:
         trainer, default = self.trainer, learner.RLTrainerConfig()
-        for name in ("max_staleness", "new_weights") if trainer.sampling == "now" else ():
+        for name in ("max_staleness", "new_weights") if trainer.sampling == "sync" else ():
             if getattr(trainer, name) != getattr(default, name):
-                yield f"config.trainer.{name}: no effect, trainer.sampling is 'now'"
+                yield f"config.trainer.{name}: no effect, trainer.sampling is 'sync'"
         algorithm = self.algorithm
         if self.max_staleness and algorithm.old_log_probs == "recompute" and not algorithm.corrects:
             message = "samples of older weights count as if the newest had drawn them; use 'token'"

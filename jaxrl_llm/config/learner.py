@@ -35,6 +35,8 @@ class ModelConfig(Group):
     # Texts that are one token each in the built-in tokenizer: what a tiny model need not spell.
     words: tuple[Name, ...] = ()
     chat_template: File = ""  # Jinja template file; "": the template of the tokenizer
+    # Special tokens that messages spell (`<|im_end|>` in a user's text): ordinary text, or tokens.
+    special_tokens_in_messages: Literal["text", "tokens"] = "text"
     # Shape of a random model; not used with `path`.
     family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen2_5_vl"] = "qwen2"
     hidden_size: Width = 64
@@ -192,15 +194,16 @@ class RLTrainerConfig(TrainerConfig):
     # Sequences of one update.
     minibatch_size: Annotated[int, Range("[0, 2147483647]", "0: the whole step")] = 0
     epochs: Count = 1
-    # When responses are sampled: in their step, by its weights, or ahead of it (docs/async.md).
-    sampling: Literal["now", "ahead"] = "now"
-    # Ahead: most completed steps between the weights of any token and those that learn from it.
+    # "sync": responses are sampled in their step, by its weights; "async": ahead of it
+    # (docs/async.md).
+    sampling: Literal["sync", "async"] = "sync"
+    # Async: most completed steps between the weights of any token and those that learn from it.
     max_staleness: Annotated[int, Range("[0, 1000]")] = 1
-    # Ahead: what becomes of responses in flight when new weights come. They go on by these, which
-    # read all of their tokens again or keep what older weights computed; or they are finished by
-    # the weights that began them, before others begin.
-    new_weights: Literal["read_again", "keep", "finish"] = "read_again"
-    # Ahead: which samples met which weights in which step; "record" writes it to
+    # Async: what becomes of responses in flight when new weights come. "recompute" and "keep": they
+    # go on by the new weights, with keys and values that these compute anew, or with the old ones.
+    # "drain": the weights that began them finish them before others begin.
+    new_weights: Literal["recompute", "keep", "drain"] = "recompute"
+    # Async: which samples met which weights in which step; "record" writes it to
     # WORKDIR/schedule.jsonl, "replay" repeats that of the file `schedule_file`.
     schedule: Literal["free", "record", "replay"] = "free"
     schedule_file: File = ""
@@ -212,7 +215,7 @@ class RLTrainerConfig(TrainerConfig):
     @property
     def is_free_ahead(self) -> bool:
         """Whether samples come ahead of their step, by a schedule that nothing prescribes."""
-        return self.sampling == "ahead" and self.schedule == "free"
+        return self.sampling == "async" and self.schedule == "free"
 
     def rules(self) -> Problems:
         if self.schedule == "replay" and not self.schedule_file:
@@ -224,14 +227,14 @@ class RLTrainerConfig(TrainerConfig):
             if not step.isdecimal() or int(step) < 2 or not parts:
                 message = f"{text!r} is not 'STEP KEY=VALUE ...' with a step from 2 on"
                 yield f"layouts[{i}]", message
-        if self.schedule != "free" and self.sampling == "now":
-            yield "schedule", "sampling='now' has nothing to record; set sampling='ahead'"
+        if self.schedule != "free" and self.sampling == "sync":
+            yield "schedule", "sampling='sync' has nothing to record; set sampling='async'"
 
 
 class SupervisedTrainerConfig(TrainerConfig):
     """Sizes of supervised training: a step is one batch and one update."""
 
-    batch_size: Annotated[int, Range("[1, 1000000]")] = 64  # rows: examples or pairs
+    batch_size: Annotated[int, Range("[1, 1000000]")] = 64  # sequences, or pairs of them
     max_sequence_tokens: Tokens = 2048  # prompt and answer; a longer row is an error
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -42,10 +42,18 @@ class DataConfig(Group):
     stream: bool = False
     eval_files: tuple[File, ...] = ()
     prompt_column: Name = "prompt"
+    # Roles of messages that mean another one, as "human:user" or "gpt:assistant". A role that the
+    # chat template does not know is refused; "critic:critic" lets it pass as it is.
+    role_aliases: tuple[Name, ...] = ()
     max_prompt_tokens: Tokens = 256
     # Prompts of more than `max_prompt_tokens`, and rows with answers of more than
     # `trainer.max_sequence_tokens`: dropped, an error, or cut at that side.
     long_rows: Literal["drop", "error", "left", "right", "middle"] = "drop"
+    # Answers that the chat template writes in another way once others follow (Qwen3 drops their
+    # thinking). "split": each turn is trained in the context in which it is sampled, the rewritten
+    # ones in sequences of their own. "whole": one sequence, as the template writes the whole
+    # dialogue; the turns that lose something are counted in a warning.
+    rewritten_turns: Literal["split", "whole"] = "split"
     shuffle: bool = True
     chat_template: bool = True  # False: message contents are joined by newlines
     num_workers: Annotated[int, Range("[0, 1024]")] = 0  # threads that prepare rows ahead
@@ -64,6 +72,7 @@ class DataConfig(Group):
         yield from self._rules_of_weights()
         if self.task in ("gsm8k", "files") and not self.train_files:
             yield "train_files", f"task={self.task!r} reads files, none given"
+        yield from self._rules_of_roles()
         wanted = self.arithmetic_train_prompts + self.arithmetic_eval_prompts
         if self.task == "products" and wanted > NUM_PRODUCTS:
             message = f"and arithmetic_eval_prompts={self.arithmetic_eval_prompts} are {wanted}"
@@ -80,6 +89,15 @@ class DataConfig(Group):
                 f" arithmetic_terms={self.arithmetic_terms} digits make only"
                 f" {10**self.arithmetic_terms} sums; use fewer prompts or more terms",
             )
+
+    def _rules_of_roles(self) -> Problems:
+        names = [pair.partition(":")[0] for pair in self.role_aliases]
+        for pair in self.role_aliases:
+            name, colon, role = pair.partition(":")
+            if not (name and colon and role):
+                yield "role_aliases", f"{pair!r} is no alias; write it as 'human:user'"
+            elif names.count(name) > 1:
+                yield "role_aliases", f"{name!r} has two meanings; give it one"
 
     def _rules_of_weights(self) -> Problems:
         for name in ("train_weights", "last_train_weights"):
@@ -144,6 +162,9 @@ class RolloutConfig(Group):
     min_p: Annotated[float, Range("[0, 1)")] = 0.0
     stop_tokens: tuple[Token, ...] = ()  # besides the tokenizer's end of sequence
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one
+    # Never sample token ids without a text: those that the tokenizer lacks (padded vocabularies)
+    # and marks of images. Log-probs, in training too, are of the distribution over the others.
+    suppress_unused_tokens: bool = True
     # Sequences decoded at the same time; 0: chosen from the workload and the memory.
     num_slots: Annotated[int, Range("[0, 65536]", "0: chosen")] = 0
     # Tokens in the KV cache of all sequences that are decoded; those that samples of a prompt
@@ -201,6 +222,20 @@ class RewardModelConfig(Group):
             yield "pairs", "the model of `path` is not trained before RL; leave one of them out"
 
 
+class MathConfig(Group):
+    """How the reward function `math` compares answers (docs/answers.md)."""
+
+    # 28% equals 28 and 0.28, 28 alone, or 0.28 alone.
+    percent: Literal["either", "number", "fraction"] = "either"
+    # Units of answers are dropped, or must be those of the ground truth; none is converted.
+    units: Literal["ignore", "compare"] = "ignore"
+    # Whether the letter of a choice counts without a box: "The answer is (C)."
+    unboxed_letters: bool = True
+
+
+DEFAULT_MATH = MathConfig()
+
+
 class RewardsConfig(Group):
     """The score of a response: the weighted sum of all terms for its data source."""
 
@@ -208,6 +243,7 @@ class RewardsConfig(Group):
     models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
     cost_functions: Mapping[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
     cost_models: Mapping[str, RewardModelConfig] = dataclasses.field(default_factory=dict)
+    math: MathConfig = DEFAULT_MATH  # of the function `math`
     environment_weight: Real = 1.0  # of what environments give (docs/agents.md)
     num_workers: Annotated[int, Range("[1, 1024]")] = 2  # worker processes
     # Workers of a Ray cluster in place of this host; the processes above are those of each.
@@ -216,7 +252,12 @@ class RewardsConfig(Group):
     # Address space of a worker process.
     memory_gib: Annotated[float, Range("[0.5, 1000000] or inf", "inf: no limit")] = 16.0
     environment: tuple[Name, ...] = ()  # environment variables that the workers may see
-    on_failure: Literal["stop", "score"] = "stop"
+    # A call that fails: the run stops, the response gets `failure_score`, or the response is left
+    # out: it is in no group's mean and has no gradient.
+    on_failure: Literal["stop", "score", "leave_out"] = "stop"
+    # Rows whose ground truth their reward function cannot read (docs/answers.md): an error before
+    # anything is loaded, or left out and counted.
+    unreadable_truths: Literal["refuse", "leave_out"] = "refuse"
     failure_score: Annotated[float, Range("[-3.4e38, 3.4e38]")] = 0.0  # the range of float32
 
     def rules(self) -> Problems:

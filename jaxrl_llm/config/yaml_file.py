@@ -1,8 +1,10 @@
 """Configs as YAML files, by the rules of YAML 1.2: `off` is a text, `1e-5` a number.
 
-JSON is YAML: the `config.json` of a run is such a file.
+JSON is YAML: the `config.json` of a run is such a file. PyYAML refuses some JSON all the same (tabs
+between values, pairs of `\\ud83d`-like escapes), so what begins as an object is read as JSON first.
 """
 
+import json
 import re
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -46,6 +48,10 @@ _Loader.add_constructor(  # PyYAML reads 010 as 8
 )
 
 
+# PyYAML raises the last ones for a value that does not fit its tag, as `!!bool maybe`.
+_BAD_YAML = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
+
+
 def read(path: str) -> Mapping[str, Any]:
     """Returns the mapping in a file.
 
@@ -53,9 +59,10 @@ def read(path: str) -> Mapping[str, Any]:
       ConfigError: With the line, if it is no YAML, or holds no mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            values = _Loader(file).get_single_data()
-    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+        with open(path, encoding="utf-8-sig") as file:
+            content = file.read()
+        values = _values(content, path.endswith(".json"))
+    except (*_BAD_YAML, OSError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         what = getattr(error, "problem", None) or error
@@ -63,6 +70,56 @@ def read(path: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"--config: {path}: holds {values!r}; write settings, as `seed: 1`")
     return values
+
+
+def _values(content: str, is_json: bool) -> Any:
+    """The value of a YAML file, of which an object of JSON is one.
+
+    Raises:
+      yaml.YAMLError: If it is neither; with JSON's own reason where `is_json` and YAML's is a tab.
+    """
+    if not content.lstrip().startswith("{"):
+        return _Loader(content).get_single_data()
+    problem = None
+    try:
+        return json.loads(content, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        problem = error
+    except (ValueError, RecursionError):  # a key twice, digits without end: YAML names the line
+        content = content.replace("\t", " ")  # strings of JSON have none
+    try:
+        return _Loader(content).get_single_data()
+    except yaml.YAMLError as error:
+        if problem is None or not (is_json or "'\\t'" in str(error)):
+            raise
+        mark = yaml.Mark(None, 0, problem.lineno - 1, problem.colno - 1, None, None)
+        raise yaml.MarkedYAMLError(problem=problem.msg, problem_mark=mark) from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise ValueError("a key twice")
+    return mapping
+
+
+def scalar(text: str) -> bool | int | float | str:
+    """The value of one plain or quoted YAML text, e.g. of a setting on the command line.
+
+    >>> scalar("4"), scalar("split"), scalar("1e-5")
+    (4, 'split', 1e-05)
+
+    Raises:
+      ValueError: If it is no YAML, or nothing, a list, a mapping or an object of a tag.
+    """
+    try:
+        value = _Loader(text).get_single_data()
+    except _BAD_YAML as error:
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{text[:100]!r} is no value ({problem})") from error
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError(f"{text[:100]!r} is no single value; write a number or a name")
+    return value
 
 
 def text(values: Mapping[str, Any]) -> str:

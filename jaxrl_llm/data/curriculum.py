@@ -140,7 +140,8 @@ class Curriculum:
         """Takes the scores of the answers to each of these prompts, which `take` gave."""
         known, config = self.known, self._config
         for prompt, found in zip(prompts, scores, strict=True):
-            if (place := self._places.get(id(prompt))) is not None:
+            # Nothing is known of a prompt whose answers all could not be scored.
+            if len(found) and (place := self._places.get(id(prompt))) is not None:
                 news = len(found), np.sum(found >= config.success_score), np.sum(found)
                 sums = known.answers, known.successes, known.scores
                 for array, value in zip(sums, news, strict=True):

@@ -14,13 +14,17 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm import console
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data import shapes
+from jaxrl_llm.data.encoding import without_guards
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.files import Row, read_rows
 from jaxrl_llm.data.formats import example_of, pair_of
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
-from jaxrl_llm.data.masks import Dialogue, example
+from jaxrl_llm.data.lost_text import check_dialogue, check_no_template, check_prompt
+from jaxrl_llm.data.masks import Dialogue
+from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.mixtures import Shares
 from jaxrl_llm.data.pictures import Pictures, expanded, of_row, refuse_pairs, refuse_to_cut
+from jaxrl_llm.data.row_report import RowReport
 from jaxrl_llm.data.streaming import Made, StreamedRows
 from jaxrl_llm.data.streams import MixedRows, Rows, longest, streamed_parts
 from jaxrl_llm.data.tasks import (
@@ -34,6 +38,7 @@ from jaxrl_llm.data.tasks import (
     wrong_answer,
 )
 from jaxrl_llm.data.tokenizer import EMPTY, prompt_text, prompt_tokens, token_bound
+from jaxrl_llm.data.turns import dialogue_sequences
 from jaxrl_llm.types import Example, Pair, Prompt, PromptBatch
 
 Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -107,9 +112,12 @@ def load_dataset(
     wheres = [row.get("where", f"{split} split, row {i}") for i, row in enumerate(rows_of_task)]
     pairs_of = zip(rows_of_task, wheres, strict=True)
     rows_of_task = [of_row(row, pictures, where) for row, where in pairs_of]
-    texts = [_text(config, tokenizer, row) for row in rows_of_task]
+    texts = [
+        _text(config, tokenizer, row, where)
+        for row, where in zip(rows_of_task, wheres, strict=True)
+    ]
     bound = token_bound(tokenizer)
-    fewest = [bound(text) for text in texts]  # tokens of each, at least
+    fewest = [bound(without_guards(text)) for text in texts]  # tokens of each, at least
     candidates = [i for i, n in enumerate(fewest) if _fits(config, wheres[i], n, "at least ")]
     ends = list(itertools.accumulate(len(texts[index]) for index in candidates))
     calls = itertools.groupby(
@@ -148,9 +156,18 @@ def _with_options(row: Row, options_of: Options) -> Row:
     return {**row, "options": {**options_of(row["extra_info"]), **own}, "goes_on": True}
 
 
-def _text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+def _text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> str:
+    """The text of a row's prompt, in which all of it is shown; else a DataError."""
     options = row.get("options", EMPTY)
-    return prompt_text(tokenizer, row["prompt"], config.chat_template, options)
+    try:
+        if config.chat_template:
+            roles = role_aliases(config.role_aliases)
+            check_prompt(tokenizer, row["prompt"], options, roles.values())
+        else:
+            check_no_template(options)
+        return prompt_text(tokenizer, row["prompt"], config.chat_template, options)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _prompt(
@@ -175,7 +192,11 @@ def _prompt(
         tokens = cut(tokens, config.max_prompt_tokens, config.long_rows)
         text = str(tokenizer.decode(list(tokens)))
     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
-    prompt = Prompt(tokens, text, row["data_source"], truth, info, index, images=images)
+    text = without_guards(text)
+    origin = row.get("where", "")
+    prompt = Prompt(
+        tokens, text, row["data_source"], truth, info, index, images=images, where=origin
+    )
     if row.get("goes_on"):
         more = {"messages": tuple(row["prompt"]), "options": row["options"]}
         prompt = dataclasses.replace(prompt, **more)
@@ -201,13 +222,14 @@ def _streamed_prompt(
     row: Row,
     where: str,
     index: int,
-) -> Prompt | None:
+) -> tuple[Prompt, ...]:
     row = of_row(prompt_row(config, row, where), pictures, where)
     if options_of is not None:
         row = _with_options(row, options_of)
-    text = _text(config, tokenizer, row)
+    text = _text(config, tokenizer, row, where)
     (tokens,) = prompt_tokens(tokenizer, [text], config.chat_template)
-    return _prompt(config, tokenizer, pictures, row, text, tokens, index, where)[0]
+    prompt, _ = _prompt(config, tokenizer, pictures, row, text, tokens, index, where)
+    return (prompt,) if prompt is not None else ()
 
 
 def _streamed(config: DataConfig, made: Made[T], longest: int, rule: str) -> Rows[T]:
@@ -236,14 +258,18 @@ def worked_examples(
 ) -> Rows[Example]:
     """Returns every row with its answer, which ends with the end token and bears the loss.
 
+    A dialogue of files gives several examples where the template rewrites turns and
+    `config.rewritten_turns` is "split"; see `turns.dialogue_sequences`.
+
     With `config.arithmetic_errors` above 0 every row of the arithmetic task comes four times, each
     time wrong in one step with that probability; of the products that is the share whose result is
     wrong. Rows of files with more than `max_tokens` (0: any
     number) are treated as `config.long_rows` says.
     """
     if config.task == "files":
-        made = functools.partial(_example, config, tokenizer, max_tokens, pictures)
-        return _of_files(config, split, made, max_tokens)
+        report = RowReport(split, "sequences")
+        made = functools.partial(_examples_of_row, config, tokenizer, max_tokens, pictures, report)
+        return _of_files(config, split, made, max_tokens, report)
     prompts = load_dataset(config, tokenizer, split, seed, pictures=pictures).prompts
     if config.task == "products":
         return _worked_products(config, tokenizer, prompts, seed)
@@ -276,7 +302,10 @@ def _worked_products(
         messages = [asked, *worked_product(prompt.extra_info, wrong)]
         options = {"tools": [CALCULATOR]}
         dialogue = Dialogue(messages, 1, options, f"products, row {prompt.index}")
-        made.append(example(tokenizer, dialogue, config.chat_template))
+        found = dialogue_sequences(
+            tokenizer, dialogue, config.chat_template, config.rewritten_turns
+        )
+        made += [sequence.example for sequence in found.sequences]
     return made
 
 
@@ -291,7 +320,7 @@ def preference_pairs(
     """Returns the pairs of files, or two of every arithmetic row: its prompt with two answers.
 
     Of files, pairs with more than `max_tokens` together (0: any number) are treated as
-    `config.long_rows` says.
+    `config.long_rows` says; those whose two answers are the same tokens are left out.
 
     Of the arithmetic task, the chosen answer is the worked one. The rejected answer of a row's
     first pair is wrong by 1 to 9 in one step, never below zero, and later steps continue from
@@ -300,8 +329,9 @@ def preference_pairs(
     pairs, the seed and the row choose the mistakes.
     """
     if config.task == "files":
-        made = functools.partial(_pair, config, tokenizer, max_tokens)
-        return _of_files(config, split, made, max_tokens)
+        report = RowReport(split, "pairs")
+        made = functools.partial(_pair_of_row, config, tokenizer, max_tokens, report)
+        return _of_files(config, split, made, max_tokens, report)
     if config.task != "arithmetic":
         message = f"{config.task!r} has no preference pairs; use 'arithmetic' or 'files'"
         raise DataError(f"config.data.task: {message}")
@@ -317,70 +347,132 @@ def preference_pairs(
     ]
 
 
-def _of_files(config: DataConfig, split: Split, made: Made[T], most: int) -> Rows[T]:
+def _of_files(
+    config: DataConfig, split: Split, made: Made[T], most: int, report: RowReport
+) -> Rows[T]:
     """Returns what becomes of every row of a split's files; that nothing is left is a DataError."""
-    rule = (
-        f"have more tokens than trainer.max_sequence_tokens={most}, or no answer after"
-        " data.long_rows has cut them; raise it"
-    )
+    rule = f"have more tokens than trainer.max_sequence_tokens={most}, or no answer after"
+    rule += " data.long_rows has cut them; raise it"
+    if report.noun == "pairs" and config.stream:
+        rule += ", or correct the pairs whose two answers are equal"
     if split == "train" and config.stream:
+        report.reports_progress = True
         rows = _streamed(config, made, most, rule)
         for part in streamed_parts(rows):
             part.first(_NUM_FIRST)  # wrong columns are told before any work
         return rows
     index = itertools.count()
     parts = [
-        [made(row, where, next(index)) for where, row in read_rows([path])]
+        list(
+            itertools.chain.from_iterable(
+                made(row, where, next(index)) for where, row in read_rows([path])
+            )
+        )
         for path in files_of(config, split)
     ]
-    kept = [[row for row in part if row is not None] for part in parts]
-    total, num_kept = sum(map(len, parts)), sum(map(len, kept))
-    if not num_kept:
-        raise DataError(f"config.data.{split}_files: all {total} rows {rule}")
-    if num_dropped := total - num_kept:
-        message = "%s split: dropped %d of %d rows longer than trainer.max_sequence_tokens"
-        logger.warning(message, split, num_dropped, total)
+    if not any(parts):
+        only = report.only_reason
+        raise DataError(f"config.data.{split}_files: all {report.num_rows} rows {only or rule}")
+    report.log()
     if split == "train" and config.train_weights:
-        return _mixed(config, kept)
-    return list(itertools.chain.from_iterable(kept))
+        return _mixed(config, parts)
+    return list(itertools.chain.from_iterable(parts))
 
 
-def _example(
+def _examples_of_row(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     most: int,
     pictures: Pictures | None,
+    report: RowReport,
     row: Row,
     where: str,
     index: int,
-) -> Example | None:
-    dialogue = example_of(row, where, config.prompt_column)
+) -> tuple[Example, ...]:
+    dialogue = example_of(row, where, config.prompt_column, role_aliases(config.role_aliases))
     checked = {"prompt": dialogue.messages, "images": row.get("images")}
     checked = of_row(checked, pictures, where)
     dialogue = dialogue._replace(messages=checked["prompt"])
-    found = example(tokenizer, dialogue, config.chat_template)
-    if pictures is not None:
-        counts, images = pictures.placed(found.tokens, checked.get("pictures", ()), where)
-        tokens, mask = (tuple(np.repeat(values, counts).tolist()) for values in found[:2])
-        found = Example(tokens, mask, images)
-    if most and config.long_rows != "drop":
-        setting = "trainer.max_sequence_tokens"
-        refuse_to_cut(found.images, len(found.tokens), most, setting, where)
-    return shortened(found, most, config.long_rows, where)
+    check_shown(config, tokenizer, dialogue)
+    found = dialogue_sequences(tokenizer, dialogue, config.chat_template, config.rewritten_turns)
+    kept = []
+    for one, num_messages, _ in found.sequences:
+        if pictures is not None:
+            shown = checked.get("pictures", ())
+            if num_messages < len(dialogue.messages):  # a beginning shows the first images
+                shown = shown[: _num_images(dialogue.messages[:num_messages])]
+            counts, images = pictures.placed(one.tokens, shown, where)
+            tokens, mask = (tuple(np.repeat(values, counts).tolist()) for values in one[:2])
+            one = Example(tokens, mask, images)
+        if most and config.long_rows != "drop":
+            setting = "trainer.max_sequence_tokens"
+            refuse_to_cut(one.images, len(one.tokens), most, setting, where)
+        if (short := shortened(one, most, config.long_rows, where)) is not None:
+            kept.append(short)
+    report.count(
+        num_sequences=len(kept),
+        num_long=len(found.sequences) - len(kept),
+        num_rewritten=found.num_rewritten if config.rewritten_turns == "whole" else 0,
+    )
+    return tuple(kept)
 
 
-def _pair(
+def _num_images(messages: Sequence[Mapping[str, Any]]) -> int:
+    contents = [message.get("content") for message in messages]
+    parts = itertools.chain.from_iterable(c for c in contents if isinstance(c, list))
+    return sum(part.get("type") == "image" for part in parts)
+
+
+def check_shown(config: DataConfig, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> None:
+    """Raises DataError if the template would leave out something of a dialogue."""
+    try:
+        if config.chat_template and tokenizer.chat_template:
+            roles = role_aliases(config.role_aliases).values()
+            messages, first, options = dialogue[:3]
+            check_dialogue(tokenizer, messages, options, first, roles)
+        elif not config.chat_template:
+            check_no_template(dialogue.options)
+    except DataError as error:
+        raise DataError(f"{dialogue.where}: {error}") from error
+
+
+def _pair_of_row(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     most: int,
+    report: RowReport,
     row: Row,
     where: str,
     index: int,
-) -> Pair | None:
-    both = pair_of(row, where, config.prompt_column)
+) -> tuple[Pair, ...]:
+    both = pair_of(row, where, config.prompt_column, role_aliases(config.role_aliases))
     refuse_pairs(row, [*both[0].messages, *both[1].messages], where)
-    found = Pair(*(example(tokenizer, one, config.chat_template) for one in both))
-    return shortened_pair(found, most, config.long_rows, where)
+    for dialogue in both:
+        check_shown(config, tokenizer, dialogue)
+    sequences, num_rewritten = [], 0
+    for name, dialogue in zip(("chosen", "rejected"), both, strict=True):
+        found = dialogue_sequences(
+            tokenizer, dialogue, config.chat_template, config.rewritten_turns
+        )
+        if len(found.sequences) > 1:
+            raise DataError(
+                f"{where}: {name} has {found.num_rewritten} turns that the chat template writes in"
+                " another way once others follow, as Qwen3 drops their thinking, and an answer of a"
+                " pair is one sequence; put the earlier turns into the prompt, or set"
+                " data.rewritten_turns='whole' to train them as the template writes them"
+            )
+        sequences.append(found.sequences[0].example)
+        num_rewritten += found.num_rewritten
+    pair = shortened_pair(Pair(*sequences), most, config.long_rows, where)
+    is_equal = pair is not None and pair.chosen == pair.rejected
+    is_kept = pair is not None and not is_equal
+    report.count(
+        num_sequences=int(is_kept),
+        num_long=int(pair is None),
+        num_equal=int(is_equal),
+        num_rewritten=num_rewritten,
+    )
+    return (pair,) if pair is not None and is_kept else ()
 
 
 def _examples(prompts: Sequence[Prompt], responses: Sequence[Tokens]) -> list[Example]:

@@ -10,20 +10,21 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import pyarrow
 from pyarrow import parquet
 
 from jaxrl_llm import console
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.messages import NO_ALIASES, Roles, checked_messages
+from jaxrl_llm.text import MAX_DEPTH, is_text, text_fault
 
 Row = dict[str, Any]
 
 # Rows that came from Python, by the name that stands for them among the files.
 given_rows: dict[str, Sequence[Any]] = {}
 
-_MAX_DEPTH = 64  # brackets within brackets; Python's limit differs between releases
 _TOKEN = re.compile(
     r'(?P<text>"[^"\\]*(?:\\.[^"\\]*)*")(?P<colon>\s*:)?'
     r"|(?P<opening>[\[{])|(?P<closing>[\]}])|-?(?:NaN|Infinity)|-?\d[\d.eE+-]*"
@@ -65,6 +66,9 @@ def as_row(value: Any, where: str) -> Row:
     if not isinstance(value, Mapping):
         rule = f"must be a mapping of columns, got {type(value).__name__}"
         raise DataError(f"{where}: {rule}; write it as {{column: value}}")
+    if fault := text_fault(value):
+        keys, problem = fault
+        raise DataError(f"{where}: {'.'.join(keys)} {problem}; correct it, or leave the row out")
     return dict(value)
 
 
@@ -83,13 +87,25 @@ def given(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[dict[str,
             if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
                 rule = "must be an iterable of mappings (dicts)"
                 raise DataError(f"{name}: {rule}, got {type(found).__name__}")
-            given_rows[name] = found if isinstance(found, (list, tuple)) else list(found)
+            given_rows[name] = found if isinstance(found, (list, tuple)) else _listed(found)
             if not given_rows[name]:
                 raise DataError(f"{name}: no rows; give some, or leave the split out")
         yield names
     finally:
         for name in names.values():
             given_rows.pop(name, None)
+
+
+def _listed(rows: Iterable[Any]) -> list[Any]:
+    """The rows of an iterable; those of Hugging Face's Datasets come from Arrow."""
+    if not hasattr(rows, "features"):
+        return list(rows)
+    return [
+        {name: without_filling(value) for name, value in row.items()}
+        if isinstance(row, Mapping)
+        else row
+        for row in rows
+    ]
 
 
 def files_in(path: str) -> list[str]:
@@ -104,13 +120,15 @@ def files_in(path: str) -> list[str]:
     return found
 
 
-def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt") -> Row:
+def checked_row(
+    row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
+) -> Row:
     """Returns the row in verl's schema with `prompt` as a list of messages.
 
     Plain text becomes one message of the user. Without `reward_model` the `ground_truth` is None,
     without `extra_info` that is empty. Other columns and other keys of `reward_model` go to
     `extra_info`, where reward functions see them, under their names, or as `row/NAME` if it already
-    has the name. Errors begin with `where`.
+    has the name. `roles` are aliases of roles in the prompt. Errors begin with `where`.
     """
     data_source = row.get("data_source")
     if not is_text(data_source) or not data_source:
@@ -125,20 +143,14 @@ def checked_row(row: Mapping[str, Any], where: str, prompt_column: str = "prompt
     for name, value in others.items():
         if value is not None and value != {}:
             extra_info[f"row/{name}" if name in extra_info else name] = value
+    prompt = checked_messages(row.get(prompt_column), f"{where}: {prompt_column}", roles=roles)
     return {
         "data_source": data_source,
-        "prompt": checked_messages(row.get(prompt_column), f"{where}: {prompt_column}"),
+        "prompt": prompt,
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": extra_info,
         **({"images": row["images"]} if row.get("images") is not None else {}),
     }
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Returns whether `value` is a string that UTF-8 can hold: JSON can hold half a character."""
-    if not isinstance(value, str):
-        return False
-    return value.isascii() or value.encode("utf-8", "ignore").decode() == value
 
 
 def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
@@ -150,61 +162,16 @@ def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
-    """Returns a list of messages; a text is one message of `role`. Errors begin with `where`."""
-    rule = "must be a list of {role, content} messages or one text"
-    if value is None:
-        raise DataError(f"{where} is missing; it {rule}")
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise DataError(f"{where} {rule}, got {type(value).__name__}")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{where} {rule}, message {number} is {type(message).__name__}")
-        # A template may read more (`tool_calls`, `name`); parquet holds null for what is missing.
-        message = without_nulls(message)
-        calls = message.get("tool_calls")
-        parts = message.get("content")
-        if isinstance(parts, list):
-            _check_parts(parts, f"{where}: message {number}")
-        for key in ("role", "content"):
-            if key == "content" and isinstance(parts, list):
-                continue
-            if not is_text(message.get(key)) and not (calls and key == "content" not in message):
-                raise DataError(
-                    f"{where} {rule}, {key} of message {number} must be a text,"
-                    f" got {message.get(key)!r:.60}"
-                )
-        messages.append(message)
-    if not any(message.get("tool_calls") or _says(message["content"]) for message in messages):
-        raise DataError(f"{where} is empty; write one, or leave the row out")
-    return messages
+def without_filling(value: Any) -> Any:
+    """The value without the nulls that Arrow holds for keys that only other rows have.
 
-
-def _says(content: Any) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)
-
-
-def _check_parts(parts: list[Any], where: str) -> None:
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "image", "image_url"):
-            raise DataError(
-                f"{where}: a part of the content has type {kind!r}; only 'text', 'image' and"
-                " 'image_url' are known"
-            )
-        if kind == "text" and not is_text(part.get("text")):
-            raise DataError(f"{where}: a part of type 'text' needs a text")
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns the value without the nulls that parquet holds for keys that other rows have."""
+    Arrow has one set of keys for all rows of a column, so that a null there says nothing. JSON's
+    nulls are what somebody wrote, and stay.
+    """
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: without_filling(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
+        return [without_filling(each) for each in value]
     return value
 
 
@@ -243,14 +210,14 @@ def _json_value(line: bytes) -> Any:
     """Returns the value of a line; a ValueError has column, reason and remedy.
 
     Refused are bytes that are not UTF-8 (a byte order mark is skipped), a key twice in one object,
-    numbers that no float holds, and brackets deeper than `_MAX_DEPTH`.
+    numbers that no float holds, and brackets deeper than `MAX_DEPTH`.
     """
     try:
         text = line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         column = len(line[: error.start].decode(errors="replace")) + 1
         raise ValueError(f"in column {column}: {error.reason}; save the file as UTF-8") from error
-    if text.count("{") + text.count("[") > _MAX_DEPTH and "deeper" in (fault := _fault(text)):
+    if text.count("{") + text.count("[") > MAX_DEPTH and "deeper" in (fault := _fault(text)):
         raise ValueError(fault)
     try:
         return _DECODER.decode(text)
@@ -291,8 +258,8 @@ def _fault(text: str) -> str:
         word, at = token[0], f"in {_place(text, token.start())}: "
         if token["opening"]:
             open_keys.append(set())
-            if len(open_keys) > _MAX_DEPTH:
-                return f"{at}brackets deeper than {_MAX_DEPTH}; write what they hold as a text"
+            if len(open_keys) > MAX_DEPTH:
+                return f"{at}brackets deeper than {MAX_DEPTH}; write what they hold as a text"
         elif token["closing"]:
             open_keys = open_keys[:-1]
         elif token["colon"] and open_keys:
@@ -349,7 +316,7 @@ def rows_of(batch: pyarrow.RecordBatch | pyarrow.Table, where: str) -> list[Row]
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            columns.append(column.to_pylist())
+            columns.append([without_filling(value) for value in column.to_pylist()])
         except (ValueError, OverflowError) as error:  # text of no UTF-8, times of no datetime
             raise DataError(
                 f"{where}, column {name!r} ({column.type}): {error}; write it as another type or"

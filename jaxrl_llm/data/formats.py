@@ -9,26 +9,38 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import checked_messages, without_nulls
 from jaxrl_llm.data.masks import Dialogue, Messages
+from jaxrl_llm.data.messages import NO_ALIASES, Roles, checked_messages, messages_in_text
+from jaxrl_llm.text import text_fault
 
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def example_of(row: Mapping[str, Any], where: str, prompt_column: str = "prompt") -> Dialogue:
-    """Returns the dialogue of `messages`, or of a prompt and its `completion`."""
+def example_of(
+    row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
+) -> Dialogue:
+    """Returns the dialogue of `messages`, of a prompt with `completion`, or of ShareGPT's layout.
+
+    `roles` are aliases of roles. ShareGPT's layout is the column `conversations`, and a `system`
+    message beside it.
+    """
     if row.get("messages") is not None:
-        messages = checked_messages(row["messages"], f"{where}: messages")
+        messages = checked_messages(row["messages"], f"{where}: messages", roles=roles)
         return Dialogue(messages, 0, template_options(row, where), where)
     if row.get(prompt_column) is not None and row.get("completion") is not None:
-        return _continued(row, where, prompt_column, "completion")
+        return _continued(row, where, prompt_column, "completion", roles)
+    if row.get("conversations"):
+        messages = checked_messages(row["conversations"], f"{where}: conversations", roles=roles)
+        if row.get("system"):
+            messages = [*checked_messages(row["system"], f"{where}: system", "system"), *messages]
+        return Dialogue(messages, 0, template_options(row, where), where)
     raise _unknown(row, where, f"messages, or {prompt_column} and completion")
 
 
 def pair_of(
-    row: Mapping[str, Any], where: str, prompt_column: str = "prompt"
+    row: Mapping[str, Any], where: str, prompt_column: str = "prompt", roles: Roles = NO_ALIASES
 ) -> tuple[Dialogue, Dialogue]:
-    """Returns the dialogues of `chosen` and `rejected`.
+    """Returns the dialogues of `chosen` and `rejected`; `roles` are aliases of roles.
 
     Both continue the prompt. Without one, or if they are lists of messages and the prompt a text
     (which they then begin with), the prompt is what they begin with alike.
@@ -36,12 +48,15 @@ def pair_of(
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         raise _unknown(row, where, f"chosen and rejected, and {prompt_column}")
-    lists = not isinstance(chosen, str) and not isinstance(rejected, str)
+    texts = ("chosen", "rejected", prompt_column)
+    decoded = {name: _decoded_messages(row.get(name), f"{where}: {name}") for name in texts}
+    row = {**row, **decoded}
+    lists = not isinstance(row["chosen"], str) and not isinstance(row["rejected"], str)
     if row.get(prompt_column) is None or (lists and isinstance(row[prompt_column], str)):
-        prompt, chosen, rejected = _split(row, where)
+        prompt, chosen, rejected = _split(row, where, roles)
         row = {**row, prompt_column: prompt, "chosen": chosen, "rejected": rejected}
-    found = [_continued(row, where, prompt_column, name) for name in ("chosen", "rejected")]
-    return found[0], found[1]
+    both = [_continued(row, where, prompt_column, name, roles) for name in ("chosen", "rejected")]
+    return both[0], both[1]
 
 
 def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -61,37 +76,49 @@ def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _decoded(row: Mapping[str, Any], column: str, kind: Any, rule: str, where: str) -> Any:
-    value = without_nulls(row.get(column))
+    value = row.get(column)
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"{column} must be {rule}, or one written as JSON: {error}"
             raise DataError(f"{where}: {message}") from error
+        if fault := text_fault(value):
+            raise DataError(f"{where}: {'.'.join([column, *fault[0]])} {fault[1]}; correct it")
     if value is not None and not isinstance(value, kind):
         raise DataError(f"{where}: {column} must be {rule}, got {type(value).__name__}")
     return value
 
 
-def _continued(row: Mapping[str, Any], where: str, prompt_column: str, column: str) -> Dialogue:
-    prompt, answer = row[prompt_column], row[column]
-    before = checked_messages(prompt, f"{where}: {prompt_column}")
-    after = checked_messages(answer, f"{where}: {column}", role="assistant")
+def _decoded_messages(value: Any, where: str) -> Any:
+    """A value, or the messages that it holds as JSON."""
+    return (isinstance(value, str) and messages_in_text(value, where)) or value
+
+
+def _continued(
+    row: Mapping[str, Any], where: str, prompt_column: str, column: str, roles: Roles
+) -> Dialogue:
+    prompt = _decoded_messages(row[prompt_column], f"{where}: {prompt_column}")
+    answer = _decoded_messages(row[column], f"{where}: {column}")
+    before = checked_messages(prompt, f"{where}: {prompt_column}", roles=roles)
+    after = checked_messages(answer, f"{where}: {column}", "assistant", roles)
     text = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
     options = template_options(row, where)
     return Dialogue([*before, *after], len(before), options, where, text)
 
 
-def _split(row: Mapping[str, Any], where: str) -> tuple[Messages, Messages, Messages]:
+def _split(row: Mapping[str, Any], where: str, roles: Roles) -> tuple[Messages, Messages, Messages]:
     """Returns the messages that chosen and rejected begin with alike, and the rest of each."""
     both = []
     for name in ("chosen", "rejected"):
         if isinstance(row[name], str):
             rule = "is a text, so that where its prompt ends is not known; add the column prompt"
             raise DataError(f"{where}: {name} {rule}, or write lists of messages")
-        both.append(checked_messages(row[name], f"{where}: {name}"))
+        both.append(checked_messages(row[name], f"{where}: {name}", roles=roles))
     pairs = zip(*both, strict=False)
     count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if both[0] == both[1] and count > 1 and both[0][-1]["role"] == "assistant":
+        count -= 1  # equal answers are left out later, whatever their layout
     if not 0 < count < min(map(len, both)):
         raise DataError(
             f"{where}: chosen and rejected begin with {count} equal messages of {len(both[0])} and"

@@ -5,12 +5,12 @@ they would fill the memory. Nothing is downloaded.
 """
 
 import base64
-import binascii
 import dataclasses
 import hashlib
 import io
 import pathlib
 import re
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -166,8 +166,9 @@ def refuse_to_cut(
 
 def refuse_pairs(row: Mapping[str, Any], messages: Sequence[Message], where: str) -> None:
     """Raises DataError if a pair of answers has images."""
-    parts = any(isinstance(message.get("content"), list) for message in messages)
-    if parts or row.get(COLUMN) is not None:
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    if any(part["type"] != "text" for part in parts) or row.get(COLUMN) is not None:
         raise DataError(f"{where}: pairs with images are not learned from; leave the row out")
 
 
@@ -228,8 +229,10 @@ def taken_apart(
             if part["type"] == "text":
                 yield {"type": "text", "text": part["text"]}
             else:
-                if given := [part[key] for key in _KEYS if part.get(key) is not None]:
-                    found.append(given[0])
+                if sources := [key for key in _KEYS if part.get(key) is not None]:
+                    source = part[sources[0]]
+                    # Of bytes, JSON can hold only their base64, which is no path.
+                    found.append({"bytes": source} if sources[0] == "bytes" else source)
                 else:
                     next_one()
                 yield {"type": "image"}
@@ -252,15 +255,15 @@ def _contents(source: Any, where: str, files: bool) -> bytes:
     if isinstance(source, Mapping):
         given = [source[key] for key in (*_KEYS[::-1],) if source.get(key) is not None]
         if not given:
-            raise DataError(f"{where}: an image needs bytes, a path or a data URI, got {source}")
+            rule = "needs bytes, a path or a data URI"
+            raise DataError(f"{where}: an image {rule}, got {reprlib.repr(dict(source))}")
+        if given[0] is source.get("bytes") and isinstance(given[0], str):
+            return _decoded(given[0], f"{where}: the bytes of an image are")
         source = given[0]
     if isinstance(source, bytes):
         return source
     if isinstance(source, str) and (found := _DATA_URI.fullmatch(source.strip())):
-        try:
-            return base64.b64decode(found[1], validate=True)
-        except binascii.Error as error:
-            raise DataError(f"{where}: the data URI of an image is no base64: {error}") from error
+        return _decoded(found[1], f"{where}: the data URI of an image is")
     if not isinstance(source, str):
         rule = "must be bytes, a path or a data URI"
         raise DataError(f"{where}: an image {rule}, got {type(source).__name__}")
@@ -271,5 +274,25 @@ def _contents(source: Any, where: str, files: bool) -> bytes:
         )
     try:
         return pathlib.Path(source.removeprefix("file://")).read_bytes()
-    except OSError as error:
-        raise DataError(f"{where}: the image cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        remedy = "give the path of a file, or data:image/png;base64,..."
+        raise DataError(
+            f"{where}: the image cannot be read: {reason}: {_beginning(source)}; {remedy}"
+        ) from error
+
+
+def _decoded(text: str, what: str) -> bytes:
+    """The bytes of a base64 text, which JSON has instead; `what` begins the error."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:  # binascii's, or characters that are no ASCII
+        raise DataError(
+            f"{what} no base64: {error}, got {_beginning(text)}; encode the file as base64, or give"
+            " its path"
+        ) from error
+
+
+def _beginning(text: str) -> str:
+    """The beginning of a text that may be a whole image, for messages."""
+    return repr(text) if len(text) <= 100 else f"{text[:60]!r}... of {len(text)} characters"

@@ -37,7 +37,7 @@ _NAMES = {f"{kind.__name__} of a row": kind for kind in _KINDS}
 
 
 def written(rows: Mapping[int, Any]) -> str:
-    """Returns numbered rows (`Prompt`, `Example`, `Pair` or None) as text.
+    """Returns numbered rows (`Prompt`, `Example`, `Pair`, tuples of them or None) as text.
 
     Raises:
       DataError: If a prompt holds a value of a type that files of rows cannot have.
@@ -52,6 +52,8 @@ def read(text: str) -> dict[int, Any]:
 
 
 def _fields(row: Any) -> list[Any]:
+    if type(row) is tuple:
+        return ["tuple", *map(_fields, row)]
     return ["Prompt", *vars(row).values()] if isinstance(row, Prompt) else [
         type(row).__name__, *(row or ())
     ]  # fmt: skip
@@ -59,6 +61,8 @@ def _fields(row: Any) -> list[Any]:
 
 def _row(fields: list[Any]) -> Any:
     name, *values = fields
+    if name == "tuple":
+        return tuple(map(_row, values))
     if name == "Prompt":
         names = [field.name for field in dataclasses.fields(Prompt)]
         return Prompt.of(dict(zip(names, values, strict=True)))

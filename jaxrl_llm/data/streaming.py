@@ -48,15 +48,15 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-# What made(row, where, index) returns is trained on; None leaves the row out.
-Made = Callable[[Row, str, int], T | None]
+# made(row, where, index): the sequences that a row gives, in order; none leaves the row out.
+Made = Callable[[Row, str, int], Sequence[T]]
 
 
 class StreamedRows(Generic[Row_co]):
     """The rows of files, or folders of them, each made when it is asked for.
 
-    `made` returns what a row, its origin and its number become, None to leave it out. `longest` is
-    the maximum tokens of what it returns, and `rule` says why rows are left out.
+    `made` returns the sequences that a row, its origin and its number become, none to leave it out.
+    `longest` is the maximum tokens of one, and `rule` says why rows are left out.
     """
 
     def __init__(self, paths: Sequence[str], made: Made[Row_co], longest: int, rule: str):
@@ -73,33 +73,33 @@ class StreamedRows(Generic[Row_co]):
     def __len__(self) -> int:
         return sum(piece.num_rows for piece in self.pieces)
 
-    def map(self, change: Callable[[Row_co], U]) -> "StreamedRows[U]":
-        """Returns the same rows, each changed when it is asked for."""
+    def map(self, change: Callable[[Row_co], U | None]) -> "StreamedRows[U]":
+        """Returns the same rows, each sequence changed when it is asked for; None leaves it out."""
         found: Any = copy.copy(self)
 
-        def made(row: Row, where: str, index: int) -> U | None:
-            before = self.made(row, where, index)
-            return None if before is None else change(before)
+        def made(row: Row, where: str, index: int) -> tuple[U, ...]:
+            changed = map(change, self.made(row, where, index))
+            return tuple(sequence for sequence in changed if sequence is not None)
 
         found.made = made
         return found
 
     def first(self, count: int) -> list[Row_co]:
-        """Returns the first rows of the first piece, in order, without those left out."""
+        """Returns the sequences of the first rows of the first piece, in order."""
         table, piece = _read(self.pieces[0]), self.pieces[0]
         rows = (self._row(piece, table, i, i) for i in range(min(count, piece.num_rows)))
-        return [row for row in rows if row is not None]
+        return list(itertools.chain.from_iterable(rows))
 
-    def _row(self, piece: Piece, content: Any, offset: int, index: int) -> Row_co | None:
+    def _row(self, piece: Piece, content: Any, offset: int, index: int) -> tuple[Row_co, ...]:
         where = f"{piece.path}, row {piece.first + offset + 1}"
         row = _READERS[_kind(piece.path)].row(content, offset, where)
-        return None if row is None else self.made(files.as_row(row, where), where, index)
+        return () if row is None else tuple(self.made(files.as_row(row, where), where, index))
 
 
 class Passes(Generic[T]):
     """Endless passes over streamed rows, by position: a random-access source for Grain.
 
-    An entry is whether this process made the row, and what it made; None was left out. `windows`
+    An entry is whether this process made the row, and its sequences; none was left out. `windows`
     are held in memory at the same time: more than one where threads read ahead.
     """
 
@@ -118,7 +118,7 @@ class Passes(Generic[T]):
     def __len__(self) -> int:
         return sys.maxsize // self._length * self._length
 
-    def __getitem__(self, position: int) -> tuple[bool, T | None]:
+    def __getitem__(self, position: int) -> tuple[bool, tuple[T, ...]]:
         with self._lock:
             window, offset = self._window(position)
             piece, row = window.places[offset]
@@ -128,7 +128,7 @@ class Passes(Generic[T]):
             if mine and piece not in window.contents:
                 window.contents[piece] = _read(found)
         if not mine:
-            return False, None
+            return False, ()
         index = self._indices[number] + int(row)
         return True, self._rows._row(found, window.contents[piece], int(row), index)
 
@@ -167,7 +167,7 @@ class _Window(NamedTuple):
 
 
 def agreed(take: Callable[[], Iterable[tuple[bool, Any]]]) -> list[Any]:
-    """Returns the rows of the entries that `take` gives, None where left out.
+    """Returns the sequences of each row of the entries that `take` gives.
 
     All processes must call it, with the same positions; each gives the rows that it made.
     """

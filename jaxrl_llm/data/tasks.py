@@ -9,9 +9,11 @@ from jaxrl_llm.config import DataConfig
 from jaxrl_llm.config.samples import NUM_PRODUCTS
 from jaxrl_llm.data import shapes
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import Row, checked_row, is_text, read_rows
+from jaxrl_llm.data.files import Row, checked_row, read_rows
 from jaxrl_llm.data.formats import template_options
+from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.pictures import MARK
+from jaxrl_llm.text import is_text
 
 Split = Literal["train", "eval"]
 
@@ -237,7 +239,8 @@ def _gsm8k_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
             raise DataError(f"{where}: answer must end in '#### number', got ...{answer[-60:]!r}")
         extra_info = {"split": split, "index": index, "question": question, "answer": answer}
         prompt = f"{question} {GSM8K_INSTRUCTION}"
-        rows.append(_row("openai/gsm8k", prompt, numbers[-1].replace(",", ""), extra_info))
+        row = _row("openai/gsm8k", prompt, numbers[-1].replace(",", ""), extra_info)
+        rows.append({**row, "where": where})
     return rows
 
 
@@ -252,7 +255,9 @@ def _file_rows(config: DataConfig, split: Split, seed: int) -> list[Row]:
 def prompt_row(config: DataConfig, row: Row, where: str) -> Row:
     """Returns a row of a file in verl's schema, checked, with its template's options and origin."""
     options = template_options(row, where)
-    return {**checked_row(row, where, config.prompt_column), "options": options, "where": where}
+    roles = role_aliases(config.role_aliases)
+    checked = checked_row(row, where, config.prompt_column, roles)
+    return {**checked, "options": options, "where": where}
 
 
 def files_of(config: DataConfig, split: Split) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 Nothing is downloaded and no code from a folder is run.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -13,15 +14,16 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from jaxrl_llm.data import encoding, template_forms, tokenizer_folder
 from jaxrl_llm.data.errors import DataError
+from jaxrl_llm.data.messages import joined_text
+from jaxrl_llm.text import is_text
 
 Message = Mapping[str, Any]  # role, content, and what else a template reads
 
 EMPTY: Mapping[str, Any] = types.MappingProxyType({})
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 ROLE_TOKENS = ("<system>", "<user>", "<assistant>", "<tool>")
 # 8 special tokens and 96 characters: a vocabulary of 104 splits over 2, 4 and 8 devices.
@@ -94,41 +96,27 @@ def character_tokenizer(images: bool = False, words: Sequence[str] = ()) -> PreT
 
 
 def load_tokenizer(
-    path: str, chat_template: str = "", images: bool = False, words: Sequence[str] = ()
+    path: str,
+    chat_template: str = "",
+    images: bool = False,
+    words: Sequence[str] = (),
+    special_tokens_in_messages: encoding.Treatment = "text",
 ) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a local Hugging Face folder; of "", that of characters.
 
     `images` says whether that of characters has tokens for them; `words` are tokens of it too.
 
     `chat_template`, unless "", is a file with a Jinja template that replaces the tokenizer's own.
-    A file that is missing or broken, or no end-of-sequence token, is a DataError.
+    `special_tokens_in_messages`: "text" or "tokens", see `encoding`. A file that is missing or
+    broken, files that contradict each other, or no end-of-sequence token are a DataError.
     """
-    tokenizer = _of_folder(path) if path else character_tokenizer(images, words)
+    tokenizer = tokenizer_folder.load(path) if path else character_tokenizer(images, words)
+    encoding.set_treatment(tokenizer, special_tokens_in_messages)
     if chat_template:
         try:
             tokenizer.chat_template = pathlib.Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat template {chat_template!r}: cannot be read: {error}") from error
-    return tokenizer
-
-
-def _of_folder(path: str) -> PreTrainedTokenizerBase:
-    folder, where = pathlib.Path(path), f"tokenizer {path!r}"
-    if not folder.is_dir():
-        remedy = "give a local folder with tokenizer.json (nothing is downloaded)"
-        raise DataError(f"{where}: no such folder; {remedy}")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        known = ", ".join(TOKENIZER_FILES)
-        raise DataError(f"{where}: no tokenizer file in this folder; it needs one of {known}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the library raises many kinds, bare Exception among them
-        raise DataError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        rule = "no end-of-sequence token, so no response could end"
-        raise DataError(f"{where}: {rule}; set eos_token in its tokenizer_config.json")
     return tokenizer
 
 
@@ -140,20 +128,52 @@ def rendered(
 ) -> Any:
     """Returns what the chat template makes of messages; a DataError if there is none or it refuses.
 
-    `options` are `tools` and other variables of the template, `kwargs` of `apply_chat_template`.
+    Messages are put into the forms that it takes (`template_forms`). Special tokens that they spell
+    are between guards in it (`encoding`). `options` are `tools` and other variables of the
+    template, `kwargs` of `apply_chat_template`.
     """
     if not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template; set model.chat_template to a Jinja file,"
             " or data.chat_template=False for plain text"
         )
-    given = [dict(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(given, **options, **kwargs)
+        fitted = template_forms.fitted_messages(tokenizer, messages, options)
+        try:
+            return _apply_template(tokenizer, fitted, options, kwargs)
+        except DataError:
+            raise
+        except Exception:
+            # A template that shows calls only among others could not be asked for its form.
+            with_text = template_forms.with_text_arguments(fitted)
+            if with_text == fitted:
+                raise
+            return _apply_template(tokenizer, with_text, options, kwargs)
+    except DataError:
+        raise
     except Exception as error:  # Jinja's, or what the template itself raises
-        raise DataError(
-            f"the chat template refuses {str(given)[:200]}: {type(error).__name__}: {error}"
-        ) from error
+        refused = str([dict(message) for message in messages])[:200]
+        problem = encoding.without_guards(f"{type(error).__name__}: {error}")
+        raise DataError(f"the chat template refuses {refused}: {problem}") from error
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The rendering of messages in the template's forms, with guards around special tokens."""
+    chat = encoding.guarded(tokenizer, messages, options)
+    if chat.plain_answers:  # a template may refuse what it finds in an answer
+        tokenizer.apply_chat_template(chat.plain_answers, **chat.options, tokenize=False)
+    with_mask = chat.is_guarded and kwargs.get("return_assistant_tokens_mask")
+    if with_mask and (encoded := encoding.encoded_chat(tokenizer, chat)):
+        return encoded
+    rendering = tokenizer.apply_chat_template(chat.messages, **chat.options, **kwargs)
+    if isinstance(rendering, str):
+        return encoding.with_restored_guards(rendering, chat)
+    return rendering
 
 
 def render_prompts(
@@ -163,7 +183,8 @@ def render_prompts(
 ) -> tuple[list[tuple[int, ...]], list[str]]:
     """Returns the tokens and the text of each prompt, as `prompt_text` writes it."""
     texts = [prompt_text(tokenizer, prompt, chat_template) for prompt in prompts]
-    return prompt_tokens(tokenizer, texts, chat_template), texts
+    tokens = prompt_tokens(tokenizer, texts, chat_template)
+    return tokens, list(map(encoding.without_guards, texts))
 
 
 def prompt_text(
@@ -175,14 +196,27 @@ def prompt_text(
     """Returns the text of a prompt, ready for the model to continue.
 
     With `chat_template` the tokenizer's template formats the messages and begins the assistant's
-    turn. Else the contents are joined by newlines, and `prompt_tokens` adds the special tokens that
-    the tokenizer puts around plain text.
+    turn, and there are guards around special tokens in messages (`encoding.without_guards`). Else
+    the contents are joined by newlines, and `prompt_tokens` adds the special tokens that the
+    tokenizer puts around plain text.
     """
     if not chat_template:
-        if any(isinstance(message.get("content"), list) for message in prompt):
-            raise DataError("images need a chat template; set data.chat_template=True")
-        return "\n".join(message.get("content", "") for message in prompt)
+        text = "\n".join(map(_plain_text, prompt))
+        if not is_text(text):
+            raise DataError(f"{ascii(text)[:60]} holds half of a surrogate pair; leave it out")
+        return text
     return str(rendered(tokenizer, prompt, options, tokenize=False, add_generation_prompt=True))
+
+
+def _plain_text(message: Message) -> str:
+    """The content of a message for a prompt without a template."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else joined_text(content)
+    if text is None:
+        raise DataError("images need a chat template; set data.chat_template=True")
+    if message.get("tool_calls"):
+        raise DataError("calls of tools need a chat template; set data.chat_template=True")
+    return text
 
 
 def prompt_tokens(
@@ -192,6 +226,9 @@ def prompt_tokens(
     if not texts:
         return []
     # A template writes the special tokens itself.
+    if any(map(encoding.has_guards, texts)):
+        encode = functools.partial(encoding.encode, tokenizer, add_special_tokens=False)
+        return [tuple(encode(text)["input_ids"]) for text in texts]
     encoded = tokenizer(list(texts), add_special_tokens=not chat_template)["input_ids"]
     return [tuple(tokens) for tokens in encoded]
 

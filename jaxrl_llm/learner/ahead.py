@@ -145,15 +145,15 @@ class SampledAhead(SampledNow):
         else:
             self._play.pause()
         # The weights that were to finish them are gone.
-        self._play.go_on(anew=self._config.trainer.new_weights == "finish")
+        self._play.go_on(anew=self._config.trainer.new_weights == "drain")
 
     def _renew(self) -> None:
         """Lets the newest weights serve, unless what is in flight is to be finished before."""
         how, newest = self._config.trainer.new_weights, self._newest
         assert newest is not None
-        if newest.version == self._served.version or (how == "finish" and self._play.is_running):
+        if newest.version == self._served.version or (how == "drain" and self._play.is_running):
             return
-        if how == "read_again":
+        if how == "recompute":
             self._play.pause()
             self._play.go_on()
         self._serving = newest

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import (
     advantages,
@@ -46,12 +46,14 @@ def estimator(config: RLConfig, mesh: Mesh):
     ) -> tuple[Estimates, LearnerState, dict[str, Float[Array, ""]]]:
         names = sorted(rewards.terms)
         shape = len(names), len(rewards.scores)
+        kept = rewards.kept
         arrays = {
-            "response_mask": rollouts.response_mask,
+            # A row without response tokens is a member of no group, and has no loss.
+            "response_mask": rollouts.response_mask & kept[:, None],
             "group_ids": rollouts.group_ids,
             "rollout_log_probs": rollouts.rollout_log_probs,
             "scores": rewards.scores,
-            "costs": rewards.costs,
+            "costs": _costs_of_kept(rewards.costs, kept),
             "baselines": rewards.baselines,
             "term_rewards": np.reshape([rewards.terms[n] for n in names], shape),
             "term_weights": np.reshape([rewards.weights[n] for n in names], shape),
@@ -59,6 +61,8 @@ def estimator(config: RLConfig, mesh: Mesh):
         if rewards.turn_rewards is not None:
             arrays["turn_rewards"] = rewards.turn_rewards
         last = rollouts.last_rows
+        if config.algorithm.mask_truncated:
+            arrays["truncated"] = rollouts.truncated
         if (last != np.arange(len(last))).any():  # an episode has several rows
             arrays["last_rows"] = last
         with clock("adv"):
@@ -71,17 +75,31 @@ def estimator(config: RLConfig, mesh: Mesh):
     return estimate
 
 
+def _costs_of_kept(
+    costs: Float[np.ndarray, " B"], kept: Bool[np.ndarray, " B"]
+) -> Float[np.ndarray, " B"]:
+    """The costs, with the mean of the others in rows that are left out: the mean stays theirs."""
+    if kept.all() or not kept.any():
+        return costs
+    return np.where(kept, costs, costs[kept].mean()).astype(costs.dtype)
+
+
 def signal_check(config: RLConfig) -> Callable[[Mapping[str, float], Estimates], bool]:
     """Returns what tells, from metrics of rewards and estimates, if a step can teach anything.
 
-    Not if all groups have equal scores, so that all advantages are zero, and nothing else in the
-    losses has a gradient: an update would only be momentum and weight decay.
+    Not if all rows are left out, nor if all groups have equal scores, so that all advantages are
+    zero, and nothing else in the losses has a gradient, nor if every response is masked as
+    truncated: an update would only be momentum and weight decay.
     """
     algorithm = config.algorithm
     advantages_alone = losses.follows_advantages(algorithm) and not needs.of(algorithm).critic
     advantages_alone &= not config.distillation.teachers
 
     def has_signal(of_rewards: Mapping[str, float], estimates: Estimates) -> bool:
+        if of_rewards.get("reward/left_out_share") == 1.0:
+            return False
+        if algorithm.mask_truncated and not telling.fetched(jnp.any(estimates.loss_mask)):
+            return False
         uniform = of_rewards["training/groups/uniform_share"] == 1.0
         return not (advantages_alone and uniform) or bool(
             telling.fetched(jnp.any(estimates.advantages != 0))
@@ -104,6 +122,10 @@ def _estimate(config: RLConfig, kl_coef, log_multiplier, predictions: Prediction
     metrics["actor/entropy"] = masked.mean(predictions.entropies, mask)
     if is_on_policy(config):
         metrics = {}  # they need the policy's log-probs, which the update computes
+    if algorithm.mask_truncated:
+        truncated = arrays["truncated"]
+        loss_mask &= ~truncated[:, None]
+        metrics["training/masked_truncated_share"] = truncated.astype(jnp.float32).mean()
     if algorithm.kl_in == "reward":
         metrics["actor/reward_kl_penalty"] = current_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef

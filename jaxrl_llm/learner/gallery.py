@@ -237,7 +237,7 @@ def refused(config: RLConfig, replays: bool) -> list[str]:
         "rewards.models": (config.has_scorers, "reward or cost models"),
         "distillation.teachers": (bool(config.distillation.teachers), "teachers"),
         "replay": (replays, "dumps, which hold no images"),
-        "trainer.sampling": (config.trainer.sampling == "ahead", "samples ahead of their step"),
+        "trainer.sampling": (config.trainer.sampling == "async", "samples ahead of their step"),
     }
     return [
         f"config.{name}: prompts with images do not go with {what}; leave it out"

@@ -52,7 +52,7 @@ def abstract_models(config: RLConfig, shape: Shape, devices: Sequence[Any]) -> M
         return models
     whole = dataclasses.replace(models.policy, shape=shape)
     absent_files: Any = None  # no image is read
-    gallery = Gallery(whole.tower, absent_files, models.mesh, dict, models_lib.learns_tower(config))
+    gallery = Gallery(whole.tower, absent_files, models.mesh, dict, config.trains_vision_tower)
     return dataclasses.replace(models, gallery=gallery)
 
 

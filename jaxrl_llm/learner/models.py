@@ -16,17 +16,24 @@ from jaxrl_llm.config import (
     LoraConfig,
     ModelConfig,
     RLConfig,
-    SFTConfig,
-    SupervisedConfig,
 )
 from jaxrl_llm.config.placement import ROLES
 from jaxrl_llm.data.pictures import Pictures
 from jaxrl_llm.learner import routing
 from jaxrl_llm.learner.batches import Packer
 from jaxrl_llm.learner.gallery import Gallery
-from jaxrl_llm.models import attention, families, flops, huggingface, lora, sequence_attention
+from jaxrl_llm.models import (
+    attention,
+    families,
+    flops,
+    huggingface,
+    lora,
+    sequence_attention,
+    vocabulary,
+)
 from jaxrl_llm.models.shape import Shape, random_model
 from jaxrl_llm.models.transformer import Network, Params
+from jaxrl_llm.models.vocabulary import TokenRanges
 from jaxrl_llm.planning import filling, stages
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.sharding import pools
@@ -49,6 +56,8 @@ class Models:
     packer: Packer
     pictures: Pictures | None = None  # prepares images; None: the model reads text alone
     gallery: Gallery | None = None  # what its tower sees in them, and the tower's weights
+    # Ids of the policy's vocabulary that stand for no text: past the tokenizer's end, or of images.
+    unused_tokens: TokenRanges = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -78,7 +87,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 
     path = config.tokenizer or config.path
     images = _reads_images(config)
-    return tokenizer_lib.load_tokenizer(path, config.chat_template, images, config.words)
+    treatment = config.special_tokens_in_messages
+    return tokenizer_lib.load_tokenizer(path, config.chat_template, images, config.words, treatment)
 
 
 def _reads_images(config: ModelConfig) -> bool:
@@ -96,29 +106,29 @@ def of_job(config: JobConfig, meshes: Mapping[str, Mesh] | None = None) -> Model
     """
     model, tokenizer = config.model, load_tokenizer(config.model)
     eos = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    marks: set[int] = set()
     if model.path:
         shape = huggingface.read_shape(model.path)
         huggingface.check_vocabulary(shape, tokenizer)
         eos |= set(families.eos_token_ids(model.path))
+        marks |= set(huggingface.image_marks(model.path, shape))
     else:
         shape = random_model(model, len(tokenizer))
         if shape.vision is not None:
             token: Any = tokenizer.convert_tokens_to_ids("<|image_pad|>")
             vision = dataclasses.replace(shape.vision, image_token=token)
             shape = dataclasses.replace(shape, vision=vision)
-    if learns_tower(config) and shape.vision is None:
+            marks |= set(built_in_image_marks(tokenizer))
+    if config.trains_vision_tower and shape.vision is None:
         raise ConfigError(
             f"config.trainer.tower_learning_rate: {config.trainer.tower_learning_rate}, but the"
             " model reads no images; set it to 0"
         )
-    models = build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)))
+    unused = vocabulary.unused_tokens(
+        shape.vocab_size, known=tokenizer.get_vocab().values(), marks=marks, ends=eos
+    )
+    models = build(config, meshes or one_mesh(config), tokenizer, shape, tuple(sorted(eos)), unused)
     return models if shape.vision is None else _with_tower(config, models, shape)
-
-
-def learns_tower(config: JobConfig) -> bool:
-    """Returns whether the tower of the policy is trained; pairs of answers have no images."""
-    has_images = isinstance(config, (RLConfig, SFTConfig))
-    return has_images and config.trainer.tower_learning_rate > 0
 
 
 def _with_tower(config: JobConfig, models: Models, shape: Shape) -> Models:
@@ -139,7 +149,7 @@ def _with_tower(config: JobConfig, models: Models, shape: Shape) -> Models:
         key = jax.random.fold_in(jax.random.key(config.seed), _TOWER)
         return jax.jit(whole.tower.init, out_shardings=places)(key)
 
-    gallery = Gallery(whole.tower, pictures, mesh, load, learns_tower(config))
+    gallery = Gallery(whole.tower, pictures, mesh, load, config.trains_vision_tower)
     return dataclasses.replace(models, pictures=pictures, gallery=gallery)
 
 
@@ -177,8 +187,12 @@ def build(
     tokenizer: "PreTrainedTokenizerBase",
     shape: Shape,
     eos: tuple[int, ...],
+    unused_tokens: TokenRanges = (),
 ) -> Models:
     """Returns the models of a job on meshes whose devices may be absent; allocates nothing.
+
+    In RL the policy's log-probs are of the distribution that its samples are drawn from: without
+    `unused_tokens`, unless the config allows them.
 
     Raises ConfigError if a mesh cannot hold this job's sequences and heads.
     """
@@ -187,7 +201,10 @@ def build(
     stages.check_roles(config, {role: mesh.shape for role, mesh in meshes.items()})
     mesh = meshes["policy"]
     decoder = dataclasses.replace(shape, vision=None)  # a frozen tower is beside it
-    policy = network(config, shape if learns_tower(config) else decoder, "lm", mesh)
+    policy = network(config, shape if config.trains_vision_tower else decoder, "lm", mesh)
+    if config.learns_from_samples:
+        suppressed = suppressed_tokens(config.require_rl(), unused_tokens)
+        policy = dataclasses.replace(policy, suppressed_tokens=suppressed)
     return Models(
         meshes=meshes,
         tokenizer=tokenizer,
@@ -195,7 +212,24 @@ def build(
         policy=policy,
         value=network(config, decoder, "scalar", mesh),
         packer=packer(config, meshes, policy),
+        unused_tokens=unused_tokens,
     )
+
+
+def suppressed_tokens(config: RLConfig, unused_tokens: TokenRanges) -> TokenRanges:
+    """The tokens that a policy never samples; a stop token that the config names may be."""
+    if not config.rollout.suppress_unused_tokens:
+        return ()
+    tokens = {token for first, end in unused_tokens for token in range(first, end)}
+    return vocabulary.to_ranges(tokens - set(config.rollout.stop_tokens))
+
+
+def built_in_image_marks(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids of the built-in tokenizer's marks of images."""
+    from jaxrl_llm.data.tokenizer import IMAGE_TOKENS
+
+    vocab = tokenizer.get_vocab()
+    return [vocab[token] for token in IMAGE_TOKENS]
 
 
 def packer(config: JobConfig, meshes: Mapping[str, Mesh], policy: Network) -> Packer:
@@ -254,8 +288,7 @@ def _check_mesh(config: JobConfig, mesh: Mesh, shape: Shape) -> None:
     if config.mesh.on_host and (found := pools.host_problem(mesh)):
         raise ConfigError(f"config.mesh.on_host: {found}; leave it empty")
     check_heads(config, mesh, shape)
-    if isinstance(config, (RLConfig, SupervisedConfig)):
-        routing.check(config.router, shape)
+    routing.check(config.router, shape)
     ways, num = mesh.shape["expert"], shape.experts.num if shape.experts else 0
     if ways > 1 and (not num or num % ways):
         has = f"{num} experts do not divide by" if num else "no layer has experts; it asks for"

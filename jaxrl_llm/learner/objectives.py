@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms import losses, masked
 from jaxrl_llm.algorithms.aggregation import minibatch_denominators
-from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config import JobConfig
 from jaxrl_llm.config.job import DPOConfig
 from jaxrl_llm.data import datasets, packing, streams
 from jaxrl_llm.data.packing import Microbatch, PackedBatch
@@ -166,9 +166,8 @@ def reward_model(
     return Objective("reward_model", models.value, mesh, rows, loss, told, _num_pairs, models)
 
 
-def dpo(config: JobConfig, models: Models) -> Objective:
+def dpo(config: DPOConfig, models: Models) -> Objective:
     """Returns direct preference optimization on preference pairs, against a frozen reference."""
-    assert isinstance(config, DPOConfig)
     chosen_loss = config.dpo
 
     def rows(split: Split) -> Rows[Row]:
@@ -201,11 +200,9 @@ def dpo(config: JobConfig, models: Models) -> Objective:
 
 
 def _pairs_of(config: JobConfig, models: Models, split: Split, name: str = "") -> Rows[Pair]:
-    most = config.max_sequence_tokens
-    if isinstance(config, RLConfig):  # it is of one sequence there
-        most *= 2
-    given = config.data, models.tokenizer, split, config.seed, name, most
-    return datasets.preference_pairs(*given)
+    return datasets.preference_pairs(
+        config.data, models.tokenizer, split, config.seed, name, config.max_pair_tokens
+    )
 
 
 def _log_probs(
@@ -237,19 +234,19 @@ def _told(
     config: JobConfig, network: Network, microbatch: Microbatch, batch: Batch
 ) -> Routing | None:
     """Returns what routers are told: tokens that bear loss are counted. Stages before RL do not."""
-    if network.shape.experts is None or not isinstance(config, SupervisedConfig):
+    if network.shape.experts is None or config.supervised_router is None:
         return None
-    return routing.told(config.router, microbatch, batch.mask)
+    return routing.told(config.supervised_router, microbatch, batch.mask)
 
 
 def _with_routers(
     config: JobConfig, found: tuple[Array, Mapping[str, Array]], routed: Routed | None, batch: Batch
 ) -> tuple[Array, Mapping[str, Any]]:
     """Returns a loss and its metrics with those of routers, if there are any."""
-    if not isinstance(config, SupervisedConfig):
+    if config.supervised_router is None:
         return found
     value, metrics = found
-    extra, sums = routing.penalty(config.router, routed, batch.mask)
+    extra, sums = routing.penalty(config.supervised_router, routed, batch.mask)
     return value + extra, {**metrics, **sums}
 
 

@@ -72,9 +72,9 @@ def plan(config: JobConfig, target: Target) -> Plan:
       ConfigError: If the model is not known, or the mesh does not fill the devices.
     """
     policy = _policy(config)
-    if not isinstance(config, RLConfig):
+    if not config.learns_from_samples:
         return _fit(policy, (), _sized(config, policy, (), target), target)
-    setting = _setting(config, policy, target)
+    setting = _setting(config.require_rl(), policy, target)
     return _fit(policy, setting.scorers, _placed(setting, target), target)
 
 
@@ -138,11 +138,14 @@ def _as_begun(config: Job, workdir: str | os.PathLike[str]) -> Job:
     return config
 
 
-def meshes(config: RLConfig) -> dict[str, Mesh]:
-    """Returns the mesh of each role on the devices of this run; the plan may place the roles.
+def meshes(job: JobConfig) -> dict[str, Mesh]:
+    """Returns the mesh of each role on the devices of this run; the plan may place those of RL.
 
     Raises ConfigError if the devices cannot be shared out so.
     """
+    if not job.learns_from_samples:
+        return models_lib.one_mesh(job)
+    config = job.require_rl()
     if config.placement.choice == "auto":
         config = _chosen_here(config)
     return models_lib.role_meshes(config)

@@ -136,6 +136,7 @@ def token_statistics(
         entropy=entropy,
         cap=network.shape.logit_cap,
         listed=listed,
+        suppressed=network.suppressed_tokens,
     )
     return found, routed
 
@@ -150,8 +151,8 @@ def token_likeliest(
 ) -> tuple[Int[Array, "R W k"], Float[Array, "R W k"]]:
     """Returns `likeliest_tokens` in place of each scored token of packed rows; else zero."""
     _, hidden, weight, _ = _read(network, params, tokens, microbatch)
-    places, cap = _places(microbatch), network.shape.logit_cap
-    return likeliest_tokens(hidden, weight, places, count, cap=cap, **settings)
+    settings |= {"cap": network.shape.logit_cap, "suppressed": network.suppressed_tokens}
+    return likeliest_tokens(hidden, weight, _places(microbatch), count, **settings)
 
 
 def token_values(

@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.learner.source import Samples
 from jaxrl_llm.metrics.clock import Clock
+from jaxrl_llm.models.vocabulary import TokenRanges, is_inside
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.rollout.requests import Statistics
+from jaxrl_llm.text import split_lines
 from jaxrl_llm.types import Prompt, Rewards, Rollouts, Weights
 
 
@@ -27,11 +30,16 @@ class Replayed:
     """
 
     def __init__(
-        self, dumps: Sequence[pathlib.Path], config: RLConfig, vocab_size: int, width: int = 0
+        self,
+        dumps: Sequence[pathlib.Path],
+        config: RLConfig,
+        vocab_size: int,
+        width: int = 0,
+        suppressed: TokenRanges = (),
     ):
         """`width` is T of what the run sampled; 0: it followed from the step's longest sequence."""
         self._dumps, self._config, self._vocab_size = dumps, config, vocab_size
-        self._width = width
+        self._width, self._suppressed = width, suppressed
         self._taken = 0
 
     def take(self, weights: Weights, key: jax.Array, clock: Clock) -> Samples:
@@ -39,7 +47,9 @@ class Replayed:
         del weights, key
         with clock("gen"):
             path = self._dumps[self._taken]
-            samples = read(path, self._config, self._vocab_size, self._width)
+            samples = read(
+                path, self._config, self._vocab_size, self._width, suppressed=self._suppressed
+            )
         self._taken += 1
         return samples
 
@@ -77,8 +87,16 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     return found
 
 
-def read(path: pathlib.Path, config: RLConfig, vocab_size: int, width: int = 0) -> Samples:
+def read(
+    path: pathlib.Path,
+    config: RLConfig,
+    vocab_size: int,
+    width: int = 0,
+    suppressed: TokenRanges = (),
+) -> Samples:
     """Returns the samples of a dump; `width` as in `Replayed`.
+
+    Tokens in `suppressed` have probability 0 under the policy.
 
     Raises:
       DataError: If it holds no tokens, or does not fit this run.
@@ -88,7 +106,7 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int, width: int = 0) 
         return DataError(f"--replay: {path}: {what}; {remedy}")
 
     try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        rows = [json.loads(line) for line in split_lines(path.read_text("utf-8"))]
         if not all("prompt_tokens" in row for row in rows):
             remedy = "write dumps with --config.metrics.rollout_tokens=True"
             raise refuse("holds no tokens", remedy)
@@ -109,6 +127,10 @@ def read(path: pathlib.Path, config: RLConfig, vocab_size: int, width: int = 0) 
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         said = f"the token {tokens.max()} is not among the model's {vocab_size}"
         raise refuse(said, "use the model of its run")
+    impossible = np.asarray(is_inside(jnp.asarray(tokens), suppressed))
+    if (sampled := tokens[impossible & samples.rollouts.response_mask]).size:
+        said = f"the token {sampled[0]} was sampled, which stands for no text and has probability 0"
+        raise refuse(said, "set rollout.suppress_unused_tokens=False, as in its run")
     return samples
 
 
@@ -151,7 +173,10 @@ def _samples(rows: Sequence[Mapping[str, Any]], most: int, width: int) -> Sample
         versions=whole("versions", np.int32),
         lengths=np.array(lengths, np.int32),
         group_ids=np.array([groups.index(row["group"]) for row in rows], np.int32),
-        stopped=np.array([row["stopped"] for row in rows], bool),
+        # An episode whose next turn did not fit was cut: a replay has no logs that say so.
+        stopped=np.array(
+            [row["stopped"] and not (row.get("errors") or {}).get("too_long") for row in rows], bool
+        ),
         prompts=prompts,
         responses=tuple(row["output"] for row in rows),
     )
@@ -163,6 +188,8 @@ def _samples(rows: Sequence[Mapping[str, Any]], most: int, width: int) -> Sample
         terms = rows[0][name]
         return {term: np.array([row[name][term] for row in rows], np.float32) for term in terms}
 
+    failures = tuple(row.get("failure", "") for row in rows)
+    left_out = np.array([row.get("left_out", False) for row in rows], bool)
     rewards = Rewards(
         scores=column("score"),
         terms=columns("terms"),
@@ -171,11 +198,18 @@ def _samples(rows: Sequence[Mapping[str, Any]], most: int, width: int) -> Sample
         baselines=column("baseline"),
         details=tuple(row["details"] for row in rows),
         num_failures=0,
+        failures=failures if any(failures) else (),
+        left_out=left_out if left_out.any() else None,
     )
     return Samples(rollouts, rewards, Statistics())
 
 
-def check(dumps: Sequence[pathlib.Path], config: RLConfig, vocab_size: int) -> None:
+def check(
+    dumps: Sequence[pathlib.Path],
+    config: RLConfig,
+    vocab_size: int,
+    suppressed: TokenRanges = (),
+) -> None:
     """Raises DataError as `read`, for the first of the dumps; the others come one by one."""
     if dumps:
-        read(dumps[0], config, vocab_size)
+        read(dumps[0], config, vocab_size, suppressed=suppressed)

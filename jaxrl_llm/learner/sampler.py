@@ -165,13 +165,15 @@ def build(
     mesh, target = models.mesh, models.meshes["rollout"]
     layout = config.mesh.rollout if pools.fits(mesh, target) else "replicas"
     policy, tokenizer = models.policy.decoder, models.tokenizer
+    suppressed = models_lib.suppressed_tokens(config, models.unused_tokens)
+    policy = dataclasses.replace(policy, suppressed_tokens=suppressed)
     network = rollout_network(config.rollout, policy, target)
     speculation = config.rollout.speculation
     sizes = config.sampled_lengths, config.sequences_per_step, speculation.draft_tokens
     num_slots, fitting = cache.fitting(network, target, *sizes, config.rollout.num_slots)
     prompts, most = config.trainer.prompts_per_step, config.max_sequence_tokens
     shapes = inputs.few_shapes(prompts, longest_prompt, most) if longest_prompt else ()
-    if shapes and config.max_staleness > 0 and config.trainer.new_weights == "read_again":
+    if shapes and config.max_staleness > 0 and config.trainer.new_weights == "recompute":
         shapes += inputs.few_shapes(prompts, most, most)[-1:]  # for prompts with begun responses
     return Sampler(
         models=models,
@@ -192,8 +194,8 @@ def build(
         base=base,
         world=world,
         max_turn_tokens=config.agent.max_turn_tokens,
-        ahead=config.trainer.sampling == "ahead",
-        keeps_old=config.max_staleness > 0 and config.trainer.new_weights == "finish",
+        ahead=config.trainer.sampling == "async",
+        keeps_old=config.max_staleness > 0 and config.trainer.new_weights == "drain",
     )
 
 

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -15,11 +16,8 @@ from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,
     RLConfig,
-    SupervisedConfig,
 )
-from jaxrl_llm.config.bridge import rl_config
 from jaxrl_llm.config.folder import load_config
-from jaxrl_llm.config.job import PolicyConfig, RewardModelingConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import planned, stored
 from jaxrl_llm.learner import sampler as sampler_lib
@@ -64,13 +62,15 @@ def learned(workdir: str | os.PathLike[str], best: bool = False) -> Learned:
 
     Raises:
       ConfigError: If `workdir` is not the folder of a run.
-      CheckpointError: When it is read, if there is no undamaged checkpoint.
+      CheckpointError: If there is no checkpoint, or, when it is read, none is undamaged.
     """
     config, folder = load_config(workdir), pathlib.Path(workdir)
-    models = models_lib.of_job(
-        config, planned.meshes(config) if isinstance(config, RLConfig) else None
-    )
-    network = models.value if isinstance(config, RewardModelingConfig) else models.policy
+    steps = (each for each in folder.glob("checkpoints/*") if each.name.isdecimal())
+    if all(map(saver_lib.is_empty, steps)):
+        message = f"{folder / 'checkpoints'}: no complete checkpoint; wait until the run has saved"
+        raise saver_lib.CheckpointError(f"{message} one (checkpoint.every), or name another run")
+    models = models_lib.of_job(config, planned.meshes(config))
+    network = models.value if config.trained_head == "scalar" else models.policy
     base: Params = {}
     if config.lora.rank:  # adapters lie on the weights that the run began with
         product = folder / "warm_start" / "product"
@@ -78,10 +78,8 @@ def learned(workdir: str | os.PathLike[str], best: bool = False) -> Learned:
             wanted = weights_lib.abstract_params(network, models.mesh)
             load = functools.partial(saver_lib.load_tree, product)
             first = stored.restored(load, wanted, network.shape)[0]
-        elif isinstance(config, SupervisedConfig):
-            first = weights_lib.initial(config, models)
         else:
-            first = weights_lib.initial_policy(config, models)
+            first = weights_lib.initial(config, models)
         base = {name: value for name, value in first.items() if name != "score"}
     read = functools.partial(_newest, config, models, network, folder, best)
     return Learned(config, models, network, base, read)
@@ -111,8 +109,7 @@ def from_run(workdir: str | os.PathLike[str], best: bool = False) -> SavedPolicy
     Raises:
       ConfigError: If the run trains no policy.
     """
-    job = load_config(workdir)
-    config = job.as_rl() if isinstance(job, PolicyConfig) else rl_config(job)
+    config = load_config(workdir).as_rl()
     found = learned(workdir, best)
     return SavedPolicy(
         name=pathlib.Path(workdir).resolve().name,
@@ -159,8 +156,6 @@ def model_config(path: str, dtype: str = "", tensor: int = 1) -> RLConfig:
 def _newest(
     config: JobConfig, models: Models, network: Network, workdir: pathlib.Path, best: bool
 ) -> tuple[Params, int]:
-    wanted_params = {"params": weights_lib.abstract_trained(network, models.mesh)}
-    is_rl = isinstance(config, RLConfig)
     saver = saver_lib.Saver(workdir / "checkpoints", config.checkpoint, read_only=True)
     wanted = saver.best_step() if best else 0
     if best and not wanted:
@@ -168,8 +163,12 @@ def _newest(
             f"{workdir}: no best step; config.checkpoint.best_metric was"
             f" {config.checkpoint.best_metric!r}, or no saved step had it"
         )
-    tree = {"policy": wanted_params} if is_rl else wanted_params
+    tree: Any = weights_lib.abstract_trained(network, models.mesh)
+    for name in reversed(config.trained_in_checkpoint):
+        tree = {name: tree}
     read = functools.partial(saver.restore, partial=True, step=wanted)
     state, _, step = stored.restored(read, tree, network.shape)
     saver.close()
-    return (state["policy"] if is_rl else state)["params"], step
+    for name in config.trained_in_checkpoint:
+        state = state[name]
+    return state, step

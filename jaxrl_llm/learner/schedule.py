@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jaxrl_llm.config import RLConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding import hosts
+from jaxrl_llm.text import split_lines
 
 FILE = "schedule.jsonl"
 Group = tuple[int, int, int]
@@ -119,7 +120,7 @@ class Schedule:
         """Removes what a process wrote of this step and later ones before it was ended."""
         lines = []
         with contextlib.suppress(FileNotFoundError):
-            lines = self._path.read_text("utf-8").splitlines(keepends=True)
+            lines = split_lines(self._path.read_text("utf-8"), keep_ends=True)
         kept = lines[: step - 1]
         if len(kept) < len(lines):
             self._path.write_text("".join(kept), "utf-8")
@@ -132,7 +133,7 @@ def read(path: pathlib.Path) -> dict[int, dict[str, Any]]:
       ScheduleError: If it is no schedule.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in split_lines(path.read_text("utf-8"))]
         found = {line["step"]: line for line in lines}
         whole = all({"of", "restored", "answers", "groups"} <= line.keys() for line in lines)
         if not whole or list(found) != list(range(1, len(lines) + 1)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import needs, shaping
-from jaxrl_llm.config import RLConfig
+from jaxrl_llm.config import RLConfig, recipes
 from jaxrl_llm.data.prompt_stream import PromptIterator
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.sampler import Sampler
@@ -161,13 +161,15 @@ class SampledNow:
             hosts.agree("sampled", {**sampled, "the rewards": rewards})
         if self._has_baseline:
             rollouts, rewards = split_baseline(rollouts, rewards)
-        groups = range(len(rollouts.prompts))
-        scores = [rewards.scores[rollouts.group_ids == group] for group in groups]
+        rewards = without_lone_rows(self._config, rollouts, rewards)
+        groups, kept = range(len(rollouts.prompts)), rewards.kept
+        scores = [rewards.scores[(rollouts.group_ids == group) & kept] for group in groups]
         self._prompts.learn(rollouts.prompts, scores)
         if self._config.algorithm.dynamic_sampling:
-            uniform = np.asarray(
-                shaping.uniform_groups(jnp.asarray(rewards.scores), jnp.asarray(rollouts.group_ids))
-            )
+            given = rewards.scores, rollouts.group_ids, kept
+            uniform = np.asarray(shaping.uniform_groups(*map(jnp.asarray, given)))
+            is_lost = ~np.isin(rollouts.group_ids, rollouts.group_ids[kept])  # nothing of a group
+            uniform = uniform | is_lost
             rewards = dataclasses.replace(rewards, num_dropped=int(uniform.sum()))
             rollouts, rewards = take_rows(rollouts, rewards, np.flatnonzero(~uniform))
         return Samples(rollouts, rewards, done)
@@ -214,7 +216,25 @@ def split_baseline(rollouts: Rollouts, rewards: Rewards) -> tuple[Rollouts, Rewa
     ends = np.searchsorted(rollouts.group_ids, rollouts.group_ids, side="right") - 1
     is_greedy = rollouts.last_rows == ends
     rewards = dataclasses.replace(rewards, baselines=rewards.scores[ends])
+    if rewards.left_out is not None:  # without the baseline there is no advantage
+        rewards = dataclasses.replace(rewards, left_out=rewards.left_out | rewards.left_out[ends])
     return take_rows(rollouts, rewards, np.flatnonzero(~is_greedy))
+
+
+def without_lone_rows(config: RLConfig, rollouts: Rollouts, rewards: Rewards) -> Rewards:
+    """Leaves out a row that has nothing to be compared with, as all others of its group failed.
+
+    Its group advantage would be its score, without a baseline.
+    """
+    algorithm = config.algorithm
+    compares = algorithm.advantage in recipes.GROUP_ADVANTAGES
+    if rewards.left_out is None or not compares:
+        return rewards
+    ends = np.arange(len(rewards.scores)) == rollouts.last_rows  # an episode counts once
+    members = rollouts.group_ids[rewards.kept & ends]
+    sizes = np.bincount(members, minlength=len(rollouts.prompts))
+    alone = sizes[rollouts.group_ids] < 2
+    return dataclasses.replace(rewards, left_out=rewards.left_out | alone)
 
 
 def joined(waves: Sequence[Samples]) -> Samples:

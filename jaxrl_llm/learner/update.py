@@ -364,6 +364,9 @@ def updater(
         batch = dataclasses.replace(
             batch, loss_mask=batch.loss_mask & here, response_mask=batch.response_mask & here
         )
+        if algorithm.mask_truncated:  # such responses count in the losses of routers neither
+            kept = batch.loss_mask.any(1, keepdims=True)
+            batch = dataclasses.replace(batch, response_mask=batch.response_mask & kept)
         of_critics = {
             "critic": (batch.values, batch.returns),
             "cost_critic": (batch.cost_values, batch.cost_returns),

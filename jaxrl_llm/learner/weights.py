@@ -1,7 +1,7 @@
 """The weights of a job: which learn, which stay frozen, and how each begins."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig, SupervisedConfig
-from jaxrl_llm.config.job import DPOConfig, RewardModelingConfig
+from jaxrl_llm.config import JobConfig, OptimizerConfig, RLConfig
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.learner.models import Models
@@ -155,12 +154,12 @@ def initial_policy(config: JobConfig, models: Models) -> Params:
     return make(jax.random.key(config.seed))
 
 
-def initial(config: SupervisedConfig, models: Models) -> Params:
-    """Returns the first weights of a job on given answers.
+def initial(config: JobConfig, models: Models) -> Params:
+    """Returns the first weights of what a job trains.
 
     Those of a reward model are a classifier's of the folder, or the policy's with a head of zeros.
     """
-    if not isinstance(config, RewardModelingConfig):
+    if config.trained_head == "lm":
         return initial_policy(config, models)
     if config.model.path:
         return _read(config.model.path, models.value, models.meshes["reward"])
@@ -245,11 +244,11 @@ def _read(path: str, network: Network, mesh: Mesh) -> Params:
     return huggingface.load(path, network, models_lib.train_shardings(network, mesh))
 
 
-def first_reference(config: RLConfig | DPOConfig, models: Models, policy_params: Params) -> Params:
+def first_reference(config: JobConfig, models: Models, policy_params: Params) -> Params:
     """Returns the frozen reference: of its folder, or the policy's first weights."""
     mesh = models.meshes["reference"]
-    if config.reference.path:
-        return _read(config.reference.path, models.policy, mesh)
+    if config.reference_folder:
+        return _read(config.reference_folder, models.policy, mesh)
     if mesh != models.mesh:
         return pools.move(policy_params, models_lib.train_shardings(models.policy, mesh))
     if config.lora.rank:
@@ -263,32 +262,39 @@ def network_of(
 ) -> Network:
     """Returns the network of a reward or cost model, or a teacher; its shape is its folder's."""
     shape, mesh = huggingface.read_shape(path), models.meshes["reward"]
-    return models_lib.network(config, shape, head, mesh)
+    net = models_lib.network(config, shape, head, mesh)
+    # A teacher is compared with the policy: both are distributions over the same tokens.
+    return dataclasses.replace(net, suppressed_tokens=models.policy.suppressed_tokens)
 
 
-def check_folders(config: JobConfig, models: Models) -> None:
+def folders_of_roles(config: RLConfig, models: Models) -> list[tuple[str, Network]]:
+    """The folders of all models of RL but the policy, each with its network; "": no folder."""
+    needed = needs.of(config.algorithm)
+    folders = [
+        (config.reference.path if needed.reference else "", models.policy),
+        (config.critic.path if needed.critic else "", models.value),
+    ]
+    for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
+        if model.path:
+            folders.append((model.path, network_of(config, models, model.path, "scalar")))
+    for teacher in config.distillation.teachers.values():
+        folders.append((teacher.path, network_of(config, models, teacher.path, "lm")))
+    return folders
+
+
+def check_folders(config: JobConfig, models: Models, others: Sequence[tuple[str, Network]]) -> None:
     """Checks every model folder of a job by its headers, before any weights are read.
+
+    `others` are folders beside that of the trained model, each with the network it must fit; "" is
+    none.
 
     Raises:
       CheckpointFormatError: If one is missing, cut short, or does not fit its role.
     """
-    scalar = isinstance(config, RewardModelingConfig)
-    folders = [(config.model.path, models.value if scalar else models.policy)]
-    if isinstance(config, DPOConfig):
-        folders.append((config.reference.path, models.policy))
-    if isinstance(config, RLConfig):
-        needed = needs.of(config.algorithm)
-        folders.append((config.reference.path if needed.reference else "", models.policy))
-        folders.append((config.critic.path if needed.critic else "", models.value))
-        for model in (*config.rewards.models.values(), *config.rewards.cost_models.values()):
-            if model.path:
-                net = network_of(config, models, model.path, "scalar")
-                folders.append((model.path, net))
-        for teacher in config.distillation.teachers.values():
-            folders.append((teacher.path, network_of(config, models, teacher.path, "lm")))
+    trained = models.value if config.trained_head == "scalar" else models.policy
     if config.lora.path:
-        peft_folder.check(config.lora.path, models.value if scalar else models.policy)
-    for path, net in folders:
+        peft_folder.check(config.lora.path, trained)
+    for path, net in ((config.model.path, trained), *others):
         if path:
             huggingface.check(path, net)
             for mesh in set(models.meshes.values()):

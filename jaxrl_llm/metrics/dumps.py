@@ -15,7 +15,8 @@ def records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterator[dict[st
     unweighted) and `details` (what reward functions returned beside the score). Of an episode with
     tools or an environment also `messages` (after the prompt), `sampled` (spans of the response
     that the policy chose, in tokens), `num_turns`, `calls` and `errors` (counts by name) and
-    `turn_rewards`.
+    `turn_rewards`. Where calls of reward functions failed, `failure` says why, and `left_out` is
+    true of a sequence that is not learned from.
     """
     for row, output in enumerate(rollouts.responses):
         prompt = rollouts.prompts[rollouts.group_ids[row]]
@@ -30,8 +31,15 @@ def records(step: int, rollouts: Rollouts, rewards: Rewards) -> Iterator[dict[st
             "stopped": rollouts.stopped[row],
             "terms": {name: term[row] for name, term in rewards.terms.items()},
             "details": rewards.details[row],
+            **({"failure": failure} if (failure := _failure(rewards, row)) else {}),
+            **({"left_out": True} if not rewards.kept[row] else {}),
             **(_of_episode(rollouts, row, len(prompt.tokens)) if rollouts.logs else {}),
         }
+
+
+def _failure(rewards: Rewards, row: int) -> str:
+    """Why a row has no score of its own; its first lines, without the traceback."""
+    return rewards.failures[row].partition("\n")[0][:500] if rewards.failures else ""
 
 
 def _of_episode(rollouts: Rollouts, row: int, prompt_tokens: int) -> dict[str, Any]:

@@ -27,17 +27,24 @@ def of_rewards(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> dict[str, 
 
     `critic/score/spread` is the largest minus the smallest of two or more scores;
     `training/groups/uniform_share` is the share of the groups of two or more with equal scores.
+    Rows that are left out count in none of these; `reward/left_out_share` is their share.
     """
+    kept = rewards.kept
+    group_ids, kept_scores = group_ids[kept], rewards.scores[kept]
     order = np.argsort(group_ids, kind="stable")
     _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
-    scores = rewards.scores[order]
-    spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
-    uniform = spread[sizes > 1] == 0
-    found = _summary("critic/score", rewards.scores)
+    scores = kept_scores[order]
+    uniform = np.zeros(0, bool)
+    if scores.size:
+        spread = np.maximum.reduceat(scores, starts) - np.minimum.reduceat(scores, starts)
+        uniform = spread[sizes > 1] == 0
+    found = _summary("critic/score", kept_scores)
+    if rewards.left_out is not None:
+        found["reward/left_out_share"] = float(rewards.left_out.mean())
     found["training/groups/uniform_share"] = float(uniform.mean()) if uniform.size else 0.0
     found["reward/num_failures"] = float(rewards.num_failures)
-    if len(rewards.scores) > 1 and rewards.terms:
-        found["critic/score/spread"] = float(rewards.scores.max() - rewards.scores.min())
+    if len(kept_scores) > 1 and rewards.terms:
+        found["critic/score/spread"] = float(kept_scores.max() - kept_scores.min())
     if rewards.num_calls:
         found["reward/failure_share"] = rewards.num_failures / rewards.num_calls
     return found
@@ -62,16 +69,18 @@ def of_rollouts(
     estimates, of_critic = telling.fetched((estimates, predictions.values if critic else ()))
     mask = np.asarray(estimates.loss_mask)
     returns = np.asarray(estimates.returns)[mask]
+    kept = rewards.kept
     found = {
-        **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)),
+        **_summary("critic/rewards", np.asarray(estimates.shaped_rewards).sum(1)[kept]),
         **_summary("critic/advantages", np.asarray(estimates.advantages)[mask]),
         **_summary("critic/returns", returns),
     }
     sources = np.array([rollouts.prompts[group].data_source for group in rollouts.group_ids])
     for source in sorted(set(sources.tolist())):
-        found[f"critic/score/{source}/mean"] = float(rewards.scores[sources == source].mean())
+        if (of_source := (sources == source) & kept).any():
+            found[f"critic/score/{source}/mean"] = float(rewards.scores[of_source].mean())
     for name, term in rewards.terms.items():
-        if (used := rewards.weights[name] != 0).any():
+        if (used := (rewards.weights[name] != 0) & kept).any():
             found[f"reward/{name}/mean"] = float(term[used].mean())
     found |= of_episodes(rollouts)
     prompts, responses = _lengths(rollouts)
@@ -89,7 +98,7 @@ def of_rollouts(
         found |= _summary("critic/values", values)
         found["critic/vf_explained_var"] = explained_variance(values, returns)
     if config.algorithm.safe:
-        found |= _summary("critic/cost", rewards.costs)
+        found |= _summary("critic/cost", rewards.costs[kept])
     if config.algorithm.dynamic_sampling:
         found["training/filter_groups/evicted_samples"] = float(rewards.num_dropped)
     if config.router.replay in ("compare", "rollout"):

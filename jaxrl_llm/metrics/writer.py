@@ -19,6 +19,7 @@ from jaxrl_llm import console
 from jaxrl_llm.config import MetricsConfig
 from jaxrl_llm.config.folder import naming, replace_text
 from jaxrl_llm.metrics import dumps, trackers
+from jaxrl_llm.text import json_value
 from jaxrl_llm.types import Rewards, Rollouts
 
 
@@ -151,16 +152,17 @@ def keep_lines_before(path: pathlib.Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    before = path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(before.splitlines(), start=1):
+    before = path.read_bytes()
+    for number, line in enumerate(before.removesuffix(b"\n").split(b"\n"), start=1):
         try:
-            step = json.loads(line)["step"]
+            is_earlier = json_value(line)["step"] < first_step
         except (ValueError, KeyError, TypeError):
-            logging.warning("%s:%d: not a metrics record, dropped: %.40r", path, number, line)
+            if before:
+                logging.warning("%s:%d: not a metrics record, dropped: %.40r", path, number, line)
             continue
-        if step < first_step:
-            kept.append(line + "\n")
-    if (after := "".join(kept)) != before:
+        if is_earlier:
+            kept.append(line.decode() + "\n")
+    if (after := "".join(kept)).encode() != before:
         replace_text(path, after)
 
 

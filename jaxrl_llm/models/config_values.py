@@ -41,6 +41,7 @@ _NUMBERS: Mapping[str, Range] = {
     ),
     **dict.fromkeys(("routed_scaling_factor", "floor_scale"), _POSITIVE),
 }
+NUMBERS = (*_INTEGERS, *_NUMBERS)  # keys that hold a number
 _OF_ROPE: Mapping[str, Range] = dict.fromkeys(
     (
         *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

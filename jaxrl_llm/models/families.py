@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.models import config_values, vision_config
+from jaxrl_llm.models import config_values, contradictions, safetensors_file, vision_config
 from jaxrl_llm.models.family_table import (
     FAMILIES,
     TEXT_OF,
@@ -22,6 +22,7 @@ Fields = dict[str, Any]
 
 HEADS: Mapping[str, str] = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}
 
+_CONFIG = "config.json"
 _QUANTIZED = ("mxfp4", "fp8")  # what `quantized_file` reads
 # Keys that change the arithmetic, and the only value each may have.
 _FIXED: Mapping[str, Any] = {
@@ -72,9 +73,11 @@ YARN = {"fast_turns": "beta_fast", "slow_turns": "beta_slow", "whole_dims": "tru
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file; CheckpointFormatError if there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointFormatError(f"{path}: cannot be read as JSON: {error}") from error
+        found = json.loads(path.read_text(), object_pairs_hook=safetensors_file.unique_keys)
+    except (OSError, ValueError, RecursionError) as error:
+        deep = "brackets are nested too deep; copy the file again"
+        problem = deep if isinstance(error, RecursionError) else error
+        raise CheckpointFormatError(f"{path}: cannot be read as JSON: {problem}") from error
     if not isinstance(found, dict):
         raise CheckpointFormatError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found
@@ -101,8 +104,20 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
             f"{folder}: the folder of a run, not of a model; give it as --workdir, or make a"
             f" model's folder of it: launch/export.py --workdir={folder} --out=FOLDER"
         )
+    if problem := next(_between_parts(config), ""):
+        raise CheckpointFormatError(f"{folder / 'config.json'}: {problem}")
     config = vision_config.flat(config)
     return _of_text(config) if config.get("model_type") in TEXT_OF else config
+
+
+def _between_parts(config: Config) -> Iterator[str]:
+    """Yields contradictions of a config of text and images that its text model would hide."""
+    if config.get("model_type") in vision_config.TYPES:
+        yield from contradictions.of_text_and_images(config, config_values.NUMBERS)
+    text = config.get("text_config")
+    family = TEXT_OF.get(str(config.get("model_type")))
+    if family and isinstance(text, Mapping) and not any(config_values.problems(text)):
+        yield from contradictions.in_config({**text, "model_type": family})
 
 
 def _of_text(config: dict[str, Any]) -> dict[str, Any]:
@@ -123,16 +138,37 @@ def eos_token_ids(folder: str | pathlib.Path) -> tuple[int, ...]:
     """Returns the tokens that end a response: of generation_config.json, else config.json, or ().
 
     Raises:
-      CheckpointFormatError: If the folder or a readable config.json is missing.
+      CheckpointFormatError: If the folder or a readable config.json is missing, or an end token is
+        no token of the vocabulary.
     """
-    generation = pathlib.Path(folder) / "generation_config.json"
-    configs = [read_config(folder)]
-    if generation.is_file():
-        configs.insert(0, read_json(generation))
-    for config in configs:
-        if (ids := config.get("eos_token_id")) is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+    folder = pathlib.Path(folder)
+    config = read_config(folder)
+    for name, values in (("generation_config.json", generation_config(folder)), (_CONFIG, config)):
+        if (ids := values.get("eos_token_id")) is not None:
+            where, vocab_size = f"{folder / name}: eos_token_id", config.get("vocab_size")
+            return _checked_tokens(ids, where, vocab_size if isinstance(vocab_size, int) else 2**31)
     return ()
+
+
+def generation_config(folder: str | pathlib.Path) -> dict[str, Any]:
+    """The contents of a model folder's generation_config.json; empty without one."""
+    path = pathlib.Path(folder) / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _checked_tokens(ids: Any, where: str, vocab_size: int) -> tuple[int, ...]:
+    tokens = tuple(ids) if isinstance(ids, list) else (ids,)
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise CheckpointFormatError(
+                f"{where} is {ids!r:.80}; write a token id, or a list of token ids"
+            )
+        if not 0 <= token < vocab_size:
+            raise CheckpointFormatError(
+                f"{where}: {token} is not in the vocabulary, tokens 0 to {vocab_size - 1}; leave it"
+                " out or correct it"
+            )
+    return tokens
 
 
 def architecture(config: Mapping[str, Any], source: str = "config.json") -> tuple[str, str]:
@@ -176,7 +212,7 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
     if wrong := list(config_values.problems(config)):
         raise CheckpointFormatError(f"{source}: {'; '.join(wrong)}")
     name, _ = architecture(config, source)
-    row = FAMILIES[name]
+    row, as_written = FAMILIES[name], config
     config = {k: v for k, v in {**row.defaults, **config}.items() if v is not None}
     if row.mixture and "num_local_experts" in config:
         config.setdefault(row.mixture.keys["num"], config["num_local_experts"])
@@ -213,6 +249,8 @@ def shape_from_config(config: Mapping[str, Any], source: str = "config.json") ->
         raise CheckpointFormatError(
             f"{source}: heads of {shape.head_size}; rotary embeddings need an even size"
         )
+    if found := list(contradictions.in_config(as_written)):
+        raise CheckpointFormatError(f"{source}: {'; '.join(found)}")
     return shape
 
 
@@ -231,7 +269,8 @@ def _check_keys(config: Config, name: str, keys: Mapping[str, str], source: str)
                 f"{source}: {key} is {config[key]!r}; only {value!r} is implemented for {name}"
             )
     stored = config.get("quantization_config")
-    if stored and stored.get("quant_method") not in _QUANTIZED:
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if stored and method not in _QUANTIZED:
         raise CheckpointFormatError(
             f"{source}: quantization_config is {stored}; only {' and '.join(_QUANTIZED)} are read,"
             " use a folder of bfloat16 or float32 weights"

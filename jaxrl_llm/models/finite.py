@@ -1,5 +1,6 @@
 """Whether weights are finite."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,10 +32,14 @@ def _leaf_is_finite(leaf: Any) -> bool:
     return bool(telling.fetched(_on_devices(pools.working(leaf))))
 
 
-def check(tree: Any, where: str, remedy: str) -> None:
+def check(
+    tree: Any, where: str, remedy: str, stored_name: Callable[[str], str] = lambda path: ""
+) -> None:
     """Raises NotFiniteError, which begins with `where`, if weights are not finite.
 
-    Arrays in host memory are brought to the devices one at a time.
+    Arrays in host memory are brought to the devices one at a time. `stored_name` gives the name in
+    a file of the first tensor of a parameter, by its dotted path, that is not finite; "" if it is
+    not known.
     """
     # One after the other: on CPUs, sums over processes that run at one time block each other.
     bad = [
@@ -44,6 +49,8 @@ def check(tree: Any, where: str, remedy: str) -> None:
     ]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        if name := stored_name(bad[0]):
+            more += f" (in the file: {name})"
         raise NotFiniteError(
             f"{where}: NaN or infinite numbers in {', '.join(bad[:3])}{more};"
             f" nothing can be learned from them; {remedy}"

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from flax import traverse_util
 
+from jaxrl_llm.models import finite
 from jaxrl_llm.models.attention_layers import rotary_frequencies
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.huggingface import Contents
@@ -179,7 +180,14 @@ def contents(file: GGUFFile, network: Network, dtype: np.dtype) -> Contents:
         raise file.fault(f"{network.shape.family} has no {', '.join(unknown[:4])}{more}")
 
     def read(name: TensorName, layer: int, expert: int) -> np.ndarray:
-        array = _values(found[name, layer])
+        tensor = found[name, layer]
+        array = _values(tensor)
+        if not np.isfinite(array).all():
+            number = int((~np.isfinite(array)).sum())
+            raise finite.NotFiniteError(
+                f"{file.path}: {tensor.name} has {number} NaN or infinite numbers; the file is"
+                " damaged, take another copy of it"
+            )
         projection = name.path[-2] if len(name.path) > 1 else ""
         if network.shape.family == "llama" and projection in ("q", "k"):
             array = _halves(array, network.shape.head_size)

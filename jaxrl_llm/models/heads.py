@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.attention import capped
 from jaxrl_llm.models.places import Places
+from jaxrl_llm.models.vocabulary import TokenRanges, is_inside
 from jaxrl_llm.sharding.mesh import TRAIN, axis_sizes, constrain, partition_spec
 
 _MIN_ROWS = 128  # rows of a gathered piece, one for each token it speaks of
@@ -159,14 +160,25 @@ _cleared = _of_shards(lambda row, at: row.at[at].set(0.0, mode="drop"))
 _added = _of_shards(lambda row, at, values: row.at[at].add(values, mode="drop"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _statistics(hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap):
+def masked(logits: Float[Array, "..."], tokens: Int[Array, "..."], suppressed: TokenRanges):
+    """The logits of `tokens`, those of suppressed ones so low that their probability is 0."""
+    if not suppressed:
+        return logits
+    return jnp.where(is_inside(tokens, suppressed), LOWEST, logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def _statistics(
+    hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap, suppressed
+):
     """Returns `Statistics` of `targets[:, t]` and `listed[:, t]` under `hidden[:, t]`."""
     given = hidden, weight, targets, valid, temperature, listed
-    return _statistics_forward(*given, chunk, entropy, cap)[0]
+    return _statistics_forward(*given, chunk, entropy, cap, suppressed)[0]
 
 
-def _statistics_forward(hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap):
+def _statistics_forward(
+    hidden, weight, targets, valid, temperature, listed, chunk, entropy, cap, suppressed
+):
     pieces = Pieces.of(weight.shape[0], targets.shape, chunk)
     # Sums of each outer shard [B, T, outer], merged at the end: no reduction inside the loop.
     zeros = jnp.zeros((*targets.shape, pieces.sizes[0]), jnp.float32)
@@ -180,6 +192,7 @@ def _statistics_forward(hidden, weight, targets, valid, temperature, listed, chu
         """Adds a piece to sums over the vocabulary, relative to the largest logit so far."""
         number, tokens = numbered
         logits = logits_of(hidden, pieces.piece(rows, number), temperature, cap)
+        logits = masked(logits, tokens, suppressed)
         is_target = targets[..., None, None, None] == tokens
         chosen = jnp.sum(jnp.where(is_target, logits, 0.0), (-2, -1))
         found, rest = of_listed, zeros
@@ -240,7 +253,7 @@ def _merged(top, chosen, total, weighted, squares, found, rest):
     )
 
 
-def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
+def _statistics_backward(chunk, entropy, cap, suppressed, residuals, cotangents):
     hidden, weight, targets, valid, temperature, listed, known = residuals
     log_prob_bar, entropy_bar = (
         jnp.where(valid, bar, 0.0)[..., None, None, None] for bar in cotangents[:2]
@@ -264,7 +277,7 @@ def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
         hidden_bar, weight_bar = bars
         number, tokens = numbered
         rows = pieces.piece(weight_rows, number)
-        logits = logits_of(h, rows, temperature, cap)
+        logits = masked(logits_of(h, rows, temperature, cap), tokens, suppressed)
         log_p = logits - top - log_sum
         probs = jnp.exp(log_p)
         # d log_prob / d logits = target - p;  d entropy / d logits = -p (log p + entropy)
@@ -281,6 +294,8 @@ def _statistics_backward(chunk, entropy, cap, residuals, cotangents):
         bar = bar / temperature
         if cap:
             bar *= 1.0 - jnp.square(logits * (temperature / cap))
+        if suppressed:  # also where the line above is infinity times zero
+            bar = jnp.where(is_inside(tokens, suppressed), 0.0, bar)
         bar = bar.astype(h.dtype)
         bar = constrain(bar, "batch", "length", "vocab", None, None)
         # Each outer shard keeps its own sum: one reduction at the end, none per piece.
@@ -318,6 +333,7 @@ def token_statistics(
     entropy: Entropy = "gradient",
     cap: float = 0.0,
     listed: Int[Array, "B T k"] | None = None,
+    suppressed: TokenRanges = (),
 ) -> Statistics:
     """Returns what the distributions say that tokens at `places` are drawn from; elsewhere zero.
 
@@ -336,12 +352,17 @@ def token_statistics(
         "likeliest" returns 0, and 1 for each token than which none is likelier.
       cap: Logits become `cap * tanh(logit / cap)` before the temperature; 0: they stay.
       listed: Other tokens whose log-probs are wanted in place of each token; no token twice.
+      suppressed: Tokens of probability 0; all else is of the distribution over the others. Where
+        one of them stands in `tokens` (an image in a prompt), results are zero.
     """
     if listed is None:
         listed = jnp.zeros((*tokens.shape, 0), jnp.int32)
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    asked = places.states(hidden), weight, places.taken(tokens), places.valid, temperature
-    found = _statistics(*asked, places.taken(listed), chunk, entropy, cap)
+    targets, valid = places.taken(tokens), places.valid
+    if suppressed:
+        valid &= ~is_inside(targets, suppressed)
+    asked = places.states(hidden), weight, targets, valid, temperature
+    found = _statistics(*asked, places.taken(listed), chunk, entropy, cap, suppressed)
     found = Statistics(*map(places.put, found))
     return found._replace(sum_squared_probs=jax.lax.stop_gradient(found.sum_squared_probs))
 

@@ -8,6 +8,8 @@ import collections
 import dataclasses
 import functools
 import pathlib
+import re
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,9 +25,11 @@ from jaxrl_llm.models import (
     finite,
     quantized_file,
     safetensors_file,
+    vocabulary,
     written_config,
     written_folder,
 )
+from jaxrl_llm.models.contradictions import is_tied, is_weight
 from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.quantized_file import Tensor
 from jaxrl_llm.models.safetensors_file import TensorToWrite
@@ -38,6 +42,7 @@ Block = tuple[slice, ...]  # of one array, with start and stop
 Contents = Callable[[TensorName, int, int], np.ndarray]
 
 _MAX_LISTED = 8
+EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def read_shape(folder: str | pathlib.Path) -> Shape:
@@ -46,12 +51,27 @@ def read_shape(folder: str | pathlib.Path) -> Shape:
     return families.shape_from_config(config, str(pathlib.Path(folder) / "config.json"))
 
 
+def image_marks(folder: str | pathlib.Path, shape: Shape) -> tuple[int, ...]:
+    """The tokens of a model that stand for images in its config.json, also where it reads none."""
+    config = families.read_json(pathlib.Path(folder) / "config.json")
+    return vocabulary.image_marks(config, shape.vocab_size)
+
+
 def check_vocabulary(shape: Shape, tokenizer: Any) -> None:
-    """Raises CheckpointFormatError if the tokenizer has more tokens than the model."""
+    """Raises CheckpointFormatError if the tokenizer has tokens that the model has no row for."""
+    remedy = "use the tokenizer that the model was trained with"
     if len(tokenizer) > shape.vocab_size:
         raise CheckpointFormatError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only"
-            f" {shape.vocab_size}; use the tokenizer that the model was trained with"
+            f" {shape.vocab_size}; {remedy}"
+        )
+    # A vocabulary with gaps has fewer tokens than its largest id says.
+    tokens = tokenizer.get_vocab().items() if hasattr(tokenizer, "get_vocab") else ()
+    token, last = max(tokens, key=lambda entry: entry[1], default=("", -1))
+    if last >= shape.vocab_size:
+        raise CheckpointFormatError(
+            f"the tokenizer's {token!r} is token {last}, the model's vocabulary has only"
+            f" {shape.vocab_size}; {remedy}"
         )
 
 
@@ -104,8 +124,22 @@ def load(
             kind = np.dtype(np.float32) if name.wide else dtype
             arrays[name.path] = read_parameter(name, tensors, kind, shape, sharding)
     params = traverse_util.unflatten_dict(arrays)
-    finite.check(params, str(folder), "the folder is damaged, take another copy of it")
+    stored_name = functools.partial(_not_finite, names, stored)
+    finite.check(params, str(folder), "the folder is damaged, take another copy of it", stored_name)
     return params
+
+
+def _not_finite(names: Sequence[TensorName], stored: Mapping[str, Tensor], path: str) -> str:
+    """The first tensor in a file, of those of one parameter, that is not finite."""
+    for name in names:
+        if ".".join(name.path) != path:
+            continue
+        for file_name in name.file_names:
+            tensor = stored.get(file_name)
+            whole = tuple(slice(0, size) for size in tensor.shape) if tensor else ()
+            if tensor and not np.isfinite(np.asarray(tensor.view()[whole], np.float32)).all():
+                return f"{file_name} in {tensor.file.name}"
+    return ""
 
 
 def _checked(folder: pathlib.Path, network: Network):
@@ -161,16 +195,41 @@ def _check_tensors(folder, network, leaves, names: list[TensorName], stored) -> 
                     f"{file_name} in {tensor.file.name} is stored as {tensor.code}; only"
                     " F32, BF16, F16 and F64 are read"
                 )
-    if problems:
-        raise CheckpointFormatError(f"{folder}: {_listed(problems)}")
     unused = sorted(
         name
         for name in stored.keys() - used
         if not may_be_unused(name, network.shape, network.head)
     )
+    # A model of another config would compute with them.
+    problems += [_not_in_network(name, network.shape) for name in filter(is_weight, unused)]
+    if problems:
+        raise CheckpointFormatError(f"{folder}: {_listed(problems)}")
+    _check_tied(folder, network, stored)
     if unused:
         warnings.warn(
             f"{folder}: not used by this {network.head} network: {_listed(unused)}", stacklevel=3
+        )
+
+
+def _not_in_network(name: str, shape: Shape) -> str:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= shape.num_layers:
+        rule = f"num_hidden_layers is {shape.num_layers} in config.json"
+    else:
+        rule = f"a {shape.family} network of this config.json has no such tensor"
+    return f"{name} is stored, but {rule}; correct it, or remove the tensor"
+
+
+def _check_tied(folder: pathlib.Path, network: Network, stored: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointFormatError if a tied network's file has another output projection."""
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if not network.shape.tie_embeddings or network.head != "lm" or not head or not embedding:
+        return
+    if not head.readable or not is_tied(embedding, head):
+        raise CheckpointFormatError(
+            f"{folder}: tie_word_embeddings is true (or absent) in config.json, but lm_head.weight"
+            " in the file is not model.embed_tokens.weight; set tie_word_embeddings to false, or"
+            " remove lm_head.weight"
         )
 
 
@@ -241,6 +300,7 @@ def save(
     max_shard_bytes: int = 5 * 10**9,
     dtype: Any = None,
     eos_token_ids: Sequence[int] = (),
+    generation_config: Mapping[str, Any] = EMPTY,
 ) -> None:
     """Writes a folder that transformers loads: weights, configs and tokenizer files.
 
@@ -249,7 +309,7 @@ def save(
     process must call this; the first one writes.
 
     Args:
-      source_config, max_shard_bytes, eos_token_ids: As `write` takes them.
+      source_config, max_shard_bytes, eos_token_ids, generation_config: As `write` takes them.
       dtype: Of the stored tensors; None is the dtype of the parameters.
 
     Raises:
@@ -264,7 +324,15 @@ def save(
         return written_folder.fetch(leaves[name.path], name, layer, kind, expert)
 
     write(
-        folder, network, contents, dtype, tokenizer, source_config, max_shard_bytes, eos_token_ids
+        folder,
+        network,
+        contents,
+        dtype,
+        tokenizer,
+        source_config=source_config,
+        max_shard_bytes=max_shard_bytes,
+        eos_token_ids=eos_token_ids,
+        generation_config=generation_config,
     )
 
 
@@ -277,6 +345,7 @@ def write(
     source_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     eos_token_ids: Sequence[int] = (),
+    generation_config: Mapping[str, Any] = EMPTY,
 ) -> None:
     """Writes a folder as `save` does, of tensors that are computed when they are written.
 
@@ -284,6 +353,7 @@ def write(
       source_config: config.json the model came from, whose other keys are kept.
       max_shard_bytes: Larger weights are split into several files.
       eos_token_ids: Tokens that end a response; () takes `source_config`'s, else the tokenizer's.
+      generation_config: generation_config.json the model came from; kept, with these end tokens.
     """
     folder = pathlib.Path(folder)
     written_folder.check_replaceable(folder)
@@ -296,8 +366,22 @@ def write(
     documents = {"config.json": config}
     if network.head == "lm":
         ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
-        documents["generation_config.json"] = ids
+        kept = {key: value for key, value in generation_config.items() if value is not None}
+        documents["generation_config.json"] = {
+            **ids,
+            **kept,
+            **_end_tokens(kept.get("eos_token_id"), ids.get("eos_token_id")),
+        }
     written_folder.write(folder, files, documents, tokenizer)
+
+
+def _end_tokens(stored: Any, ours: Any) -> dict[str, Any]:
+    """The end tokens of a generation_config.json; as its source has them if they are the same."""
+    before, after = (
+        set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+        for ids in (stored, ours)
+    )
+    return {"eos_token_id": stored if before >= after and before else ours} if after else {}
 
 
 def _set_token_ids(config: dict[str, Any], tokenizer: Any, eos_token_ids: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.places import Places
+from jaxrl_llm.models.vocabulary import TokenRanges
 from jaxrl_llm.sharding.mesh import constrain
 
 
@@ -22,6 +23,7 @@ def likeliest_tokens(
     temperature: float = 1.0,
     chunk: int = 512,
     cap: float = 0.0,
+    suppressed: TokenRanges = (),
 ) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
     """Returns the `count` likeliest tokens in place of each token at `places`, and log-probs.
 
@@ -31,7 +33,7 @@ def likeliest_tokens(
     Args:
       limit: Only tokens below it are listed; at least `count`. Log-probs are of the whole
         vocabulary.
-      temperature, chunk, cap: As of `token_statistics`.
+      temperature, chunk, cap, suppressed: As of `token_statistics`.
     """
     states = jax.lax.stop_gradient(places.states(hidden))
     pieces = heads.Pieces.of(weight.shape[0], states.shape[:2], chunk)
@@ -43,6 +45,7 @@ def likeliest_tokens(
         top, total, best, ids = carry
         number, tokens = numbered
         logits = heads.logits_of(states, pieces.piece(rows, number), temperature, cap)
+        logits = heads.masked(logits, tokens, suppressed)
         highest = jnp.maximum(top, jnp.max(logits, (-2, -1)))
         masses = jnp.exp(logits - highest[..., None, None])
         total = jnp.exp(top - highest) * total + jnp.sum(masses, (-2, -1))

@@ -17,11 +17,20 @@ from jaxrl_llm.models.transformer import Network, Params
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SCORE = TensorName(("score",), "base_model.model.score.weight")  # of a scalar network, whole
 _FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
-# Settings of `peft` that change the arithmetic.
-_CHANGING = [
-    *("bias", "fan_in_fan_out", "use_dora", "use_rslora", "lora_bias", "modules_to_save"),
-    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
-]
+# Keys of adapter_config.json that say nothing about the arithmetic of loaded adapters, or that are
+# compared with the network. Any other must hold a value that changes nothing.
+_KNOWN = frozenset(
+    [
+        *("peft_type", "r", "lora_alpha", "task_type", "auto_mapping", "peft_version", "revision"),
+        *("base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"),
+        *("qalora_group_size", "eva_config"),  # read with use_qalora, and before training
+        # Which modules have adapters, which the names of the tensors say.
+        *("target_modules", "exclude_modules"),
+    ]
+)
+_NEUTRAL: tuple[Any, ...] = (None, False, "none", {}, [])
+# How adapters begin; the others change the weights that adapters are added to.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def save(
@@ -134,12 +143,14 @@ def _checked(folder: pathlib.Path, network: Network):
             what = f"{key} is {config.get(key)!r}, expected {value!r}{settings.get(key, '')}"
             raise CheckpointFormatError(f"{folder / _CONFIG}: {what}")
     has_score = network.head == "scalar" and config.get("modules_to_save") == ["score"]
-    for key in _CHANGING:
-        if has_score and key == "modules_to_save":
+    for key, value in config.items():
+        if key in _KNOWN or value in _NEUTRAL or (has_score and key == "modules_to_save"):
             continue
-        if config.get(key) not in (None, False, "none", {}, []):
-            what = f"{key} is {config[key]!r}; only plain adapters are implemented"
-            raise CheckpointFormatError(f"{folder / _CONFIG}: {what}")
+        if key == "init_lora_weights" and value in _BEGINNINGS:
+            continue
+        what = f"{key} is {value!r:.100}; only plain adapters are implemented"
+        remedy = "convert them with peft, or leave the key out if it changes nothing"
+        raise CheckpointFormatError(f"{folder / _CONFIG}: {what}; {remedy}")
     stored = safetensors_file.read_header(folder / _WEIGHTS)[0]
     leaves = _leaves(network)
     names = _names(network, (path for path in leaves if path != _SCORE.path))

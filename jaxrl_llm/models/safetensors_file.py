@@ -4,20 +4,25 @@ Unlike the library, this reads a shard of a tensor alone, writes a file without 
 names every fault.
 """
 
+import contextlib
 import dataclasses
+import glob
+import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.family_table import CheckpointFormatError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BLOCK_BYTES = 1 << 26  # of two tensors, compared at one time
 
 _DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -33,6 +38,8 @@ _PARTS = {
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 _KNOWN = {**_DTYPES, **_PARTS}
+# What reading JSON of another structure raises; RecursionError: brackets nested too deep.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,16 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without keys that come twice with different values (`object_pairs_hook`)."""
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries and entries[key] != value:
+            raise ValueError(f"{key!r} comes twice: {str(entries[key])[:60]}, {str(value)[:60]}")
+        entries[key] = value
+    return entries
+
+
 def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Returns the tensors of one file by name, and the file's metadata.
 
@@ -86,16 +103,20 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, 
         if len(start) < 8 or 8 + length > size:
             raise _fault(path, f"not a complete safetensors file ({size} bytes); copy it again")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=unique_keys)
             metadata = header.pop("__metadata__", None) or {}
             tensors = {}
             for name, entry in header.items():
                 begin, end = (8 + length + offset for offset in entry["data_offsets"][:2])
                 shape = tuple(entry["shape"])
                 tensors[name] = StoredTensor(path, name, entry["dtype"], shape, begin, end)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (*_MALFORMED, IndexError) as error:
             what = f"the header is not valid: {type(error).__name__} {error}"
             raise _fault(path, what) from error
+    ordered = sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end))
+    for tensor, other in itertools.pairwise(ordered):
+        if other.begin < tensor.end:
+            raise _fault(path, f"{tensor.name} and {other.name} overlap; copy the file again")
     for name, tensor in tensors.items():
         if tensor.end > size:
             what = f"{name} ends at byte {tensor.end}, the file has {size}"
@@ -123,9 +144,15 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
       CheckpointFormatError: If there are no safetensors, or a file that the index names is
         missing, cut short, or lacks a tensor.
     """
-    if (folder / SINGLE).exists():
-        return _of_text(read_header(folder / SINGLE)[0])
     index = folder / INDEX
+    if (folder / SINGLE).exists():
+        if parts := [name for name in _shards(index) if name != SINGLE]:
+            raise _fault(
+                folder,
+                f"has {SINGLE}, and {INDEX} with {', '.join(parts[:3])}: two sets of weights;"
+                " remove the one that is not the model's",
+            )
+        return _of_text(read_header(folder / SINGLE)[0])
     if not index.exists():
         pickles = [p.name for end in ("*.bin", "*.pt*") for p in sorted(folder.glob(end))]
         remedy = "can run code and are never read, convert them with transformers' save_pretrained"
@@ -134,7 +161,7 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = sorted(set(weight_map.values()), key=str)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise _fault(index, f"not a valid index: {error!r}") from error
     for name in files:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name or name == "..":
@@ -144,12 +171,63 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         count = f"{len(missing)} of {len(files)} files are missing"
         raise _fault(index, f"{count}: {', '.join(missing[:5])}")
     headers = {name: read_header(folder / name)[0] for name in files}
+    if problem := next(_differing_copies({**headers, **_unnamed_shards(folder, files)}), ""):
+        raise _fault(index, problem)
     tensors = {}
     for tensor, name in weight_map.items():
         if tensor not in headers[name]:
             raise _fault(index, f"{tensor} is not in {name} as the index says")
         tensors[tensor] = headers[name][tensor]
     return _of_text(tensors)
+
+
+def _shards(index: pathlib.Path) -> list[str]:
+    """The files beside an index that it names; none if it cannot be read."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, *_MALFORMED):
+        return []
+    plain = [name for name in names if isinstance(name, str) and name == pathlib.Path(name).name]
+    return sorted(name for name in plain if (index.parent / name).is_file())
+
+
+def _unnamed_shards(
+    folder: pathlib.Path, named: Sequence[str]
+) -> dict[str, dict[str, StoredTensor]]:
+    """The headers of shards of the same model that its index does not name, if they are whole."""
+    headers = {}
+    for count in {name.rpartition("-of-")[2] for name in named if "-of-" in name}:
+        for path in sorted(folder.glob(f"*-of-{glob.escape(count)}")):
+            if path.name not in named:
+                with contextlib.suppress(CheckpointFormatError):
+                    headers[path.name] = read_header(path)[0]
+    return headers
+
+
+def _differing_copies(headers: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[str]:
+    """Yields tensors that several files of one model hold with different contents."""
+    places: dict[str, StoredTensor] = {}
+    for tensors in headers.values():
+        for name, tensor in tensors.items():
+            first = places.setdefault(name, tensor)
+            if first is not tensor and not _same_bytes(first, tensor):
+                yield (
+                    f"{name} is in {first.file.name} and in {tensor.file.name} with different"
+                    " values; keep the file that is the model's"
+                )
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.code, one.shape) != (other.code, other.shape):
+        return False
+    with one.file.open("rb") as file, other.file.open("rb") as other_file:
+        file.seek(one.begin)
+        other_file.seek(other.begin)
+        for at in range(one.begin, one.end, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, one.end - at)
+            if file.read(size) != other_file.read(size):
+                return False
+    return True
 
 
 def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

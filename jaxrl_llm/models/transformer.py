@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import attention, casting, lora, modules, tower
+from jaxrl_llm.models import attention, casting, heads, lora, modules, tower
 from jaxrl_llm.models import reading as reading_lib
 from jaxrl_llm.models.attention_layers import Attend, Rotary, rotary_tables
 from jaxrl_llm.models.block import Block, Ends
@@ -35,6 +35,7 @@ from jaxrl_llm.models.router import Routed, Routing
 from jaxrl_llm.models.sequence_attention import Form
 from jaxrl_llm.models.shape import EVERYWHERE, Layer, Shape, Stack
 from jaxrl_llm.models.sights import Sights
+from jaxrl_llm.models.vocabulary import TokenRanges
 from jaxrl_llm.sharding.mesh import constrain, constrain_as_weight
 
 ROUTE_DTYPE = jnp.int16  # of numbers of experts, of which -1 is none
@@ -61,6 +62,7 @@ class Network:
       sequence_attention: How devices that share a row's length attend together.
       products: Functions for its matmuls; `for_decoding` chooses faster ones.
       cache_dtype: Of keys and values that decoding keeps; "": `compute_dtype`.
+      suppressed_tokens: Tokens of probability 0, for decoding and for log-probs in training.
     """
 
     shape: Shape
@@ -73,6 +75,7 @@ class Network:
     sequence_attention: Form = "all_to_all"
     products: Products = PLAIN
     cache_dtype: str = ""
+    suppressed_tokens: TokenRanges = ()
 
     def for_decoding(self, mesh: Mesh) -> "Network":
         """Returns this network with the products that suit decode steps on a mesh."""
@@ -274,7 +277,8 @@ class Network:
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Returns float32 logits; accumulation is in float32 whatever the dtype of `hidden`."""
         logits = self.products.logits(hidden, self.head_weight(params).astype(hidden.dtype))
-        return attention.capped(logits, self.shape.logit_cap)
+        logits = attention.capped(logits, self.shape.logit_cap)
+        return heads.masked(logits, jnp.arange(logits.shape[-1]), self.suppressed_tokens)
 
     def hidden(
         self,

@@ -17,6 +17,12 @@ from jaxrl_llm.models.families import CheckpointFormatError
 from jaxrl_llm.models.safetensors_file import TensorToWrite
 from jaxrl_llm.models.tensor_names import TensorName
 
+# Everything that transformers reads a tokenizer from.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+)
 _WRITER = {"format": "pt", "writer": "jaxrl_llm"}
 
 
@@ -56,7 +62,7 @@ def write(
             for name, contents in documents.items():
                 _write_json(partial / name, contents)
             if tokenizer is not None:
-                tokenizer.save_pretrained(str(partial))
+                _write_tokenizer(partial, tokenizer)
             _replace(folder, partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -98,6 +104,36 @@ def _write_weights(folder: pathlib.Path, files: dict[str, list[TensorToWrite]]) 
         weight_map = {t.name: name for name, tensors in files.items() for t in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / safetensors_file.INDEX, index)
+
+
+def _write_tokenizer(folder: pathlib.Path, tokenizer: Any) -> None:
+    """Writes a tokenizer: the files of the folder it came from as they are, or its own.
+
+    What a library writes of a tokenizer that it read is not always what it read.
+    """
+    source = pathlib.Path(getattr(tokenizer, "source_folder", "") or ".")
+    # 0: not of a folder. Another number: tokens were added to it since.
+    if getattr(tokenizer, "num_source_tokens", 0) != len(tokenizer) or not source.is_dir():
+        tokenizer.save_pretrained(str(folder))
+        return
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, folder / name)
+        elif (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    _write_chat_template(folder, tokenizer.chat_template)
+
+
+def _write_chat_template(folder: pathlib.Path, template: Any) -> None:
+    """Makes `template` that of a tokenizer's folder, if another is there (model.chat_template)."""
+    path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    config = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+    stored = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    if not isinstance(template, str) or stored == template or not isinstance(stored, str | None):
+        return
+    path.write_text(template, encoding="utf-8")
+    if config.pop("chat_template", None) is not None:
+        settings.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:

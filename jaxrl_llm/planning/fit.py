@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxrl_llm.algorithms import needs
-from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config import ConfigError, JobConfig
 from jaxrl_llm.config.placement import CHOICES, ROLES
 from jaxrl_llm.models.shape import Shape
 from jaxrl_llm.planning import jobs, memory, stages
@@ -78,9 +78,9 @@ def make(
     config: JobConfig, policy: Shape, scorers: tuple[Scorer, ...], device: Device, num_devices: int
 ) -> Plan:
     """Returns the plan of a run whose `placement.choice` is not "auto"; raises as `pools.sizes`."""
-    if isinstance(config, SupervisedConfig):
+    if not config.learns_from_samples:
         return _of_job(config, policy, device, num_devices)
-    assert isinstance(config, RLConfig)
+    config = config.require_rl()
     meshes: dict[tuple[str, ...], dict[str, int]] = {}
     if config.placement.choice == "colocate":
         meshes[ROLES] = mesh_sizes(config.mesh, num_devices)
@@ -109,7 +109,7 @@ def make(
     return Plan(config, found, device, programs)
 
 
-def _of_job(job: SupervisedConfig, policy: Shape, device: Device, num_devices: int) -> Plan:
+def _of_job(job: JobConfig, policy: Shape, device: Device, num_devices: int) -> Plan:
     mesh = mesh_sizes(job.mesh, num_devices)
     stages.check_roles(job, {"policy": mesh})
     stages.check_layers(job, policy, mesh["stage"])

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jaxrl_llm.config import RLConfig, SupervisedConfig
+from jaxrl_llm.config import JobConfig, RLConfig
 from jaxrl_llm.config.algorithm import AlgorithmConfig
-from jaxrl_llm.config.job import DPOConfig, PolicyConfig, RewardModelingConfig
 from jaxrl_llm.config.learner import CriticConfig, RLTrainerConfig
 
 
@@ -17,14 +16,14 @@ class Planned(NamedTuple):
     programs: frozenset[str]
 
 
-def of(config: SupervisedConfig) -> tuple[Planned, ...]:
+def of(config: JobConfig) -> tuple[Planned, ...]:
     """Returns what a job is planned as, first its training.
 
     Rows of a job on given answers are as long as they may be. A policy is resharded, and a cache is
     there, only while it answers held-out prompts.
     """
-    kl: Literal["loss", "none"] = "loss" if isinstance(config, DPOConfig) else "none"
-    scalar = isinstance(config, RewardModelingConfig)
+    kl: Literal["loss", "none"] = "none" if config.reference_folder is None else "loss"
+    scalar = config.trained_head == "scalar"
     trainer, longest = config.trainer, config.max_sequence_tokens
     training = RLConfig(
         model=config.model,
@@ -38,7 +37,7 @@ def of(config: SupervisedConfig) -> tuple[Planned, ...]:
         ),
         trainer=RLTrainerConfig(
             num_steps=trainer.num_steps,
-            prompts_per_step=trainer.batch_size,
+            prompts_per_step=config.sequences_per_update,
             max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
             optimizer=trainer.optimizer,
             tower_learning_rate=trainer.tower_learning_rate,
@@ -49,8 +48,7 @@ def of(config: SupervisedConfig) -> tuple[Planned, ...]:
     programs = frozenset({"train", "score_critic" if scalar else "score"})
     roles = ("critic",) if scalar else ("policy", "reference")
     found = [Planned(training, roles, programs)]
-    samples = config.evaluation.wanted and config.evaluation.functions
-    if isinstance(config, PolicyConfig) and samples:
+    if config.answers_prompts:
         as_rl = config.as_rl()
         sampling = dataclasses.replace(
             as_rl,

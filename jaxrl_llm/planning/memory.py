@@ -85,7 +85,7 @@ def resident(setting: Setting, roles: Collection[str] = ROLES) -> Parts:
     images beside the engine: a frozen tower, or a copy of it.
     """
     found = sum((setting.resting(role) for role in roles), Parts())
-    finishes = setting.config.trainer.new_weights == "finish"
+    finishes = setting.config.trainer.new_weights == "drain"
     if setting.config.max_staleness and "rollout" in roles and (finishes or "policy" not in roles):
         found += setting.resting("rollout")
     if "policy" in roles:
@@ -100,7 +100,7 @@ def step(setting: Setting, roles: Collection[str] = ROLES) -> dict[str, Parts]:
         name: beside + own - _counted_twice(setting, name, own, roles)
         for name, own in programs(setting, roles).items()
     }
-    if {"policy", "rollout"} <= set(roles) and setting.config.trainer.sampling == "now":
+    if {"policy", "rollout"} <= set(roles) and setting.config.trainer.sampling == "sync":
         for name in {"score", "score_critic", "train"} & set(found):  # after `Sampler.release`
             found[name] -= setting.resting("rollout")
     return found

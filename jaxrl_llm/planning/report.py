@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.config import RLConfig
 from jaxrl_llm.errors import Problem
 from jaxrl_llm.planning import placement
 from jaxrl_llm.planning.devices import GIB
@@ -105,7 +104,7 @@ def to_json(plan: Plan, advice: Advice, price: float) -> dict[str, Any]:
             "peak_bytes": advice.plan.peak,
         },
     }
-    if plan.device.flops and isinstance(plan.job, RLConfig):
+    if plan.device.flops and plan.job.learns_from_samples:
         speed = placement.speed(plan)
         found["speed"] = dataclasses.asdict(speed)
         if price:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
+from jaxrl_llm.config import ConfigError, JobConfig
 from jaxrl_llm.models import shape as shape_lib
 from jaxrl_llm.models.shape import Shape
 
@@ -28,23 +28,17 @@ def check_roles(config: JobConfig, meshes: Mapping[str, Mapping[str, int]]) -> N
                 f"config.placement: the mesh of the {role} has {sizes['stage']} stages, the"
                 f" policy's has {stages}; use the same mesh.stage for all pools"
             )
-    learns = isinstance(config, RLConfig | SFTConfig) and config.trainer.tower_learning_rate > 0
-    if stages > 1 and learns:
+    if stages > 1 and config.trains_vision_tower:
         raise ConfigError(
             f"config.mesh.stage: {stages}, but a tower that learns is not split over stages; use 1,"
             " or trainer.tower_learning_rate=0"
         )
-    if isinstance(config, RLConfig):
-        name, sequences = "minibatch_size", config.minibatch_size
-    elif isinstance(config, SupervisedConfig):
-        name, sequences = "batch_size", config.trainer.batch_size
-    else:
-        return
+    name, sequences = config.update_size_setting, config.sequences_per_update
     rows = math.lcm(*(s["data"] * s["fsdp"] * s["expert"] for s in trained.values()))
     if stages > 1 and sequences < stages * rows:
         fits = next(n for n in range(stages, 0, -1) if n == 1 or n * rows <= sequences)
         raise ConfigError(
-            f"config.mesh.stage: {stages} stages need as many microbatches, and trainer.{name}="
+            f"config.mesh.stage: {stages} stages need as many microbatches, and {name}="
             f"{sequences} makes {sequences // rows} with a row for each of {rows} devices; use"
-            f" mesh.stage={fits}, or trainer.{name} >= {stages * rows}"
+            f" mesh.stage={fits}, or {name} >= {stages * rows}"
         )

@@ -8,12 +8,15 @@ import base64
 import datetime
 import decimal
 import json
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+
+from jaxrl_llm.text import clean_json
 
 MAX_BYTES = 1 << 30
 
@@ -47,12 +50,25 @@ def receive(connection: Connection) -> Any:
 
 def as_text(message: Any) -> str:
     """Returns a message as JSON; raises TypeError if it holds what no message can."""
-    return json.dumps(_plain(message))
+    try:
+        return json.dumps(_plain(message))
+    except RecursionError as error:
+        raise TypeError("lists and mappings are nested too deep for a message") from error
 
 
 def from_text(text: str | bytes) -> Any:
-    """Returns what `as_text` was given, but for tuples and arrays, which are lists."""
-    return json.loads(text, object_hook=_restored)
+    """Returns what `as_text` was given, but for tuples and arrays, which are lists.
+
+    Halves of surrogate pairs become U+FFFD: tools, environments and rewards may send any text.
+    Raises ValueError if the text is no message.
+    """
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        if "\\ud" in text.lower():
+            text = json.dumps(clean_json(json.loads(text), sys.getrecursionlimit()))
+        return json.loads(text, object_hook=_restored)
+    except RecursionError as error:
+        raise ValueError("a message whose brackets are nested too deep") from error
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,8 @@ def check(
     functions are called on a few rows of `prompts` until one call succeeds. With
     `on_failure="score"`, a function that always fails is a warning.
     """
-    check_sources(config, [prompt.data_source for prompt in prompts], taught)
+    sources = [prompt.data_source for prompt in prompts]
+    check_sources(config, sources, taught, [prompt.where for prompt in prompts])
     terms = {**config.functions, **config.cost_functions}
     users = {name: term for name, term in terms.items() if is_import_path(term.function)}
     if not users:
@@ -74,11 +75,14 @@ def check(
 
 
 def check_sources(
-    config: RewardsConfig, sources: Sequence[str], taught: Collection[str] = ()
+    config: RewardsConfig,
+    sources: Sequence[str],
+    taught: Collection[str] = (),
+    wheres: Sequence[str] = (),
 ) -> None:
     """Raises RewardError if no reward applies to a row, given the data sources of all rows.
 
-    Those in `taught` need none, as in `check`.
+    `wheres` are their files and rows, as far as known. Those in `taught` need none, as in `check`.
     """
     terms: dict[str, TermConfig] = {**config.functions, **config.models}
     known = {name: term.data_source for name, term in terms.items()}
@@ -87,8 +91,9 @@ def check_sources(
         return
     for row, source in enumerate(sources):
         if source not in scored:
+            where = wheres[row] if wheres and wheres[row] else f"row {row}"
             raise RewardError(
-                f"row {row}: no reward applies to data source {source!r}; the terms of"
+                f"{where}: no reward applies to data source {source!r}; the terms of"
                 f" config.rewards apply to {known}; add one for it, or one with data_source='*'"
             )
 
@@ -154,6 +159,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         are the sums of weight times term over those that apply. `baselines` are 0. `details` holds
         the keys that the row's functions returned beside the score; a key that two of them return
         is kept for the later one as `term/key`. What environments gave is the term "environment".
+        With `on_failure="leave_out"` rows of which a call failed are `left_out`.
         RewardError if no reward applies to a row, a model gave no finite score for each row, or a
         function failed and `on_failure` is "stop".
         """
@@ -166,7 +172,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         }
         details: list[dict[str, Any]] = [{} for _ in sources]
         values = {name: np.zeros(len(sources)) for name in terms}
-        num_calls, num_failures = self._call_functions(rollouts, values, details)
+        failures = [""] * len(sources)
+        num_calls, num_failures = self._call_functions(rollouts, values, details, failures)
+        left_out = None
+        if self._config.on_failure == "leave_out":
+            left_out = np.array([bool(failure) for failure in failures])
         for name, scorer in self._model_scorers.items():
             if applies[name].any():
                 scores = _checked_scores(name, scorer(rollouts), len(sources))
@@ -200,6 +210,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             num_failures=num_failures,
             num_calls=num_calls,
             turn_rewards=by_turn,
+            failures=tuple(failures),
+            left_out=left_out,
         )
 
     def _calls(self, rollouts: Rollouts, first_row: int = 0) -> list[tuple[str, Call]]:
@@ -211,15 +223,25 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 if term.data_source not in ("*", prompt.data_source):
                     continue
                 info = dict(prompt.extra_info)
+                if term.function == "math":  # what a row says itself goes before
+                    info = {**vars(self._config.math), **info}
                 if rollouts.logs:
                     log = rollouts.logs[row]
                     info |= {"messages": log.messages, "num_turns": log.num_turns}
                 given = prompt.data_source, rollouts.responses[row], prompt.ground_truth
-                calls.append((name, Call(term.function, first_row + row, *given, info)))
+                where = getattr(prompt, "where", "")
+                call = Call(term.function, first_row + row, *given, info, where)
+                calls.append((name, call))
         return calls
 
-    def _call_functions(self, rollouts, values, details) -> tuple[int, int]:
-        """Fills the functions' part of `values` and `details`; returns calls and failures.
+    def _call_functions(
+        self,
+        rollouts: Rollouts,
+        values: Mapping[str, Float[np.ndarray, " B"]],
+        details: Sequence[dict[str, Any]],
+        failures: list[str],
+    ) -> tuple[int, int]:
+        """Fills the functions' part of the last three; returns the calls and those that failed.
 
         Each host makes the calls of its own rows, and gets the outcomes of all.
         """
@@ -236,6 +258,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             name, call = calls[i]
             values[name][call.row] = score
             num_failures += bool(failure)
+            failures[call.row] = failures[call.row] or (f"{name}: {failure}" if failure else "")
             of_row = details[call.row]
             for key, value in found.items():
                 of_row[f"{name}/{key}" if key in of_row else key] = value

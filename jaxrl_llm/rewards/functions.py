@@ -8,10 +8,12 @@ Worker processes import this module, so it must not import jax.
 import inspect
 import re
 import string
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.algorithms import lookup
+from jaxrl_llm.rewards import ground_truth as truths
+from jaxrl_llm.rewards.ground_truth import TruthCheck, checks_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 Info = Mapping[str, Any]
@@ -19,46 +21,64 @@ Result = float | Mapping[str, Any]
 RewardFunction = Callable[..., Result | Awaitable[Result]]
 
 
+def _result_text(truth: Any) -> str:
+    return truths.answer_text(truth, "a number or a text")
+
+
+@checks_truth(_result_text)
 def arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if all text after the first `#` is the ground truth, else 0.0.
 
-    White space around it is ignored. A policy can neither guess twice nor go on for ever. Of an
-    episode with tools or an environment the policy's last turn counts.
+    White space around both is ignored, and a number of a file is read as the task writes it. A
+    policy can neither guess twice nor go on for ever. Of an episode with tools or an environment
+    the policy's last turn counts.
     """
+    wanted = _result_text(ground_truth)
     if messages := extra_info.get("messages"):
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         solution_str = said[-1] if said else ""
     _, _, answer = solution_str.partition("#")
-    return {"score": float(answer.strip() == str(ground_truth)), "pred": answer.strip()}
+    return {"score": float(answer.strip() == wanted), "pred": answer.strip()}
 
 
+@checks_truth(truths.number_texts)
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if the last `#### number` is the ground truth, else 0.0.
 
     Only the last 300 characters count. Commas are dropped; then the texts must be equal, as in
-    verl: neither `12.0` nor `12.` at the end of a sentence is `12`.
+    verl: neither `12.0` nor `12.` at the end of a sentence is `12`. The ground truth may be a
+    number, or the text of one: 72, 72.0, " 72", "1,234" (`ground_truth.number_texts`).
     """
+    wanted = truths.number_texts(ground_truth)
     numbers = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     answer = numbers[-1].replace(",", "") if numbers else ""
-    return {"score": float(bool(numbers) and answer == ground_truth), "pred": answer}
+    return {"score": float(bool(numbers) and answer in wanted), "pred": answer}
 
 
+@checks_truth(truths.alternative_texts)
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info) -> dict:
     """Returns 1.0 as `score` if the answer is one of those in the ground truth, else 0.0.
 
     The answer is the text in the last `<answer>...</answer>`. It is compared as in SQuAD (arXiv
     1606.05250): without case, punctuation, articles and spaces that are more than one. The ground
-    truth is a text, a list of texts, or a mapping with such a list as `target` (Search-R1's rows).
+    truth is a text, a number, a list of them, or a mapping with such a list as `target`
+    (Search-R1's rows). Numbers keep sign and point: -5 is not 5. Where nothing of a text would be
+    left (the choice "A"), only case and spaces are ignored.
     """
     found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     answer = _normalized(found[-1]) if found else ""
-    wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    texts = [wanted] if isinstance(wanted, str) else list(wanted or ())
-    right = bool(answer) and answer in {_normalized(str(text)) for text in texts}
+    wanted = [] if ground_truth is None else truths.alternative_texts(ground_truth)
+    right = bool(answer) and answer in {_normalized(text) for text in wanted}
     return {"score": float(right), "pred": answer}
 
 
 def _normalized(text: str) -> str:
+    if re.fullmatch(r"\s*[-+]?[0-9][0-9,]*(\.[0-9]+)?\s*", text):
+        return text.strip().removeprefix("+").replace(",", "")
+    return _without_articles(text) or " ".join(text.lower().split())
+
+
+def _without_articles(text: str) -> str:
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
@@ -112,3 +132,26 @@ def resolve(name: str) -> RewardFunction:
         rule = f"must take {', '.join(ARGUMENTS)} by name"
         raise ValueError(f"{what} {name!r}: {rule}: {error}") from error
     return function
+
+
+def truth_check(function: RewardFunction) -> TruthCheck | None:
+    """The attribute `check_truth` of a reward function; None if it takes any ground truth.
+
+    >>> truth_check(gsm8k)("72"), truth_check(length)
+    (frozenset({'72'}), None)
+    """
+    return getattr(function, "check_truth", None)
+
+
+def truth_problems(function: RewardFunction, ground_truths: Sequence[Any]) -> dict[int, str]:
+    """What is wrong with each of some ground truths, by place; nothing for those that are right."""
+    check = truth_check(function)
+    problems = {}
+    for place, truth in enumerate(ground_truths) if check else ():
+        try:
+            assert check is not None
+            check(truth)
+        except Exception as error:  # a user's own check may raise any
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            problems[place] = f"{kind}{error}"
+    return problems

@@ -41,8 +41,10 @@ class Call:
     row: int  # names the response in errors
     data_source: str
     solution_str: str
-    ground_truth: Any
+    ground_truth: Any  # of a check, a list of them
     extra_info: Mapping[str, Any]
+    where: str = ""  # of the row of a file, `FILE, row N`; "": `row` names it
+    is_check: bool = False  # asks for `truth_problems` of the function, not for a score
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,11 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Warns of calls that failed."""
         if failed := [index for index, outcome in enumerate(outcomes) if outcome.failure]:
             first = f"{_where(calls[failed[0]])}: {outcomes[failed[0]].failure}"
-            said = "%d of %d reward calls failed and score %g; the first: %s"
-            logger.warning(said, len(failed), len(calls), self._config.failure_score, first)
+            effect = f"score {self._config.failure_score:g}"
+            if self._config.on_failure == "leave_out":
+                effect = "their responses are left out"
+            said = "%d of %d reward calls failed and %s; the first: %s"
+            logger.warning(said, len(failed), len(calls), effect, first)
 
     @property
     def stops(self) -> bool:
@@ -149,7 +154,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         raise RewardError(
             f"{_where(call)}: {outcome.failure}\n"
             "Correct the function, or set rewards.on_failure='score' to give such responses"
-            f" {self._config.failure_score:g}"
+            f" {self._config.failure_score:g}, or 'leave_out' to learn without them"
         )
 
     def _workers_with_news(self) -> list["_Worker"]:
@@ -175,7 +180,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         except ConnectionResetError:  # a Unix socket says so if it closed with unread bytes
             self._replace(worker)
             return None
-        except (EOFError, OSError, ValueError):  # it is gone, or wrote to the socket itself
+        except (EOFError, OSError, ValueError, RecursionError):
+            # It is gone, or wrote to the socket itself.
             death = worker.end(CLOSE_TIMEOUT_S)
             self._replace(worker)
             return self._failed(f"the process that called it ended with {death}")
@@ -193,7 +199,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
 
 def _where(call: Call) -> str:
-    return f"reward function {call.function!r}, row {call.row}, data source {call.data_source!r}"
+    row = call.where or f"row {call.row}"
+    return f"reward function {call.function!r}, {row}, data source {call.data_source!r}"
 
 
 class _Worker(Child):
@@ -213,6 +220,8 @@ class _Worker(Child):
 
     def begin(self, index: int, call: Call, timeout_s: float) -> None:
         arguments = {name: getattr(call, name) for name in ARGUMENTS}
+        if call.is_check:
+            arguments = {"ground_truths": call.ground_truth}
         try:
             send(self.connection, (call.function, arguments))
         except (TypeError, RecursionError) as error:

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.samples import MIN_TEMPERATURE
-from jaxrl_llm.data.files import is_text
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.sights import Sights
+from jaxrl_llm.text import is_text
 
 # Of one sample; the device compares each new token with them. The config allows 8, the rest is
 # left to the model's own ends of sequence.

@@ -7,7 +7,7 @@ import json
 import operator
 import reprlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import fastapi
@@ -19,13 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tools import special_tokens
-from jaxrl_llm.serving import replies
-from jaxrl_llm.serving.calls import Made, Reader
+from jaxrl_llm.serving import fields, replies
 from jaxrl_llm.serving.chat import ChatBody
 from jaxrl_llm.serving.driver import Driver, Event, Reason, Refused
 from jaxrl_llm.serving.metrics import Metrics, count
 from jaxrl_llm.serving.protocol import ApiError, CompletionBody, Served, Wanted
 from jaxrl_llm.serving.replies import ChatFormat, CompletionFormat, Piece, TokenNames, Transcript
+from jaxrl_llm.serving.tool_call_stream import StreamedCall, ToolCallStream
 
 # How it is told why the driver refuses: status, OpenAI's type and code, headers.
 _REFUSALS: Mapping[Reason, tuple[int, str, str, Mapping[str, str]]] = {
@@ -71,8 +71,10 @@ def make_app(
         wanted = await asyncio.get_running_loop().run_in_executor(reader, body.wanted, served)
         form, work = kind(served.name, names, wanted), work_on(wanted)
         if body.stream:
-            counts = bool(body.stream_options and body.stream_options.include_usage)
-            return _Stream(_server_sent(work, form, counts), work)
+            options = body.stream_options
+            counts = bool(options and options.include_usage)
+            always = bool(counts and options and options.continuous_usage_stats)
+            return _Stream(_server_sent(work, form, counts, always), work)
         with work:
             return await _unless_disconnected(request, _whole(work, form))
 
@@ -153,9 +155,9 @@ class _Texts:
         decode = self._plain if wanted.calls is None else self._with_special
         return [Transcript(decode, p.stop_tokens, p.stop_strings) for p in wanted.params]
 
-    def readers(self, wanted: Wanted) -> list[Reader]:
-        """Returns what reads calls in each sample; empty if the client has no tools."""
-        return [Reader(wanted.calls, self._special) for _ in wanted.params if wanted.calls]
+    def call_streams(self, wanted: Wanted) -> list[ToolCallStream]:
+        """One splitter of text and calls for each sample; empty if the client has no tools."""
+        return [ToolCallStream(wanted.calls, self._special) for _ in wanted.params if wanted.calls]
 
 
 class _Work:
@@ -189,7 +191,7 @@ class _Work:
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields (sample, piece) as they come; raises `Refused`, or an `ApiError` if it is late."""
         transcripts = self._texts.transcripts(self.wanted)
-        readers = self._texts.readers(self.wanted)
+        call_streams = self._texts.call_streams(self.wanted)
         last_s: dict[int, float] = {}  # when a sample's latest tokens came
         while self._num_unfinished:
             try:
@@ -215,11 +217,11 @@ class _Work:
             text = transcripts[index].extend(p.tokens, p.finish_reason)
             certain = p.tokens, p.log_probs, p.top_log_probs, tuple(transcripts[index].offsets)
             reason: str = p.finish_reason
-            calls: tuple[Made, ...] = ()
-            if readers:
+            calls: tuple[StreamedCall, ...] = ()
+            if call_streams:
                 ended = bool(reason)
-                text, calls = readers[index].extend(text, ended, stopped=reason == "stop")
-                if reason == "stop" and readers[index].num_calls:
+                text, calls = call_streams[index].extend(text, ended, stopped=reason == "stop")
+                if reason == "stop" and call_streams[index].num_calls:
                     reason = "tool_calls"
             yield index, Piece(text, *certain, reason, calls)
 
@@ -237,11 +239,17 @@ class _Stream(StreamingResponse):
 
 
 async def _server_sent(
-    work: _Work, form: CompletionFormat, include_usage: bool
+    work: _Work, form: CompletionFormat, include_usage: bool, continuous_usage: bool
 ) -> AsyncIterator[bytes]:
+    """Yields the events of a stream.
+
+    The counts of tokens follow in a chunk of their own, or are in every chunk, as they are then.
+    """
+
     def event(chunk: dict[str, Any]) -> bytes:
         if include_usage:
-            chunk = {"usage": None, **chunk}
+            usage = form.usage(num_tokens) if continuous_usage else None
+            chunk = {"usage": usage, **chunk}
         data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
         return f"data: {data}\n\n".encode()
 
@@ -300,14 +308,34 @@ def _as_api_error(error: Exception) -> ApiError:
     if not isinstance(error, RequestValidationError):
         # What went wrong is in the log, which clients do not see.
         return ApiError(500, "internal error", kind="server_error")
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
-    # After "body": the field, its part, and the member of a union that was tried.
-    place = [str(part) for part in first["loc"][1:]]
+    found = error.errors()
+    if found[0]["type"] == "json_invalid":
+        reason = found[0].get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not JSON: {reason}")
+    # Of the members of a union that were tried in a field, the one that got furthest is meant.
+    first = max((each for each in found if each["loc"][:2] == found[0]["loc"][:2]), key=_depth)
+    place = _keys(error.body, first["loc"][1:], first["type"] == "missing")
     unknown = first["type"] == "extra_forbidden"  # inside of a field
     message = "no such field" if unknown else first["msg"].removeprefix("Value error, ")
     given = first.get("input")
     shown = "" if isinstance(given, dict) else f"; got {reprlib.repr(given)}"
     message = f"{'.'.join(place) or 'body'}: {message}{shown}"
-    return ApiError(400, message, param=place[0] if place else "")
+    code = fields.UNSUPPORTED if first["type"] == fields.UNSUPPORTED else ""
+    return ApiError(400, message, code=code, param=place[0] if place else "")
+
+
+def _depth(error: Mapping[str, Any]) -> tuple[int, bool]:
+    return len(error["loc"]), error["type"] == fields.UNSUPPORTED
+
+
+def _keys(body: Any, place: Sequence[str | int], with_last: bool) -> list[str]:
+    """The keys of a JSON body among a place of pydantic's, which also names members of unions."""
+    keys: list[str] = []
+    for number, part in enumerate(place):
+        of_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if of_list or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not (with_last and number == len(place) - 1):
+            continue
+        keys.append(str(part))
+    return keys

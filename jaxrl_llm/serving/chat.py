@@ -1,5 +1,6 @@
 """What clients send to talk with a model, OpenAI's chat completions with tools."""
 
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,34 +8,46 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.agents import calls
 from jaxrl_llm.agents.additions import with_json
 from jaxrl_llm.agents.episode import call_id
+from jaxrl_llm.agents.tool_call_arguments import schemas_of
+from jaxrl_llm.agents.tool_call_scanner import open_thinking_mark
 from jaxrl_llm.data import tokenizer as tokenizer_lib
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.pictures import expanded
 from jaxrl_llm.data.tokenizer import Message
-from jaxrl_llm.serving.calls import Expected
+from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.fields import Strict
 from jaxrl_llm.serving.protocol import (
     ApiError,
     Body,
     Count,
     First,
     Served,
-    Strict,
     TopLogProbs,
     Wanted,
 )
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
+from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import Picture
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 128
+# Names that `chat_template_kwargs` must not set: parameters of `apply_chat_template`, and what it
+# gives to a template itself.
+RESERVED_VARIABLES = frozenset(
+    {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    | {"self", "messages", "kwargs", "raise_exception", "strftime_now", "tojson"}
+    | {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES, "image_token", "boi_token", "eoi_token"}
+) - {"documents"}
 
 
 class TextPart(Strict):
     """A text in a message's content."""
 
+    rules = fields.PART
     type: Literal["text"]
     text: str
 
@@ -42,13 +55,14 @@ class TextPart(Strict):
 class ImageUrl(Strict):
     """An image itself, as data:image/png;base64,...; nothing is downloaded."""
 
+    rules = fields.IMAGE_URL
     url: str
-    detail: Literal["auto", "low", "high"] | None = None  # of no consequence
 
 
 class ImagePart(Strict):
     """An image in a message's content."""
 
+    rules = fields.PART
     type: Literal["image_url"]
     image_url: ImageUrl
 
@@ -59,24 +73,32 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 class CalledFunction(Strict):
     """What a call in an earlier turn of the model called."""
 
+    rules = fields.CALLED_FUNCTION
     name: Name
-    arguments: str  # a JSON object
+    arguments: str = ""  # a JSON object; "": without arguments
 
-    @pydantic.field_validator("arguments")
+    @pydantic.field_validator("arguments", mode="before")
     @classmethod
-    def _check_arguments(cls, text: str) -> str:
+    def _check_arguments(cls, text: Any) -> Any:
+        if isinstance(text, dict):  # some clients send the object itself
+            return json.dumps(text)
+        if not isinstance(text, str):
+            return text
         try:
             value = json.loads(text or "{}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is no JSON: {error}") from error
         if not isinstance(value, dict):
             raise ValueError("must be a JSON object in a string")
+        if fault := text_fault(value):
+            raise ValueError(" ".join([".".join(fault[0]), fault[1]]))
         return text
 
 
 class ToolCall(Strict):
     """A call in an earlier turn of the model."""
 
+    rules = fields.TOOL_CALL
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -85,12 +107,15 @@ class ToolCall(Strict):
 class ChatMessage(Strict):
     """A message; what a server has replied may be sent back as it is."""
 
+    rules = fields.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], First] | None = None
     name: str | None = None
-    refusal: None = None
     tool_calls: Annotated[list[ToolCall], First] | None = None
     tool_call_id: Name | None = None
+    # The thinking of an earlier turn, by both names that servers have for it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_role(self) -> "ChatMessage":
@@ -102,6 +127,8 @@ class ChatMessage(Strict):
             raise ValueError("content is missing; only a message with tool_calls has none")
         if self.images and self.role not in ("user", "tool"):
             raise ValueError(f"images are of role 'user' or 'tool', not {self.role!r}")
+        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
+            raise ValueError("reasoning and reasoning_content differ; send one of them")
         return self
 
     @property
@@ -128,15 +155,16 @@ class ChatMessage(Strict):
 class Function(Strict):
     """What the model is told of a tool."""
 
+    rules = fields.FUNCTION
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # of no consequence: arguments follow the schema if the model does
 
 
 class Tool(Strict):
     """A tool that the model may call."""
 
+    rules = fields.TOOL
     type: Literal["function"]
     function: Function
 
@@ -155,12 +183,14 @@ class Tool(Strict):
 class ChosenFunction(Strict):
     """The tool that is to be called."""
 
+    rules = fields.CHOSEN_FUNCTION
     name: str
 
 
 class Choice(Strict):
     """That a tool is to be called."""
 
+    rules = fields.TOOL_CHOICE
     type: Literal["function"]
     function: ChosenFunction
 
@@ -168,6 +198,7 @@ class Choice(Strict):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
+    rules = fields.CHAT
     messages: Annotated[list[ChatMessage], First] = Field(min_length=1)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -176,6 +207,10 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], First] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
+    # Variables of the chat template. They make no difference to one that does not read them.
+    reasoning_effort: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
+    verbosity: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_top(self) -> "ChatBody":
@@ -193,6 +228,29 @@ class ChatBody(Body):
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice='required' needs tools")
         return self
+
+    @pydantic.field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        if reserved := sorted(RESERVED_VARIABLES.intersection(variables or ())):
+            raise ValueError(f"{reserved[0]!r} is set by this server; leave it out")
+        return variables
+
+    @pydantic.model_validator(mode="after")
+    def _check_effort(self) -> "ChatBody":
+        variables = self.chat_template_kwargs or {}
+        for name in ("reasoning_effort", "verbosity"):
+            value = getattr(self, name)
+            if value is not None and variables.get(name, value) != value:
+                both = f"{value!r}, but {variables[name]!r} in chat_template_kwargs"
+                raise ValueError(f"{name} is {both}; send one of them")
+        return self
+
+    @property
+    def _template_variables(self) -> dict[str, Any]:
+        own = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        sent = {name: value for name, value in own.items() if value is not None}
+        return {**sent, **(self.chat_template_kwargs or {})}
 
     @property
     def _demanded(self) -> list[str]:
@@ -214,7 +272,7 @@ class ChatBody(Body):
         if shown and not (served.chat_template and served.call_format):
             message = "tools: the chat template of this model does not tell how it calls tools"
             raise ApiError(400, f"{message}; leave them out", param="tools")
-        options = {"tools": shown} if shown else {}
+        options = {**self._template_variables, **({"tools": shown} if shown else {})}
         try:
             text = _either(
                 lambda given: tokenizer_lib.prompt_text(
@@ -232,11 +290,12 @@ class ChatBody(Body):
             tokens, images = expanded(served.pictures, tokens, found, "messages")
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        expected = Expected(
+        expected = ExpectedCalls(
             served.call_format,
-            calls.schemas_of(shown),
+            schemas_of(shown),
             begun,
             only_one=self.parallel_tool_calls is False,
+            open_thinking=open_thinking_mark(text),
         )
         limit = self.max_completion_tokens or self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else -1
@@ -278,6 +337,10 @@ def _as_templates_want(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     for message in messages:
         role = "system" if message.role == "developer" else message.role
         new: dict[str, Any] = {"role": role, "content": message.shown}
+        if message.name:
+            new["name"] = message.name
+        if thinking := message.reasoning_content or message.reasoning:
+            new["reasoning_content"] = thinking
         if message.tool_calls:
             new["tool_calls"] = []
             for number, call in enumerate(message.tool_calls):

@@ -163,9 +163,9 @@ class Driver:
             is_idle = not (arrived or cancelled or self._owners)
             program = self.programs.popleft() if is_idle else None
             number, total = self._num_programs - len(self.programs), self._num_programs
-        events: list[tuple[Ticket, Event]] = []
         for ticket in cancelled:
             self._abort(ticket)
+        failed: list[tuple[Ticket, Event]] = []
         for ticket in arrived:
             try:
                 first = 0
@@ -174,15 +174,15 @@ class Driver:
                     self._owners[ticket.numbers[-1]] = (ticket, first)
                     first += len(request.params)
             except Exception as error:
-                events.append((ticket, self._failed(ticket, error)))
+                failed.append((ticket, self._failed(ticket, error)))
+        self._tell(failed)  # at once: the step may take long
         if self._owners:
-            events += self._events(self.engine.step(params))
+            self._tell(self._events(self.engine.step(params)))
         if program is not None:
             began = time.monotonic()
             self.engine.compile(params, program)
             took_s = time.monotonic() - began
             logging.info("compiled %d of %d: %s, %.1f s", number, total, program.name, took_s)
-        self._tell(events)
         return True
 
     def _failed(self, ticket: Ticket, error: Exception) -> Refused:

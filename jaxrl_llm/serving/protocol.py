@@ -1,6 +1,6 @@
 """What clients send, OpenAI's completions, and what the engine is asked then; chats: `chat`.
 
-Fields that are not served are refused.
+`fields` says which fields are used, which make no difference and which are refused.
 """
 
 import dataclasses
@@ -15,34 +15,19 @@ from jaxtyping import UInt32
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_llm.data.files import is_text
 from jaxrl_llm.data.pictures import Pictures
 from jaxrl_llm.models.sights import Sights
 from jaxrl_llm.rollout import requests
 from jaxrl_llm.rollout.requests import NUM_STOP_TOKENS, Request, SamplingParams
-from jaxrl_llm.serving.calls import Expected
+from jaxrl_llm.serving import fields
+from jaxrl_llm.serving.fields import Strict
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls
+from jaxrl_llm.text import text_fault
 from jaxrl_llm.types import Picture
 
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_STRINGS = 16
-
-# Fields that are not served, and their values that ask for nothing; 0 is also 0.0, but not False.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-}
+MAX_NESTING = 256  # brackets within brackets
 
 First = Field(fail_fast=True)  # of a list with a million wrong entries, the first is reported
 Tokens = Annotated[list[int], First]
@@ -91,7 +76,7 @@ class Wanted:
 
     requests: tuple[Request, ...]  # one a prompt
     with_log_probs: bool
-    calls: Expected | None = None  # None: what looks like a call is text
+    calls: ExpectedCalls | None = None  # None: what looks like a call is text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,32 +88,10 @@ class Wanted:
         return [params for request in self.requests for params in request.params]
 
 
-def _surrogate_place(value: Any) -> list[str] | None:
-    """Returns the keys that lead to half of a surrogate pair in a JSON value, None if none do."""
-    left: list[tuple[list[str], Any]] = [([], value)]
-    while left:
-        keys, value = left.pop()
-        if isinstance(value, str) and not is_text(value):
-            return keys
-        if isinstance(value, dict):
-            if wrong := [key for key in value if not is_text(key)]:
-                return [*keys, ascii(wrong[0])]
-            left += [([*keys, key], inside) for key, inside in value.items()]
-        if isinstance(value, list):
-            texts = (i for i, inside in enumerate(value) if isinstance(inside, str | list | dict))
-            left += [([*keys, str(i)], value[i]) for i in texts]
-    return None
-
-
-class Strict(pydantic.BaseModel):
-    """Fields of exactly their types, and no others."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class StreamOptions(Strict):
+    rules = fields.STREAM_OPTIONS
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # nothing is added to a chunk either way
+    continuous_usage_stats: bool | None = None  # with `include_usage`: in every chunk, as vLLM
 
 
 class Body(Strict):
@@ -142,10 +105,8 @@ class Body(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None  # of no consequence
     # Beyond OpenAI's.
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1 and 0: all tokens
     min_p: float | None = Field(None, ge=0.0, lt=1.0)
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
@@ -153,26 +114,22 @@ class Body(Strict):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_fields(cls, values: Any) -> Any:
-        """Refuses what is no text and no field; drops fields that ask for nothing."""
+        """Refuses what is no text and no field, by name."""
         if not isinstance(values, dict):
             return values
-        if (keys := _surrogate_place(values)) is not None:
-            message = "holds half of a surrogate pair, which is no text; leave it out"
-            raise ApiError(400, f"{'.'.join(keys)}: {message}", param=keys[0])
-        kept = {}
+        if fault := text_fault(values, MAX_NESTING):
+            keys, problem = fault
+            raise ApiError(400, f"{'.'.join(keys)}: {problem}; leave it out", param=keys[0])
         for name, value in values.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name not in _NOTHING:
+            if value is None or name in cls.model_fields:
+                continue
+            if (rule := cls.rules.get(name)) is None:
                 raise ApiError(400, f"{name[:100]}: no such field", param=name[:100])
-            elif value is not None and not any(
-                value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
-                for nothing in _NOTHING[name]
-            ):
+            if not rule.accepts(value):
                 message = f"{name}={reprlib.repr(value)} is not supported by this server"
-                code = "unsupported_parameter"
+                code = fields.UNSUPPORTED
                 raise ApiError(400, f"{message}; leave it out", code=code, param=name)
-        return kept
+        return values
 
     @pydantic.field_validator("temperature")
     @classmethod
@@ -193,7 +150,8 @@ class Body(Strict):
 
     @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> "Body":
-        if self.stream_options is not None and not self.stream:
+        asked = self.stream_options and self.stream_options.model_dump(exclude_none=True)
+        if asked and any(asked.values()) and not self.stream:
             raise ValueError("stream_options needs stream=true")
         return self
 
@@ -209,7 +167,7 @@ class Body(Strict):
         max_tokens: int | None,
         default_tokens: int,  # gives way to a long prompt; `max_tokens` does not
         num_top: int,  # likeliest tokens beside each log-prob; -1: no log-probs
-        calls: Expected | None = None,
+        calls: ExpectedCalls | None = None,
         images: Sequence[Picture] = (),  # of every prompt
     ) -> Wanted:
         stop_tokens = () if self.ignore_eos else served.eos_tokens
@@ -227,15 +185,17 @@ class Body(Strict):
                 raise ApiError(400, "the prompt has no tokens; give at least one", param=param)
             limit = max_tokens or max(1, min(default_tokens, served.max_tokens - length))
             if (total := length + limit) > served.max_tokens:
+                # Clients tell this from other refusals by OpenAI's own words.
+                most = f"This model's maximum context length is {served.max_tokens} tokens."
                 asks = f"the prompt has {length} tokens and max_tokens is {limit}, together {total}"
                 rule = f"this model takes {served.max_tokens}: shorten the prompt"
-                message = f"{asks}; {rule} or lower max_tokens"
+                message = f"{most} However, {asks}; {rule} or lower max_tokens"
                 wrong = param if length >= served.max_tokens else "max_tokens"
                 raise ApiError(400, message, code="context_length_exceeded", param=wrong)
             params = SamplingParams(
                 max_tokens=limit,
                 temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=self.top_k or 0,
+                top_k=max(0, self.top_k or 0),
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
                 stop_tokens=stop_tokens,
@@ -250,6 +210,7 @@ class Body(Strict):
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
+    rules = fields.COMPLETION
     prompt: str | Tokens | Texts | Annotated[list[Tokens], First]
     max_tokens: Count | None = None
     logprobs: TopLogProbs | None = None

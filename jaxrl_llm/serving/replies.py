@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl_llm.rollout.requests import Decode, TopLogProbs, text_before
-from jaxrl_llm.serving.calls import Made
 from jaxrl_llm.serving.protocol import Wanted
+from jaxrl_llm.serving.tool_call_stream import StreamedCall
 
 Json = dict[str, Any]
 
@@ -153,7 +153,7 @@ class Piece(NamedTuple):
     top_log_probs: tuple[TopLogProbs, ...] = ()
     offsets: tuple[int, ...] = ()  # where in the sample's text each token begins
     finish_reason: str = ""  # "" while the sample is running
-    calls: tuple[Made, ...] = ()  # of tools
+    calls: tuple[StreamedCall, ...] = ()  # of tools
 
 
 class CompletionFormat:
@@ -171,7 +171,7 @@ class CompletionFormat:
 
     def reply(self, samples: Sequence[Piece]) -> Json:
         choices = [self._choice(i, piece, self.whole) for i, piece in enumerate(samples)]
-        usage = self._usage(sum(len(piece.tokens) for piece in samples))
+        usage = self.usage(sum(len(piece.tokens) for piece in samples))
         return {**self._head, "object": self.whole, "choices": choices, "usage": usage}
 
     def openings(self) -> list[Json]:
@@ -181,7 +181,7 @@ class CompletionFormat:
         return self._chunk(self._choice(index, piece, self.part))
 
     def closing(self, num_tokens: int) -> Json:
-        return {**self._chunk(), "usage": self._usage(num_tokens)}
+        return {**self._chunk(), "usage": self.usage(num_tokens)}
 
     def _chunk(self, *choices: Json) -> Json:
         return {**self._head, "object": self.part, "choices": list(choices)}
@@ -191,7 +191,8 @@ class CompletionFormat:
         end = {"logprobs": log_probs, "finish_reason": piece.finish_reason or None}
         return {"index": index, **self._text(piece, kind), **end}
 
-    def _usage(self, num_tokens: int) -> Json:
+    def usage(self, num_tokens: int) -> Json:
+        """The counts of tokens, `num_tokens` of them sampled, in OpenAI's form."""
         prompt = self._wanted.num_prompt_tokens
         counts = {"prompt_tokens": prompt, "completion_tokens": num_tokens}
         return {**counts, "total_tokens": prompt + num_tokens}

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from jaxrl_llm.agents.episode import call_format
 from jaxrl_llm.config import SpeculationConfig
 from jaxrl_llm.config.room import Lengths
+from jaxrl_llm.data.encoding import Treatment, set_treatment
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.saved import SavedPolicy
 from jaxrl_llm.models.transformer import Params
@@ -30,9 +31,18 @@ class ServerError(UserError):
     """The server cannot listen, or its engine broke."""
 
 
-def served(source: SavedPolicy, name: str = "", max_tokens: int = 0) -> Served:
-    """Returns what clients may know of a policy; "" and 0 stand for the source's own values."""
+def served(
+    source: SavedPolicy,
+    name: str = "",
+    max_tokens: int = 0,
+    special_tokens_in_messages: Treatment = "text",
+) -> Served:
+    """Returns what clients may know of a policy; "" and 0 stand for the source's own values.
+
+    `special_tokens_in_messages` is of chats, whatever the run was trained with.
+    """
     models = source.models
+    set_treatment(models.tokenizer, special_tokens_in_messages)
     if backend := getattr(models.tokenizer, "backend_tokenizer", None):
         # tokenizer.json may cut and pad prompts. To change that between two calls would keep
         # another thread from decoding.

@@ -65,12 +65,15 @@ class Evaluator:
         scores: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         answers: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
         lengths: list[np.ndarray] = []
+        found: dict[str, float] = {}
+        num_failures = 0
         for wave, prompts in enumerate(console.each("evaluating", self._waves)):
             key = jax.random.fold_in(self._key, wave)
             rollouts, _ = self._sampler.rollout(weights, prompts, [sampling] * n, key)
             rewards = source.scored(self._score, rollouts)
             ends = np.unique(rollouts.last_rows)  # a row for each episode
             rollouts, rewards = source.take_rows(rollouts, rewards, ends)
+            num_failures += rewards.num_failures
             lengths.append(rollouts.response_mask.sum(1))
             for i, prompt in enumerate(prompts.prompts):
                 rows = slice(i * n, (i + 1) * n)
@@ -78,7 +81,9 @@ class Evaluator:
                 given = tuple(str(detail.get("pred", response)) for detail, response in pairs)
                 scores[prompt.data_source].append(rewards.scores[rows])
                 answers[prompt.data_source].append(given)
-        found = {"val-aux/response_length/mean": float(np.concatenate(lengths).mean())}
+        if num_failures:
+            found["val-aux/reward/num_failures"] = float(num_failures)
+        found |= {"val-aux/response_length/mean": float(np.concatenate(lengths).mean())}
         for name in sorted(scores):
             for what, value in summary(np.stack(scores[name]), answers[name]).items():
                 found[f"val-core/{name}/{what}"] = value

@@ -24,7 +24,7 @@ class Layouts:
         self._by_step = scheduled(config)
         # Of earlier processes too: a resumed run changes where the run before did.
         asked = layout_lib.answers(workdir) if hosts.is_first() else []
-        taken = {line["step"]: line["layout"] for line in asked if not line["refused"]}
+        taken = {line["step"]: line.get("layout", "") for line in asked if not line.get("refused")}
         told = hosts.told_by_first(sorted(taken.items()))
         self._by_step |= {int(step): text for step, text in told}
         self._current = ""

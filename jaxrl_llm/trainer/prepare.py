@@ -26,6 +26,7 @@ from jaxrl_llm.learner.source import SampledNow, Source
 from jaxrl_llm.learner.weights import Frozen, LearnerState
 from jaxrl_llm.metrics import statistics
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.rollout import episodes
 from jaxrl_llm.sharding import pools
 from jaxrl_llm.trainer import layouts, supervised
@@ -78,7 +79,7 @@ def checked(
     models = models_lib.of_job(config, planned.meshes(config))
     models_lib.check_stop_tokens(config, models.policy.shape)
     planned_bytes = planned.check(config, jax.devices())
-    weights_lib.check_folders(config, models)
+    weights_lib.check_folders(config, models, weights_lib.folders_of_roles(config, models))
     distillation.check(config, models)
     for warning in needs.warnings(config):
         logging.warning("%s", warning)
@@ -98,20 +99,27 @@ def checked(
     training_set = load("train")
     curriculum.check(config.curriculum, training_set.prompts)
     gallery.check(config, training_set.prompts, bool(replay))
-    supervised.check_pairs(config)
+    supervised.check_pairs(config, models.tokenizer)
     held_out = datasets.Dataset(())
     if config.evaluation.wanted:
         held_out = load("eval")
+    splits = truth_checks.readable({
+        "train": (training_set, config.rewards),
+        "eval": (held_out, config.evaluation_rewards),
+    })  # fmt: skip
+    training_set, held_out = splits["train"], splits["eval"]
     rewards_lib.check(config.rewards, training_set.prompts, config.taught_sources)
     sources = [prompt.data_source for prompt in held_out.prompts]
-    rewards_lib.check_sources(config.evaluation_rewards, sources, config.judged_sources)
+    wheres = [prompt.where for prompt in held_out.prompts]
+    rewards_lib.check_sources(config.evaluation_rewards, sources, config.judged_sources, wheres)
     if config.evaluation.functions:
         rewards_lib.check(config.evaluation_rewards, held_out.prompts)
     for text in layouts.scheduled(config).values():
         layouts.checked(config, text)
     if config.trainer.schedule == "replay":
         schedule.read(pathlib.Path(config.trainer.schedule_file))
-    replay_lib.check(replay, config, models.policy.shape.vocab_size)
+    policy = models.policy
+    replay_lib.check(replay, config, policy.shape.vocab_size, policy.suppressed_tokens)
     return Checked(models, training_set, held_out, planned_bytes, world)
 
 
@@ -188,9 +196,9 @@ def _on(config: RLConfig, models: Models, frozen: Frozen, parts: Parts) -> Prepa
         width = episodes.sequence_width(prompts.longest, response, width)
     source: Source = SampledNow(config, samples, prompts, score, begin)
     if parts.replay:
-        vocab_size = models.policy.shape.vocab_size
-        source = replay_lib.Replayed(parts.replay, config, vocab_size, width)
-    elif config.trainer.sampling == "ahead":
+        vocab_size, suppressed = models.policy.shape.vocab_size, models.policy.suppressed_tokens
+        source = replay_lib.Replayed(parts.replay, config, vocab_size, width, suppressed)
+    elif config.trainer.sampling == "async":
         schedule_of_run = Schedule.of(config, run.workdir)
         source = SampledAhead(config, samples, prompts, score, schedule_of_run, begin)
     key = jax.random.fold_in(jax.random.key(config.seed), 2**31)

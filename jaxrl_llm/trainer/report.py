@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from jaxrl_llm import console
-from jaxrl_llm.config import JobConfig, RLConfig, SupervisedConfig
+from jaxrl_llm.config import JobConfig
 from jaxrl_llm.learner.models import Models
 from jaxrl_llm.planning import devices
 from jaxrl_llm.planning.devices import GIB
@@ -29,7 +29,8 @@ def opened(
         print(f"{name:<7}  {text}", flush=True)
 
     def close() -> None:
-        dumps = sorted((workdir / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
+        dumps = [each for each in (workdir / "rollouts").glob("*.jsonl") if each.stem.isdecimal()]
+        dumps.sort(key=lambda path: int(path.stem))
         files = [("numbers", workdir / "metrics.jsonl")]
         files += [("samples", path) for path in dumps[-1:]]
         files.append(("weights", workdir / "checkpoints" / str(config.trainer.num_steps)))
@@ -56,15 +57,10 @@ def _facts(
         device = devices.present(jax.devices())
         of = f" of {device.memory_bytes / GIB:.3g}" if device else ""
         memory = f"{planned_bytes / GIB:.3g}{of} GiB planned on each device"
-    if isinstance(config, RLConfig):
-        samples, algorithm = config.algorithm.samples_per_prompt, config.algorithm.advantage
-        each = f"{config.trainer.prompts_per_step} prompts x {samples} samples, {algorithm}"
-    elif isinstance(config, SupervisedConfig):
-        each = f"{config.trainer.batch_size} rows"
     return {
         "policy": f"{model}, {number} parameters{trained}",
         "devices": f"{len(jax.devices())} {kind}" + (f", {split}" if split else ""),
         "memory": memory,
-        "steps": f"{config.trainer.num_steps}, each {each}",
+        "steps": f"{config.trainer.num_steps}, each {config.step_contents}",
         "files": str(workdir.absolute()),
     }

@@ -13,18 +13,20 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
+from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.checkpoint import saver
 from jaxrl_llm.config import ConfigError, JobConfig, RLConfig, SFTConfig, SupervisedConfig
-from jaxrl_llm.config.job import DPOConfig, PolicyConfig, RewardModelingConfig
+from jaxrl_llm.config.job import RewardModelingConfig
 from jaxrl_llm.data import datasets
 from jaxrl_llm.data.files import read_rows
 from jaxrl_llm.data.formats import pair_of
+from jaxrl_llm.data.messages import role_aliases
 from jaxrl_llm.data.streams import Rows, Stream
 from jaxrl_llm.learner import models as models_lib
 from jaxrl_llm.learner import objectives, planned, stored, update
@@ -39,16 +41,18 @@ from jaxrl_llm.metrics.clock import Clock
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rewards import base as rewards_lib
+from jaxrl_llm.rewards import truth_checks
 from jaxrl_llm.sharding import hosts, telling
 from jaxrl_llm.sharding import mesh as mesh_lib
 from jaxrl_llm.trainer.evaluate import Evaluator, HeldOut
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Weights
 
-_OBJECTIVES: Mapping[type[SupervisedConfig], Callable[[JobConfig, Models], Objective]] = {
-    SFTConfig: objectives.sft,
-    DPOConfig: objectives.dpo,
-    RewardModelingConfig: objectives.reward_model,
+# By the name of the job.
+_OBJECTIVES: Mapping[str, Callable[[Any, Models], Objective]] = {
+    "sft": objectives.sft,
+    "dpo": objectives.dpo,
+    "reward_model": objectives.reward_model,
 }
 
 
@@ -79,7 +83,7 @@ def train(config: SupervisedConfig, workdir: str | os.PathLike[str]) -> Trainabl
         run.claim(models, prompts, planned_bytes=planned_bytes)
         params = weights_lib.initial(config, models)
         reference: Params = {}
-        if isinstance(config, DPOConfig):
+        if config.reference_folder is not None:
             reference = weights_lib.first_reference(config, models, params)
         given = config, objective.network, objective.mesh, params
         start = Start(*weights_lib.divided(*given), reference)
@@ -109,8 +113,8 @@ class _Checked(NamedTuple):
 def _checked(config: SupervisedConfig) -> _Checked:
     """Checks all that a job needs, and reads its rows; allocates and writes nothing."""
     models = models_lib.of_job(config)
-    objective = _OBJECTIVES[type(config)](config, models)
-    weights_lib.check_folders(config, models)
+    objective = _OBJECTIVES[config.job](config, models)
+    weights_lib.check_folders(config, models, [(config.reference_folder or "", models.policy)])
     rows = objective.rows("train")
     _check_longest(config, rows)
     held_out: Sequence[Row] = ()
@@ -120,13 +124,16 @@ def _checked(config: SupervisedConfig) -> _Checked:
         assert isinstance(of_eval, Sequence), "held-out rows are read at the start"
         held_out = of_eval[: config.evaluation.num_prompts or None]
         _check_longest(config, held_out)
-        if isinstance(config, PolicyConfig) and config.evaluation.functions:
+        if config.answers_prompts:
             tokenizer, seed = models.tokenizer, config.seed
             prompts = datasets.load_dataset(
                 config.data, tokenizer, "eval", seed, pictures=models.pictures
             )
-            rewards_lib.check(config.as_rl().rewards, prompts.prompts)
-            models_lib.check_stop_tokens(config.as_rl(), models.policy.shape)
+            as_rl = config.as_rl()
+            rewards = as_rl.rewards
+            prompts = truth_checks.readable({"eval": (prompts, rewards)})["eval"]
+            rewards_lib.check(rewards, prompts.prompts)
+            models_lib.check_stop_tokens(as_rl, models.policy.shape)
     return _Checked(
         models, objective, rows, held_out, prompts, planned.check(config, jax.devices())
     )
@@ -141,7 +148,6 @@ def learn(
 ) -> Trainable:
     """Returns the parameters after the updates of a job, from its last checkpoint on."""
     config, name, mesh = run.config, objective.name, objective.mesh
-    assert isinstance(config, SupervisedConfig)
     stream = Stream(rows, config.seed, config.data.shuffle, config.data.num_workers)
     split = mesh_lib.row_shards(mesh)
     packer = Packer(config.microbatch_tokens, *split, stages=mesh.shape["stage"])
@@ -154,7 +160,7 @@ def learn(
         run.writer.write(0, evaluate(state, 0, Clock()))
     for step in run.steps():
         clock = run.begin(step, state)
-        taken = stream.take(config.trainer.batch_size)
+        taken = stream.take(config.sequences_per_update)
         batch = Batch.of(taken, packer, models=objective.models)
         batch = complete(batch, clock)
         run.hold()
@@ -180,7 +186,7 @@ def learn(
     return state
 
 
-def _update_program(config: SupervisedConfig, objective: Objective, state: Trainable):
+def _update_program(config: JobConfig, objective: Objective, state: Trainable):
     """Returns `(state, base, batch) -> (state, metrics)`, jitted; the old state is consumed."""
     shardings = jax.tree.map(lambda a: a.sharding, state), mesh_lib.replicated(objective.mesh)
 
@@ -222,7 +228,6 @@ def _evaluation(
     measure = HeldOut(objective, held_out, config.trainer.batch_size, packer, complete)
     if not prompts:
         return lambda state, step, clock: measure(state.params, start.base, clock)
-    assert isinstance(config, PolicyConfig)
     as_rl = config.as_rl()
     sampler = sampler_lib.build(as_rl, models, start.base)
     scorer = run.enter_context(rewards_lib.Scorer(as_rl.rewards, {}))
@@ -283,12 +288,18 @@ def reward_models(config: RLConfig, models: Models, policy: Params, run: Run) ->
     return found
 
 
-def check_pairs(config: RLConfig) -> None:
-    """Raises DataError if a file of pairs that a reward or cost model learns from has none."""
+def check_pairs(config: RLConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raises DataError if a row that a reward or cost model learns from is no pair.
+
+    With the tokenizer also if its chat template would leave out something of it.
+    """
     for own in _with_pairs(config).values():
         if own.data.task == "files" and not own.data.stream:
             for where, row in read_rows(own.data.train_files):
-                pair_of(row, where, own.data.prompt_column)
+                roles = role_aliases(own.data.role_aliases)
+                for dialogue in pair_of(row, where, own.data.prompt_column, roles):
+                    if tokenizer is not None:
+                        datasets.check_shown(own.data, tokenizer, dialogue)
 
 
 def _with_pairs(config: RLConfig) -> dict[str, RLConfig]:

@@ -1,7 +1,9 @@
 """The viewer's web application: one page, its script, and JSON about the runs."""
 
+import contextlib
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -16,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrl_llm.viewer.runs import Filter, Run, chosen_curves
+from jaxrl_llm.viewer.runs import Filter, NotARun, Run, chosen_curves
 
 _FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
 # Nothing from elsewhere, no script in the page: samples are texts of a model.
@@ -50,9 +52,15 @@ def make_app(runs: Sequence[Run], hosts: Sequence[str] = ("*",)) -> Starlette:
 
     def run_of(request: Request) -> Run:
         try:
-            return runs[int(request.path_params["run"])]
+            return runs[path_number(request, "run")]
         except IndexError as error:
             raise HTTPException(404, "no such run") from error
+
+    def path_number(request: Request, name: str) -> int:
+        digits = request.path_params[name]
+        if not re.fullmatch("[0-9]{1,15}", digits):
+            raise HTTPException(404, f"no such {name}")
+        return int(digits)
 
     def number(request: Request, name: str, default: float) -> float:
         try:
@@ -61,9 +69,13 @@ def make_app(runs: Sequence[Run], hosts: Sequence[str] = ("*",)) -> Starlette:
             raise HTTPException(400, f"{name}: not a number") from error
         return default if math.isnan(found) else found
 
+    def count(request: Request, name: str) -> int:
+        return int(max(0.0, min(number(request, name, 0.0), 1e15)))
+
     def refreshed() -> None:
         for run in runs:
-            run.refresh()
+            with contextlib.suppress(NotARun):  # it shows what it has
+                run.refresh()
 
     async def about(_: Request) -> Response:
         await run_in_threadpool(refreshed)
@@ -75,6 +87,7 @@ def make_app(runs: Sequence[Run], hosts: Sequence[str] = ("*",)) -> Starlette:
                 "alerts": run.alerts(),
                 "memory": run.memory(),
                 "dumps": run.steps(),
+                "bad_lines": run.bad_lines,
             }
             for run in runs
         ]
@@ -95,12 +108,12 @@ def make_app(runs: Sequence[Run], hosts: Sequence[str] = ("*",)) -> Starlette:
             asked.get("stopped", ""),
             asked.get("order", ""),
         )
-        step = int(number(request, "step", 0)) if asked.get("step") else None
-        first = max(0, int(number(request, "first", 0)))
+        step = count(request, "step") if asked.get("step") else None
+        first = count(request, "first")
         return JSONResponse(await run_in_threadpool(run_of(request).found, step, wanted, first))
 
     async def sample(request: Request) -> Response:
-        step, row = (request.path_params[name] for name in ("step", "row"))
+        step, row = (path_number(request, name) for name in ("step", "row"))
         found = await run_in_threadpool(run_of(request).sample, step, row)
         if not found:
             raise HTTPException(404, "no such sample")
@@ -113,8 +126,8 @@ def make_app(runs: Sequence[Run], hosts: Sequence[str] = ("*",)) -> Starlette:
     routes += [
         Route("/api/runs", about),
         Route("/api/curves", curves),
-        Route("/api/runs/{run:int}/samples", samples),
-        Route("/api/runs/{run:int}/samples/{step:int}/{row:int}", sample),
+        Route("/api/runs/{run}/samples", samples),
+        Route("/api/runs/{run}/samples/{step}/{row}", sample),
     ]
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),

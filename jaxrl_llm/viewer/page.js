@@ -47,7 +47,8 @@ function ticks(low, high) {
   const raw = (high - low) / 6, power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
   const found = [];
-  for (let at = Math.ceil(low / size) * size; at <= high + size * 1e-6; at += size) found.push(at);
+  // At most 20: a size below the spacing of numbers would never get on.
+  for (let at = Math.ceil(low / size) * size; at <= high + size * 1e-6 && found.length < 20; at += size) found.push(at);
   return found;
 }
 function chart(title, name, curves, weight) {
@@ -128,8 +129,11 @@ function drawAbout() {
     colour.style.background = COLOURS[i % COLOURS.length];
     return el("label", { class: "run", title: run.path }, box, " ", colour, `${run.name}, step ${run.last_step}`);
   }));
-  by("alerts").replaceChildren(...about.runs.flatMap((run) => run.alerts.map((alert) => el("p", { class: "alert" },
-    `${run.name}: alert ${alert.alert} in ${alert.steps} steps, from ${alert.first} to ${alert.last}`))));
+  const warnings = about.runs.flatMap((run) => [
+    ...run.alerts.map((alert) => `${run.name}: alert ${alert.alert} in ${alert.steps} steps, from ${alert.first} to ${alert.last}`),
+    ...(run.bad_lines ? [`${run.name}: ${run.bad_lines} lines of metrics.jsonl are no records, left out`] : []),
+  ]);
+  by("alerts").replaceChildren(...warnings.map((text) => el("p", { class: "alert" }, text)));
   const rows = [["planned peak of a device", "perf/planned_memory_gb"], ["measured peak of a device", "perf/max_memory_allocated_gb"], ["peak of the host", "perf/max_cpu_memory_used_gb"]];
   by("memory").replaceChildren(
     el("tr", {}, el("th", {}, "GiB"), ...about.runs.map((run) => el("th", {}, run.name))),
@@ -158,10 +162,10 @@ async function drawList(more = false) {
   const asked = listed;
   const found = await ask(`runs/${runNumber()}/samples`, { ...wanted, first });
   if (asked !== listed) return; // the user went on typing
-  by("count").textContent = `${found.total} samples${wanted.step === "" ? " so far, newest steps first" : ""}`;
+  by("count").textContent = `${found.total} samples${wanted.step === "" ? " so far, newest steps first" : ""}${found.bad_lines ? `; ${found.bad_lines} lines are no samples, left out` : ""}`;
   const items = found.samples.map((sample) => el("li", { tabindex: 0, onclick: (event) => openSample(event.currentTarget, sample),
     onkeydown: (event) => { if (event.key === "Enter") openSample(event.currentTarget, sample); } },
-    el("small", {}, `step ${sample.step}  score ${show(sample.score)}  ${sample.num_tokens ?? "?"} tokens${sample.stopped === false ? "  cut" : ""}`),
+    el("small", {}, `step ${sample.step}  score ${show(sample.score)}  ${sample.num_tokens ?? "?"} tokens${sample.stopped === false ? "  cut" : ""}${sample.left_out ? "  left out" : ""}${sample.failure ? "  reward failed" : ""}`),
     el("p", {}, sample.input.trim().slice(-160)), el("p", {}, el("b", {}, sample.output.trim().slice(0, 240)))));
   if (more) by("list").append(...items);
   else by("list").replaceChildren(...items);
@@ -209,7 +213,7 @@ async function openSample(item, { step, row }) {
   } else {
     parts.push(el("pre", {}, sample.output ?? ""));
   }
-  const facts = { "ground truth": sample.gts, terms: sample.terms, details: sample.details };
+  const facts = { "reward failed": sample.failure, "left out": sample.left_out ? "not learned from" : undefined, "ground truth": sample.gts, terms: sample.terms, details: sample.details };
   for (const [name, value] of Object.entries(facts)) {
     const empty = value === null || value === undefined || (typeof value === "object" && !Object.keys(value).length);
     if (!empty) parts.push(el("h2", {}, name), el("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1)));

@@ -21,8 +21,8 @@ def save(runs: Sequence[Run], path: str) -> None:
         for run in runs:
             steps, values = run.curve(name)
             known = [np.nan if value is None else value for value in values]
-            axes.plot(steps, known, label=run.name, linewidth=1.2)
-        axes.set_title(title, fontsize=9)
+            axes.plot(steps, known, label=_plain(run.name), linewidth=1.2)
+        axes.set_title(_plain(title), fontsize=9)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
     for axes in list(figure.axes)[len(curves) :]:
@@ -30,3 +30,8 @@ def save(runs: Sequence[Run], path: str) -> None:
     if curves:
         figure.axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=120)
+
+
+def _plain(text: str) -> str:
+    """A text that matplotlib does not take for mathematics."""
+    return text.replace("$", r"\$")

@@ -3,15 +3,16 @@
 import array
 import collections
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.text import json_value
 
 # What to show first, in this order: title, names of which the first that exists is shown.
 CURVES: Sequence[tuple[str, Sequence[str]]] = (
@@ -29,6 +30,9 @@ CURVES: Sequence[tuple[str, Sequence[str]]] = (
 # Planned and measured memory, GiB.
 MEMORY = ("perf/planned_memory_gb", "perf/max_memory_allocated_gb", "perf/max_cpu_memory_used_gb")
 MOST_POINTS = 800  # of a curve, on a screen
+_MAX_NUMBER = 2**53  # of steps: larger integers are not exact in a browser
+# What the page takes for a number, null where it was not finite, and for a list of numbers.
+_NUMBERS = ("score", "num_tokens")
 _LISTS = ("tokens", "mask", "log_probs", "rollout_log_probs", "advantages", "versions")
 _SHOWN = 400  # characters of texts in a list of samples
 
@@ -70,16 +74,25 @@ class Run:
         self.name = self.path.absolute().name
         if not any((self.path / name).exists() for name in ("metrics.jsonl", "config.json")):
             raise NotARun(f"{workdir}: no folder of a run, it has no metrics.jsonl")
+        self._lock = threading.Lock()  # several browsers ask at one time
         self._begin()
         self.refresh()
 
     def _begin(self) -> None:
+        self.bad_lines = 0  # of metrics.jsonl, which are no records and left out
         self.columns: dict[str, tuple[array.array, array.array]] = {}  # steps, values
         self.last_step = 0
         self._offset, self._last_line = 0, b""
 
     def refresh(self) -> None:
-        """Reads the lines that were written since; all of them if the run was resumed."""
+        """Reads the lines that were written since; all of them if the run was resumed.
+
+        Raises NotARun if the file cannot be read.
+        """
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(self._offset - len(self._last_line))
@@ -94,20 +107,22 @@ class Run:
                     self._take(line)
         except FileNotFoundError:
             self._begin()
+        except OSError as error:
+            raise NotARun(f"{self.path / 'metrics.jsonl'}: {error.strerror}") from error
 
     def _take(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
-            step, data = int(record["step"]), record["data"].items()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return  # a crash cut it off; the writer says so
+            step, numbers = _metrics_record(line)
+        except ValueError:
+            self.bad_lines += 1  # a crash cut it off, or the run did not write it
+            return
         self.last_step = max(self.last_step, step)
-        for name, value in data:
+        for name, value in numbers.items():
             if name not in self.columns:
                 self.columns[name] = array.array("q"), array.array("d")
             steps, values = self.columns[name]
+            values.append(value)  # first: a reader goes by the number of steps
             steps.append(step)
-            values.append(math.nan if value is None else value)
 
     def curve(self, name: str, most: int = MOST_POINTS) -> tuple[list[int], list[float | None]]:
         """Returns steps and values; of many points the least and the greatest of each stretch."""
@@ -130,33 +145,41 @@ class Run:
         found = []
         for name, (steps, values) in self.columns.items():
             if name.startswith("alerts/") and (fired := [
-                step for step, value in zip(steps, values, strict=True) if value > 0
+                step for step, value in zip(steps, values, strict=False) if value > 0
             ]):  # fmt: skip
                 about = {"first": fired[0], "last": fired[-1], "steps": len(fired)}
                 found.append({"alert": name.partition("/")[2], **about})
         return found
 
     def memory(self) -> dict[str, float]:
-        """Returns the newest of each number of memory that the run reports, in GiB."""
-        return {name: self.columns[name][1][-1] for name in MEMORY if name in self.columns}
+        """Returns the newest finite value of each number of memory, in GiB."""
+        newest = {}
+        for name in MEMORY:
+            values = self.columns[name][1] if name in self.columns else ()
+            finite = (value for value in reversed(values) if math.isfinite(value))
+            newest[name] = next(finite, math.nan)
+        return {name: value for name, value in newest.items() if math.isfinite(value)}
 
     def steps(self) -> list[int]:
         """Returns the steps whose samples were dumped."""
         folder = self.path / "rollouts"
         names = os.listdir(folder) if folder.is_dir() else []
-        return sorted(int(n[:-6]) for n in names if re.fullmatch(r"\d+\.jsonl", n))
+        return sorted(int(n[:-6]) for n in names if re.fullmatch(r"[0-9]{1,15}\.jsonl", n))
 
-    def samples(self, step: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields line number and sample of a step; nothing if it was not dumped."""
-        path = self.path / "rollouts" / f"{step}.jsonl"
-        if not path.exists():
+    def samples(self, step: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Yields line number and sample of a step, None for a line that is no sample.
+
+        Nothing if the step was not dumped.
+        """
+        try:
+            with (self.path / "rollouts" / f"{step}.jsonl").open("rb") as file:
+                for row, line in enumerate(file):
+                    try:
+                        yield row, _sample(line)
+                    except ValueError:
+                        yield row, None
+        except OSError:  # it is no file, or was removed
             return
-        with path.open(encoding="utf-8") as file:
-            for row, line in enumerate(file):
-                try:
-                    yield row, json.loads(line)
-                except ValueError:
-                    continue
 
     def found(
         self, step: int | None, wanted: Filter, first: int = 0, count: int = 50
@@ -168,8 +191,12 @@ class Run:
         rows: list[dict[str, Any]] = []
         sources: collections.Counter[str] = collections.Counter()
         steps = [step] if step is not None else self.steps()[::-1]
+        bad_lines = 0
         for each in steps:
             for row, sample in self.samples(each):
+                if sample is None:
+                    bad_lines += 1
+                    continue
                 sources[str(sample.get("data_source", ""))] += 1
                 if wanted.takes(sample):
                     rows.append(_short(sample) | {"row": row, "step": each})
@@ -182,20 +209,81 @@ class Run:
             "total": len(rows),
             "samples": rows[first : first + count],
             "data_sources": sorted(sources),
+            "bad_lines": bad_lines,
         }
 
     def sample(self, step: int, row: int) -> dict[str, Any]:
         """Returns one sample whole; empty if there is none."""
         for number, sample in self.samples(step):
             if number == row:
-                return sample
+                return sample or {}
         return {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _metrics_record(line: bytes) -> tuple[int, dict[str, float]]:
+    """The step and the numbers of a line of `metrics.jsonl`, NaN for those that were not finite.
+
+    Raises ValueError if it is anything else.
+    """
+    record = json_value(line)
+    if not isinstance(record, dict) or not isinstance(record.get("data"), dict):
+        raise ValueError("no record")
+    step: Any = record.get("step")
+    if not _is_number(step) or step != int(step) or not 0 <= step <= _MAX_NUMBER:
+        raise ValueError(f"{step!r} is no step")
+    numbers = {}
+    for name, value in record["data"].items():
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{name}: {value!r} is no number")
+        try:
+            numbers[name] = math.nan if value is None else float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name}: out of range") from error
+    return int(step), numbers
+
+
+def _sample(line: bytes) -> dict[str, Any]:
+    """The sample of a line of a dump, of the types that the page draws; else a ValueError."""
+    sample = json_value(line)
+    if not isinstance(sample, dict):
+        raise ValueError("no sample")
+    numbers = [[sample.get(name)] for name in _NUMBERS]
+    for name in _LISTS:
+        if not isinstance(values := sample.get(name, []), list):
+            raise ValueError(f"{name} is no list")
+        numbers.append(values)
+    if any({*map(type, values)} - {int, float, bool, type(None)} for values in numbers):
+        raise ValueError("a number is none")
+    if not all(isinstance(piece, str) for piece in _list_of(sample, "pieces")):
+        raise ValueError("pieces are no texts")
+    if "pieces" in sample and not all(
+        len(sample.get(n, ())) == len(sample["pieces"]) for n in _LISTS
+    ):
+        raise ValueError("pieces and tokens differ in number")
+    for turn in _list_of(sample, "messages") + _list_of(sample, "turns"):
+        if not isinstance(turn, dict) or not isinstance(turn.get("tool_calls") or [], list):
+            raise ValueError("messages are none")
+        if not all(isinstance(call, dict) for call in turn.get("tool_calls") or []):
+            raise ValueError("calls are none")
+    return sample
+
+
+def _list_of(sample: Mapping[str, Any], name: str) -> list[Any]:
+    values = sample.get(name) or []
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is no list")
+    return values
 
 
 def _short(sample: Mapping[str, Any]) -> dict[str, Any]:
     short = {key: str(sample.get(key, ""))[:_SHOWN] for key in ("input", "output", "gts")}
     kept = ("score", "data_source", "num_tokens", "stopped", "terms")
-    return short | {key: sample.get(key) for key in kept}
+    marks = {key: sample[key] for key in ("failure", "left_out") if sample.get(key)}
+    return short | {key: sample.get(key) for key in kept} | marks
 
 
 def chosen_curves(runs: Sequence[Run]) -> list[tuple[str, str]]:

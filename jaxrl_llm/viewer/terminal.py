@@ -1,6 +1,7 @@
 """The runs in a terminal, for a machine reached by ssh: curves as one line each, and samples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -24,13 +25,15 @@ def line(values: Sequence[float | None], width: int = _WIDTH) -> str:
     means = []
     for first in range(0, len(values), stretch):
         known = [value for value in values[first : first + stretch] if value is not None]
-        means.append(sum(known) / len(known) if known else None)
+        means.append(sum(value / len(known) for value in known) if known else None)
     finite = [mean for mean in means if mean is not None]
     if not finite:
         return ""
-    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    low, half = min(finite), (max(finite) / 2 - min(finite) / 2) or 0.5  # no overflow
     top = len(_BARS) - 1
-    return "".join(" " if m is None else _BARS[int(top * (m - low) / span)] for m in means)
+    return "".join(
+        " " if m is None else _BARS[int(top * ((m / 2 - low / 2) / half))] for m in means
+    )
 
 
 def show(runs: Sequence[Run], console: Console) -> None:
@@ -52,12 +55,21 @@ def show(runs: Sequence[Run], console: Console) -> None:
             f"{name.partition('/')[2]} {value:.3g}" for name, value in run.memory().items()
         )
         console.print(Text(f"{run.name}: step {run.last_step}" + (f"; {said}" if said else "")))
+        if run.bad_lines:
+            message = f"{run.name}: {run.bad_lines} lines of metrics.jsonl are no records, left out"
+            console.print(Text(message, style="red"))
         for alert in run.alerts():
             text = "{alert} in {steps} steps, from {first} to {last}".format(**alert)
             console.print(Text(f"{run.name}: alert {text}", style="red"))
         for step in run.steps()[-1:]:
             for sample in run.found(step, Filter(), count=_SAMPLES)["samples"]:
                 score = sample["score"]
-                console.print(Text(f"step {step}, score {score}", style="bold"))
+                console.print(Text(f"step {step}, score {score}{_marks(sample)}", style="bold"))
                 console.print(Text(sample["input"].strip()[-200:]))
                 console.print(Text(sample["output"].strip(), style="green"))
+
+
+def _marks(sample: Mapping[str, Any]) -> str:
+    """What else is to be known of a sample's score."""
+    left_out = ", left out" if sample.get("left_out") else ""
+    return left_out + (f", reward failed: {sample['failure']}" if sample.get("failure") else "")

@@ -1,5 +1,7 @@
 """A tool and an environment that show images."""
 
+import io
+
 from PIL import Image
 
 
@@ -10,6 +12,18 @@ def draw(side: int):
         side: Pixels a side.
     """
     return [Image.new("RGB", (side, side), "red"), f"<|image_pad|> is {side}"]
+
+
+def described(side: int):
+    """Draws a square, with a text for models that read no images.
+
+    Args:
+        side: Pixels a side.
+    """
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), "red").save(file, "PNG")
+    image = {"type": "image", "image": file.getvalue(), "alt": f"(a <|image_pad|> of {side})"}
+    return [image, "red"]
 
 
 def broken(side: int):

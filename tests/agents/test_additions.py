@@ -11,6 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from jaxrl_llm.agents.additions import addition
 from jaxrl_llm.data import masks
+from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.masks import Dialogue
 from jaxrl_llm.data.tokenizer import character_tokenizer, prompt_text, prompt_tokens, rendered
 
@@ -135,6 +136,34 @@ def test_an_episode_has_the_tokens_of_its_dialogue(name, seeds):
     assert (num_rewritten > 0) == (name in REWRITE or name == "glm4moe_training")
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_episode_in_which_everyone_spells_turns(name):
+    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text())
+    family = name.removesuffix("_training")
+    turns = (
+        r"im_end|im_start|eot_id|start_header|_of_turn|<\|user|<\|end\|>|<\|start\|>|User|sentence"
+    )
+    forged = "".join(
+        s for s in sorted(SPECIAL.findall(tokenizer.chat_template)) if re.search(turns, s)
+    )
+    assert forged
+    for seed in range(3):
+        messages, options = dialogue(seed, family)
+        if family == "deepseekv3":
+            messages = with_text_arguments(messages)
+        spelled = [
+            {**message, "content": f"{text}{forged}."} if (text := message["content"]) else message
+            for message in messages
+        ]
+        *_, plain = played(tokenizer, messages, options)
+        *_, last = played(tokenizer, spelled, options)
+        specials = [[t for t in tokens if t >= 256] for tokens in (plain, last)]
+        assert specials[0] == specials[1]
+        if family not in AS_SAMPLED:
+            whole = rendered(tokenizer, spelled, options, tokenize=False)
+            assert last == encode(tokenizer, whole)["input_ids"][: len(last)]
+
+
 @pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
 def test_separators_follow_the_end_of_a_turn_whatever_ended_it():
     """After its own end, after another end, after a stop string, and in a header's place."""
@@ -154,3 +183,47 @@ def test_separators_follow_the_end_of_a_turn_whatever_ended_it():
     token = tokenizer.convert_tokens_to_ids("<assistant>")
     added = addition(tokenizer, before, answer, following, {}, token)
     assert tokenizer.decode(added.tokens) == "<user>c<eos><assistant>"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ASKED, TOLD = {"role": "user", "content": "more"}, {"role": "tool", "name": "add", "content": "2"}
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
+@pytest.mark.parametrize(
+    ("sampled", "message", "following", "rewrites"),
+    [
+        ("two", {"content": "two"}, ASKED, False),
+        (" two\n", {"content": "two"}, ASKED, False),
+        (CALLED, {"content": "", "tool_calls": [CALL]}, TOLD, False),
+        # Written by the policy in its own way; it is not tokenized again.
+        (CALLED.replace(" ", ""), {"content": "", "tool_calls": [CALL]}, TOLD, False),
+        # Its empty thinking, which the template drops, was sampled.
+        ("<think>\n\n</think>\n\ntwo", {"content": "two"}, ASKED, True),
+        ("<think></think>two", {"content": "two"}, ASKED, True),
+        ("<think>\nhm\n</think>\n\ntwo", {"content": "<think>\nhm\n</think>\n\ntwo"}, ASKED, True),
+    ],
+)
+def test_a_turn_of_qwen3_without_thinking_goes_on_in_its_sequence(
+    sampled, message, following, rewrites
+):
+    """The template writes an empty thinking into the last turn alone, and drops what is earlier."""
+    tokenizer = tokenizer_of((FOLDER / "qwen3.jinja").read_text())
+    before, answer = [{"role": "user", "content": "1+1"}], {"role": "assistant", **message}
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    options = {"tools": TOOLS}
+    found = addition(tokenizer, before, answer, [following], options, end, sampled)
+    assert found.rewrites == rewrites
+    whole = rendered(
+        tokenizer, [*before, answer, following], options, tokenize=False, add_generation_prompt=True
+    )
+    asked = rendered(tokenizer, before, options, tokenize=False, add_generation_prompt=True)
+    ids = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    if rewrites:
+        assert found.tokens == ids(whole)
+    elif sampled in ("two", CALLED):
+        assert (*ids(asked), *ids(sampled), end, *found.tokens) == ids(whole)
+    else:
+        after_turn = whole[len(asked) :].partition("<|im_end|>")[2]
+        assert tokenizer.decode(found.tokens) == after_turn

@@ -18,7 +18,7 @@ TOKENIZER = character_tokenizer(images=True)
 IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
 PICTURES = Pictures.of_sizes(4, 2, 2, IMAGE)
 CONFIG = AgentConfig(
-    tools=(f"{FILE}:draw", f"{FILE}:broken"),
+    tools=tuple(f"{FILE}:{name}" for name in ("draw", "broken", "described")),
     environments={"Gallery": EnvironmentConfig(environment=f"{FILE}:Gallery")},
     default="tool_agent",
     max_turns=4,
@@ -87,6 +87,19 @@ def test_a_model_of_text_is_shown_no_image():
         world.begin(PromptBatch((prompt(),)), 1)
         with pytest.raises(AgentError, match="gave an image, but this run reads text alone"):
             follows(world, call("draw"))
+
+
+def test_a_text_stands_in_place_of_an_image():
+    """For models that read text alone; others are shown the image."""
+    with World(CONFIG, TOKENIZER) as world:
+        world.begin(PromptBatch((prompt(),)), 1)
+        text = marks(follows(world, call("described")))[1]
+        assert text == "<tool>(a < |image_pad|> of 24)\nred<eos><assistant>"
+    with World(CONFIG, TOKENIZER, PICTURES) as world:
+        world.begin(PromptBatch((prompt(),)), 1)
+        following = follows(world, call("described"))
+        assert [image.grid for image in following.images] == [(3, 3)]
+        assert "24" not in marks(following)[1]
 
 
 def test_parts_of_every_kind():

@@ -1,6 +1,9 @@
 """Processes of episodes: their tools, their limits, and what hostile ones cost."""
 
+import asyncio
+import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -12,7 +15,8 @@ from jaxrl_llm.config.agent import AgentConfig, EnvironmentConfig
 from jaxrl_llm.processes.supervisor import descendants
 
 FILE = pathlib.Path(__file__).with_name("user_tools.py")
-TOOLS = tuple(f"{FILE}:{name}" for name in ("add", "count", "sleep", "later", "misbehave"))
+NAMES = "add", "count", "sleep", "later", "misbehave"
+TOOLS = tuple(f"{FILE}:{name}" for name in (*NAMES, "mirror"))
 ENVIRONMENTS = {
     name: EnvironmentConfig(environment=f"{FILE}:{name}") for name in ("Counter", "Guess")
 }
@@ -49,6 +53,57 @@ def pool():
         yield pool
 
 
+def test_a_tool_gets_instances_of_its_classes(pool):
+    """A policy writes mappings; the function's annotation says what they are."""
+    (described,) = pool.describe()["tools"][f"{FILE}:mirror"]
+    items = described["function"]["parameters"]["properties"]["points"]["items"]
+    assert items["properties"]["y"] == {"type": "integer", "default": 0}
+    assert items["required"] == ["x"]
+    points = [{"x": 1}, {"x": 2, "y": 3}]
+    assert asked(pool, 1, call("mirror", points=points)) == {"text": "(0, 1) (3, 2)"}
+    answer = asked(pool, 1, call("mirror", points=[{"y": 1}]))
+    assert answer == {"problem": "arguments", "text": "mirror: points.0.x: Field required"}
+
+
+def test_a_tool_without_names_is_refused_before_the_run():
+    with Pool(config(tools=(f"{FILE}:total",), environments={})) as pool:
+        said = "total cannot be used: .*tool 'total': .numbers has no names .*; write an ordinary"
+        with pytest.raises(AgentError, match=said):
+            pool.describe()
+
+
+def test_a_calculation_without_end_is_answered_at_once(pool):
+    for expression, problem in {
+        "round(5, -10**8)": "round: -100000000 digits; at most 1300 before or after the point",
+        "9**9**9": "the power is too large",
+        "-" * 1000 + "1": "the expression is nested too deeply",
+        "2**2000 * 1.5": "the number is too large",
+    }.items():
+        answer = asked(pool, 1, call("calculator", expression=expression))
+        assert answer == {"problem": "exception", "text": f"ValueError: {problem}"}
+
+
+@pytest.mark.parametrize(
+    ("contents", "problem"),
+    [
+        (b'{"text": "the and of"}\n', "none of its 1 passages has a word to search for; words of"),
+        (b'{"text": "caf\xe9"}\n', "is not UTF-8: .*; convert it"),
+        (b'{"text": "cat"}\n{"text":' + b"[" * 100_000, "line 2: no JSON object: brackets are"),
+        (b'{"text": "cat"}\n["a"]\n', "line 2: no JSON object"),
+        (None, "No such file"),
+    ],
+)
+def test_a_corpus_that_cannot_be_searched_is_named_before_the_run(tmp_path, contents, problem):
+    corpus = tmp_path / "corpus.jsonl"
+    if contents is not None:
+        corpus.write_bytes(contents)
+    settings = config(tools=("search",), environments={}, corpus=str(corpus))
+    said = "config.agent: search cannot be used: .*corpus.jsonl"
+    with pytest.raises(AgentError, match=f"(?s){said}") as raised, Pool(settings):
+        pass
+    assert re.search(problem, str(raised.value))
+
+
 def test_schemas_are_those_of_transformers(pool):
     sys.path.insert(0, str(FILE.parent))
     try:
@@ -56,7 +111,7 @@ def test_schemas_are_those_of_transformers(pool):
     finally:
         sys.path.pop(0)
     described = pool.describe()
-    for name in ("add", "count", "sleep", "later", "misbehave"):
+    for name in NAMES:
         assert described["tools"][f"{FILE}:{name}"] == [get_json_schema(getattr(user_tools, name))]
     assert [s["function"]["name"] for s in described["tools"]["python"]] == ["python"]
     want = [get_json_schema(user_tools.Counter().increase)]
@@ -243,26 +298,85 @@ def test_gymnasium():
         assert said["done"] and sum(rewards) in (0.0, 1.0)
 
 
+ADDER = EnvironmentConfig(
+    environment="mcp", address=f"{sys.executable} {FILE.with_name('mcp_server.py')}"
+)
+
+
 @pytest.mark.slow
-def test_mcp(tmp_path):
-    server = tmp_path / "server.py"
-    server.write_text(
-        "from mcp.server import MCPServer\n"
-        "server = MCPServer('adder')\n"
-        "@server.tool()\n"
-        "def plus(a: int, b: int) -> str:\n"
-        "    '''Adds.'''\n"
-        "    if a > 100:\n"
-        "        raise ValueError('too large')\n"
-        "    return str(a + b)\n"
-        "server.run()\n"
-    )
-    adder = EnvironmentConfig(environment="mcp", address=f"{sys.executable} {server}")
-    with Pool(config(tools=(), environments={"adder": adder}, default="", timeout_s=60)) as pool:
-        (schema,) = pool.describe()["environments"]["adder"]
+def test_mcp():
+    """Results of every kind are whole, or named by a text."""
+    settings = config(tools=(), environments={"adder": ADDER}, default="", timeout_s=60)
+    with Pool(settings) as pool:
+        schema = pool.describe()["environments"]["adder"][0]
         assert schema["function"]["name"] == "plus"
         assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
-        start = begin("adder", ())
-        assert asked(pool, 1, call("plus", a=3, b=4), start) == {"text": "7"}
-        assert asked(pool, 1, call("plus", a=101, b=4), start)["problem"] == "exception"
-        assert asked(pool, 1, call("plus", a=1, b=1), start) == {"text": "2"}
+
+        def answer(name, **arguments):
+            return asked(pool, 1, call(name, **arguments), begin("adder", ()))
+
+        assert answer("plus", a=3, b=4) == {"text": "7"}
+        assert answer("plus", a=101, b=4)["problem"] == "exception"
+        assert answer("plus", a=1, b=1) == {"text": "2"}
+        uri, alt = "data:image/png;base64,iVBORw0KGgo=", "(image, image/png, 8 bytes)"
+        image = {"type": "image", "image": uri, "alt": alt}
+        assert answer("draw") == {"text": [{"type": "text", "text": "a dot"}, image]}
+        assert answer("embedded_image") == {"text": [image]}
+        assert answer("files")["text"].split("\n") == [
+            "(audio, audio/wav, 3 bytes)",
+            "(link: log, file:///log; text/plain, 9 bytes)",
+            "(link: log, file:///log)",
+            "all of it",
+            "(file file:///b, of unknown type, 3 bytes)",
+        ]
+        # Structured content is told once.
+        assert json.loads(answer("point")["text"]) == {"x": 1, "name": "é"}
+        assert answer("points", count=0) == {"text": '{"result": []}'}
+        assert json.loads(answer("points", count=1)["text"]) == {"x": 0, "name": "a"}
+        assert answer("points", count=2)["text"].count("name") == 2
+        assert answer("words") == {"text": "1\nb"}
+        assert answer("lines") == {"text": 'a\nb\nc\n{"result": [["a", "b"], ["c"]]}'}
+        assert answer("summary") == {"text": 'Found 2.\n{"ids": [4, 7]}'}
+        assert answer("nothing") == {"text": ""}
+        failed = {"problem": "exception", "text": f"RuntimeError: no file x\n{alt}"}
+        assert answer("fail", kind="image") == failed
+        silent = "RuntimeError: the tool failed, and its server does not say why"
+        assert answer("fail", kind="") == {"problem": "exception", "text": silent}
+        for name in ("end", "nothing"):
+            said = answer(name)
+            closed = "RuntimeError: the tool's MCP server: Connection closed"
+            assert said == {"problem": "exception", "text": closed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        (f"{sys.executable} -c pass", "does not answer: MCPError: Connection closed; start it"),
+        ("no_such_server --now", "does not answer: FileNotFoundError: "),
+        ("http://127.0.0.1:9/mcp", "does not answer: ConnectError: "),
+        ("http://", "does not answer: UnsupportedProtocol: "),
+        ("server 'a", "is no address and no command: No closing quotation; give http://... or a"),
+        (" ", "is no address and no command: it has no word; give http://... or a command"),
+    ],
+)
+def test_an_absent_mcp_server_is_named(address, problem):
+    """Before the run: when the tools of all environments are asked for."""
+    absent = EnvironmentConfig(environment="mcp", address=address)
+    settings = config(tools=(), environments={"absent": absent}, default="", timeout_s=60)
+    with pytest.raises(AgentError) as raised, Pool(settings) as pool:
+        pool.describe()
+    said = str(raised.value)
+    assert "config.agent: absent cannot be used: " in said and "ExceptionGroup" not in said
+    assert f"the MCP server {address!r} {problem}" in said
+
+
+@pytest.mark.slow
+def test_a_silent_mcp_server_is_named(monkeypatch):
+    adapter = pytest.importorskip("jaxrl_llm.agents.adapters.mcp")
+    monkeypatch.setattr(adapter, "_CONNECT_TIMEOUT_S", 0.5)
+    address = f"{sys.executable} -c 'import time; time.sleep(100)'"
+    with pytest.raises(ConnectionError) as raised:
+        asyncio.run(adapter.make(address).connect())
+    said = f"the MCP server {address!r} does not answer: TimeoutError: nothing within 0.5 s; start"
+    assert said in str(raised.value)

@@ -1,12 +1,15 @@
 """Tools that come with the project."""
 
+import contextlib
 import json
 import subprocess
 import sys
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
-from jaxrl_llm.agents import ready, tools
+from jaxrl_llm.agents import ready, tool_schema, tools
 from jaxrl_llm.data import tasks
 
 
@@ -20,6 +23,12 @@ from jaxrl_llm.data import tasks
         ("-max(1, 2, round(2.6)) + pi - pi", "-3"),
         ("6 ÷ 4 × 2", "3"),
         ("2**100", str(2**100)),
+        ("2**4095 - 1", str(2**4095 - 1)),
+        ("1.05**100", "131.50125784630401"),
+        ("(-2)**101", str(-(2**101))),
+        ("1**99999", "1"),
+        ("round(1234.5678, 2) + round(1234, -2)", "2434.5699999999997"),
+        ("2**-5000", "0"),
     ],
 )
 def test_calculator(expression, value):
@@ -27,7 +36,7 @@ def test_calculator(expression, value):
 
 
 def test_worked_products_show_this_calculator():
-    assert tools.schema(ready.calculator) == tasks.CALCULATOR
+    assert tool_schema.schema(ready.calculator) == tasks.CALCULATOR
 
 
 @pytest.mark.parametrize(
@@ -35,6 +44,18 @@ def test_worked_products_show_this_calculator():
     [
         ("9**9**9", "too large"),
         ("2**5000", "too large"),
+        ("round(5, -10**8)", "at most 1300 before or after"),
+        ("round(5.5, 10**9)", "at most 1300 before or after"),
+        ("round(2**2000, 2**60)", "at most 1300 before or after"),
+        ("max(2**4095, 1) * max(2**4095, 1)", "too large"),
+        ("abs(2**4095) ** 2", "too large"),
+        ("1e308 * 10", "too large"),
+        ("1.5 ** 100000", "too large"),
+        ("2**4000 * 1.5", "too large"),
+        ("exp(10000)", "too large"),
+        ("(-8) ** 0.5", "no real number"),
+        ("-" * 1000 + "1", "nested too deeply"),
+        ("(" * 500 + "1" + ")" * 500, "nested|parentheses"),
         ("__import__('os').system('ls')", "no arithmetic"),
         ("[1]", "no arithmetic"),
         ("True", "no arithmetic"),
@@ -47,6 +68,27 @@ def test_worked_products_show_this_calculator():
 def test_calculator_refuses(expression, problem):
     with pytest.raises((ValueError, SyntaxError, ZeroDivisionError), match=problem):
         ready.calculator(expression)
+
+
+@hypothesis.given(
+    st.recursive(
+        st.one_of(st.integers(-(10**20), 10**20), st.floats(-1e300, 1e300)).map(str),
+        lambda parts: st.one_of(
+            st.tuples(parts, st.sampled_from(["+", "-", "*", "/", "//", "%", "**"]), parts).map(
+                lambda three: f"({' '.join(three)})"
+            ),
+            st.tuples(st.sampled_from(sorted(ready._FUNCTIONS)), parts, parts).map(
+                lambda three: f"{three[0]}({three[1]}, {three[2]})"
+            ),
+        ),
+        max_leaves=12,
+    )
+)
+@hypothesis.settings(max_examples=300, deadline=2000)
+def test_calculator_takes_no_time(expression):
+    """Whatever is asked, an answer or an error comes at once, and no answer is long."""
+    with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):
+        assert len(ready.calculator(expression)) < 1300
 
 
 def test_python_goes_on_after_an_error_and_begins_anew_after_a_limit():
@@ -76,6 +118,17 @@ def test_search(tmp_path):
         other.write_text(text)
         with pytest.raises(ValueError, match=problem):
             ready.index(str(other))
+    # Words that are searched for: at least two letters, no stop words.
+    other = tmp_path / "stop.jsonl"
+    other.write_text('{"text": "the and of"}\n{"text": "a b c . !"}\n')
+    with pytest.raises(ValueError, match=r"stop.jsonl: none of its 2 passages has a word"):
+        ready.index(str(other))
+    assert search("the of") == search("") == search("!?") == "nothing found"
+    # U+2028 ends no line of JSON lines.
+    other = tmp_path / "separators.jsonl"
+    row = json.dumps({"text": "A cat\u2028sleeps."}, ensure_ascii=False)
+    other.write_text(f"{row}\n", "utf-8")
+    assert ready.Search(str(other)).search("cat") == "[1] A cat\u2028sleeps."
     # A process that only searches does not start jax.
     code = f"from jaxrl_llm.agents import ready; print(ready.Search({str(corpus)!r}).search('cat'))"
     code += "; import sys; assert 'jax' not in sys.modules"

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from chat_dialogues import TEMPLATES, tokenizer_of
 
 from jaxrl_llm.agents import pool
 from jaxrl_llm.agents.pool import AgentError
@@ -173,3 +174,26 @@ def test_columns_of_rows(world):
     assert begin(world, start)[0].messages[-1]["content"] == "It is 9."
     assert said(world, 0, "x") == ""
     assert world.finish()[0].reward == 9.0
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
+def test_episodes_without_thinking_are_one_sequence_each_under_qwen3():
+    """Sixteen episodes of two turns: no turn counts as rewritten, its text goes on as sampled."""
+    tokenizer = tokenizer_of("qwen3")
+    messages = ({"role": "user", "content": "go"},)
+    text = prompt_text(tokenizer, messages)
+    (tokens,) = prompt_tokens(tokenizer, [text], True)
+    row = Prompt(tokens, text, "test", "truth", {}, 0, messages, {})
+    called = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
+    with World(CONFIG, tokenizer) as world:
+        world.begin(PromptBatch((row,)), 16)
+        for number in range(16):
+            assert world.take(number, [*tokenizer.encode(called), tokenizer.eos_token_id], True)
+        following = []
+        while len(following) < 16:
+            following += [each for _, each in world.answers(wait=True)]
+        assert not any(each.rewrites for each in following)
+        assert {"42" in tokenizer.decode(each.tokens) for each in following} == {True}
+        for number in range(16):
+            world.take(number, [*tokenizer.encode("It is 42"), tokenizer.eos_token_id], True)
+        assert sum(log.num_rewritten for log in world.finish()) == 0

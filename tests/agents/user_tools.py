@@ -1,6 +1,7 @@
 """Tools and environments of a user, good and hostile ones; a test names this file."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -20,6 +21,30 @@ def add(a: int, b: int) -> int:
         b: The second.
     """
     return a + b
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+def mirror(points: list[Point]) -> str:
+    """Mirrors points.
+
+    Args:
+        points: The points.
+    """
+    return " ".join(f"({point.y}, {point.x})" for point in points)
+
+
+def total(*numbers: int) -> int:
+    """Adds numbers.
+
+    Args:
+        numbers: The numbers.
+    """
+    return sum(numbers)
 
 
 def count() -> int:

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,3 +232,50 @@ def test_turns_are_compared_with_the_same_turns_of_the_group():
     whole = grpo(given.sum(1), pair, np.ones(2, bool))
     turns = grpo_turns(given, one, pair)
     np.testing.assert_allclose(turns, np.where(one, whole[:, None], 0), rtol=1e-6)
+
+
+OFFSETS = np.float32([1e7, 1e7, 1e7, 1e7 + 1])
+CENTERED = np.array([-0.25, -0.25, -0.25, 0.75])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        # The deviation with Bessel's correction is 1/2.
+        ("grpo", CENTERED / (0.5 + 1e-6)),
+        ("grpo_turns", CENTERED / (0.5 + 1e-6)),
+        ("grpo_passk", [0, 0, 0, 1 / (0.5 + 1e-6)]),
+        ("gdpo", CENTERED / 0.5),
+        ("rloo", CENTERED * 4 / 3),
+        ("opo", CENTERED),
+        ("gpg", CENTERED),
+        ("reinforce_plus_plus_baseline", CENTERED / 0.5),
+        ("reinforce_plus_plus", CENTERED / 0.5),
+        ("gae", CENTERED / 0.5),
+        ("optimal_token_baseline", CENTERED),
+        ("tir_optimal_token_baseline", CENTERED),
+    ],
+)
+def test_small_differences_at_a_large_offset_survive(name, expected, jitted):
+    """Each number is a float32; only a mean of them is none."""
+    ones = jnp.ones((4, 1))
+
+    def advantages(scores):
+        found, _ = estimate(
+            AlgorithmConfig(advantage=name),
+            rewards=scores[:, None],
+            response_mask=jnp.ones((4, 1), bool),
+            group_ids=jnp.zeros(4, jnp.int32),
+            values=jnp.zeros((4, 1)),
+            term_rewards=scores[None],
+            term_weights=jnp.ones((1, 4)),
+            old_log_probs=jnp.log(0.5) * ones,
+            sum_squared_probs=0.5 * ones,
+            correction_weights=ones,
+        )
+        return found.ravel()
+
+    found = (jax.jit(advantages) if jitted else advantages)(jnp.asarray(OFFSETS))
+    # The whitened ones are over 4 tokens: sqrt(1e-8 + 1/4) is 0.5 to 2e-8.
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from jaxrl_llm.algorithms.lookup import call_by_name, resolve
@@ -15,6 +17,29 @@ def test_a_file_is_loaded_once_until_it_changes(tmp_path):
     first = resolve(f"{path}:f", TABLE)
     assert first() == 1
     assert resolve(f"{path}:f", TABLE) is first
+
+
+def test_a_file_imports_what_lies_beside_it(tmp_path):
+    """Each file its own: folders may have modules of one name. Imports inside functions too."""
+    text = "import beside\n\ndef f():\n    import later\n    return beside.NAME, later.NAME\n"
+    search_path = sys.path.copy()
+    try:
+        for name in ("first", "second"):
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "beside.py").write_text(f"NAME = {name!r}\n")
+            (folder / "later.py").write_text(f"NAME = {name!r}\n")
+            (folder / "json.py").write_text("raise ImportError('not the library')\n")
+            (folder / "mine.py").write_text(text)
+        first = resolve(f"{tmp_path}/first/mine.py:f", TABLE)
+        assert first() == ("first", "first")
+        second = resolve(f"{tmp_path}/second/mine.py:f", TABLE)
+        assert second()[0] == "second" and first()[0] == "first"
+        assert sys.path[: len(search_path)] == search_path  # no library meets a file of the user's
+    finally:
+        sys.path[:] = search_path
+        for name in ("beside", "later"):
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(

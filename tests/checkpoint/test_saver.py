@@ -495,3 +495,27 @@ def test_tree_round_trip_on_another_mesh(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         load_tree(tmp_path / "other", layout)
     assert [p.name for p in path.parent.iterdir()] == ["warm_start"]
+
+
+def test_a_folder_without_files_is_no_step(tmp_path, caplog):
+    """As a copy leaves it that was broken off; one that lacks its seal is a damaged step."""
+    state = random_state(0, sharded(*FSDP))
+    config = CheckpointConfig(keep=9)
+    saver = Saver(tmp_path, config)
+    saver.save(5, state, EXTRA)
+    saver.close()
+    (tmp_path / "7" / "arrays").mkdir(parents=True)
+    reader = Saver(tmp_path, config, read_only=True)
+    assert reader.latest_step() == 5 and reader.restore(abstract(state))[2] == 5
+    assert (tmp_path / "7").exists() and reader.best_step() == 0
+    saver = Saver(tmp_path, config)
+    assert not (tmp_path / "7").exists() and "7: empty, no checkpoint" in caplog.text
+    assert saver.latest_step() == 5 and saver.restore(abstract(state))[2] == 5
+    saver.save(7, state, EXTRA)
+    saver.wait()
+    assert saver.latest_step() == 7
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / "part").write_text("")
+    saver = Saver(tmp_path, config)
+    assert saver.best_step() == 0 and saver.restore(abstract(state))[2] == 7
+    assert (tmp_path / "damaged.9").exists()

@@ -350,6 +350,13 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
     config = from_config_dict(minimal(trainer={"num_steps": 7}))
     folder.claim_workdir(config, tmp_path)
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "9" / "arrays").mkdir(parents=True)
+    # Nothing is complete: no step is done.
+    shorter = from_config_dict(minimal(trainer={"num_steps": 5}))
+    folder.check_workdir(shorter, tmp_path)
+    assert folder.newest_step(tmp_path) == 0
+    (tmp_path / "checkpoints" / "7" / folder.SEAL).write_text("{}")
+    assert folder.newest_step(tmp_path) == 7
     folder.claim_workdir(config, tmp_path)
     with pytest.raises(ConfigError, match=r"num_steps: 5, but .* has done 7 steps; set it above 7"):
         folder.claim_workdir(from_config_dict(minimal(trainer={"num_steps": 5})), tmp_path)
@@ -388,3 +395,20 @@ def test_a_model_without_a_folder_must_be_trained(group):
     with pytest.raises(ConfigError, match=rf"config.rewards.{group}.judge.path: required"):
         from_config_dict(values)
     assert from_config_dict(values | {"preference": {"num_steps": 1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("sampling", "now", "sync"),
+        ("sampling", "ahead", "async"),
+        ("new_weights", "finish", "drain"),
+        ("new_weights", "read_again", "recompute"),
+    ],
+)
+def test_a_value_that_was_renamed_is_refused_with_its_new_name(key, old, new):
+    with pytest.raises(ConfigError) as raised:
+        from_config_dict({"trainer": {key: old}})
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"config.trainer.{key}: expected one of ")
+    assert problem.endswith(f"got {old!r}; it is called {new!r}")

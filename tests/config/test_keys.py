@@ -47,9 +47,10 @@ ANSWER = {"rewards.functions": {"answer": {"function": "arithmetic"}}}
 COST = {**ANSWER, "rewards.cost_models": {"NAME": {}}, "preference.num_steps": 1}
 COSTS = {**ANSWER, "rewards.cost_functions": {"NAME": {"function": "length"}}}
 TOOLS = {"agent.tools": ("calculator",)}
+MATH = {"rewards.functions": {"NAME": {"function": "math"}}}
 WORLD = {"agent.environments": {"NAME": {"environment": "games:Game", "address": "here"}}}
 TAUGHT = {"distillation.teachers": {"NAME": {"path": "nowhere"}}}
-AHEAD = {"trainer.sampling": "ahead"}
+AHEAD = {"trainer.sampling": "async"}
 SAFE = {"algorithm.safe": True, **COSTS}
 GROUPS = {"algorithm.recipe": "grpo"}
 CORRECTED = {**GROUPS, "algorithm.correction": "token"}
@@ -112,8 +113,14 @@ DATA = {
         "question",
         READ | {"data.eval_files": ("FILE",)},
     ),
+    "config.data.role_aliases": (
+        probe.prompts,
+        ("user:system",),
+        READ | {"data.eval_files": ("FILE",)},
+    ),
     "config.data.max_prompt_tokens": (probe.prompts, 8),
     "config.data.long_rows": (probe.prompts, "left", {"data.max_prompt_tokens": 8}),
+    "config.data.rewritten_turns": (probe.turns, "whole"),
     "config.data.shuffle": (probe.prompts, False),
     "config.data.chat_template": (probe.prompts, False),
     "config.data.num_workers": (probe.prompts, 2),
@@ -128,6 +135,7 @@ SHARED = {
     "config.model.path": (probe.networks, "none"),
     "config.model.tokenizer": (probe.networks, "none"),
     "config.model.words": (probe.networks, ("3+",)),
+    "config.model.special_tokens_in_messages": (probe.spelled_tokens, "tokens"),
     "config.model.family": (probe.networks, "llama"),
     "config.model.hidden_size": (probe.networks, 32),
     "config.model.num_layers": (probe.networks, 2),
@@ -265,7 +273,7 @@ RL = {
     "config.trainer.prompts_per_step": (probe.step, 5),
     "config.trainer.minibatch_size": (probe.updates, 4),
     "config.trainer.epochs": (probe.updates, 2),
-    "config.trainer.sampling": (probe.source_of, "ahead"),
+    "config.trainer.sampling": (probe.source_of, "async"),
     "config.trainer.max_staleness": (probe.sampled_ahead, 2, AHEAD),
     "config.trainer.new_weights": (probe.sampled_ahead, "keep", AHEAD),
     "config.trainer.schedule": (probe.sampled_ahead, "record", AHEAD),
@@ -334,6 +342,7 @@ RL = {
     "config.algorithm.max_sampling_waves": (probe.step, 2, DYNAMIC),
     "config.algorithm.overlong_buffer_tokens": (probe.step, 12),
     "config.algorithm.overlong_penalty": (probe.step, 3.0, LONG),
+    "config.algorithm.mask_truncated": (probe.estimates, True),
     "config.algorithm.correction": (probe.estimates, "sequence", CORRECTED),
     "config.algorithm.correction_mode": (probe.estimates, "mask", CORRECTED),
     "config.algorithm.correction_low": (probe.estimates, 0.9, MASKED),
@@ -355,6 +364,7 @@ RL = {
     "config.rollout.min_p": (probe.engine, 0.5),
     "config.rollout.stop_tokens": (probe.engine, (5,)),
     "config.rollout.stop_strings": (probe.engine, ("#",)),
+    "config.rollout.suppress_unused_tokens": (probe.engine, False, IMAGES),
     "config.rollout.num_slots": (probe.engine, 4),
     "config.rollout.cache_tokens": (probe.engine, 4096),
     "config.rollout.chunk_steps": (probe.engine, 4),
@@ -419,6 +429,10 @@ RL = {
     "config.rewards.memory_gib": (probe.scores, 3.0),
     "config.rewards.environment": (probe.scores, ("HOME",)),
     "config.rewards.on_failure": (probe.scores, "score"),
+    "config.rewards.unreadable_truths": (probe.readable_truths, "leave_out"),
+    "config.rewards.math.percent": (probe.scores, "number", MATH),
+    "config.rewards.math.units": (probe.scores, "compare", MATH),
+    "config.rewards.math.unboxed_letters": (probe.scores, False, MATH),
     "config.rewards.failure_score": (probe.scores, 3.0),
     "config.warm_start.num_steps": (probe.stages, 3),
     "config.warm_start.batch_size": (probe.stages, 3, WARM),
@@ -469,6 +483,7 @@ SUPERVISED = {
         ("none.jsonl",),
         {"data.task": "gsm8k", "data.train_files": ("FILE",)},
     ),
+    "config.data.rewritten_turns": (probe.turns, "whole"),
     "config.data.shuffle": (probe.supervised_batch, False),
     **{
         key: (probe.supervised_batch, *rest)

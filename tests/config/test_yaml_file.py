@@ -86,6 +86,23 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, text, messa
     assert message in str(error.value)
 
 
+def test_json_is_read_as_json(tmp_path):
+    text = '{\n\t"seed": 7,\t"trainer": {"num_steps":\t3},\n\t"job": "sft"\n}'
+    for name in ("config.json", "run.yaml"):
+        config = from_config_dict(load(write(tmp_path, text, name)))
+        assert (config.seed, config.trainer.num_steps) == (7, 3)
+    path = write(tmp_path, '{"a": "\\ud83d\\ude00"}', "a.json")
+    assert yaml_file.read(path) == {"a": "\U0001f600"}
+    path = write(tmp_path, "{a: 1, b: off} # no JSON", "a.json")
+    assert yaml_file.read(path) == {"a": 1, "b": "off"}
+    for text, message in (
+        ('{\n\t"seed": 1,,\n}', "config.json, line 2: Expecting property name"),
+        ('{\n\t"seed": 1,\n\t"seed": 2\n}', "config.json, line 3: the key 'seed' comes twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(write(tmp_path, text, "config.json"))
+
+
 def test_mistakes_are_those_of_python_files(tmp_path):
     text = "trainer: {num_stepz: 5}\nseed: one\nmodel: 3\nrewards: {functions: {a: 4}}\n"
     with pytest.raises(ConfigError) as error:

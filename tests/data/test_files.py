@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from jaxrl_llm.data.errors import DataError
-from jaxrl_llm.data.files import checked_row, read_rows
+from jaxrl_llm.data.files import checked_row, given, read_rows
 
 GOOD = {
     "data_source": "sums",
@@ -84,6 +84,50 @@ def test_no_column_is_lost():
         **CHECKED["extra_info"], "row/index": 7, "agent_name": "search"
     }  # fmt: skip
     assert found["prompt"] == [{"role": "tool", "content": "4", "tool_call_id": "a"}]
+
+
+NULLS = {"extra_info": {"n": None, "deep": [{"a": None}]}, "reward_model": {"ground_truth": {}}}
+
+
+def test_nulls_of_json_stay_and_those_that_arrow_fills_in_go(tmp_path):
+    """A row must not see what another row has, and a default must be taken."""
+    plain = {"data_source": "s", "prompt": "1"}
+    one = {**plain, "extra_info": {"max_characters": 9, "deep": [{"a": 1}]}}
+    one |= {"reward_model": {"ground_truth": {"target": ["2"]}}}
+    two = {**plain, "extra_info": {"level": 1, "deep": [{"b": 2}, {"a": 3}]}}
+    two |= {"reward_model": {"ground_truth": {"numbers": [1, None]}}}
+    read = lambda path: [checked_row(row, where) for where, row in read_rows([path])]  # noqa: E731
+    wanted = [one, two]
+    for path in (
+        write_parquet(tmp_path / "a.parquet", one, two),
+        write_jsonl(tmp_path / "a.jsonl", one, two),
+    ):
+        found = read(path)
+        assert [row["extra_info"] for row in found] == [row["extra_info"] for row in wanted]
+        assert [row["reward_model"] for row in found] == [row["reward_model"] for row in wanted]
+        assert found[1]["extra_info"].get("max_characters", 1024) == 1024
+    (row,) = read(write_jsonl(tmp_path / "b.jsonl", {**plain, **NULLS}))
+    assert row["extra_info"] == NULLS["extra_info"]
+
+
+def test_nulls_of_given_rows():
+    row = {"data_source": "s", "prompt": "1", "extra_info": {"n": None, "m": 1}}
+    with given({"train": [row]}) as names:
+        ((_, found),) = read_rows([names["train"]])
+        assert found["extra_info"] == {"n": None, "m": 1}
+    # As a Dataset of Hugging Face, which reads Arrow.
+    rows = type("Dataset", (), {"features": {}, "__iter__": lambda self: iter([row])})()
+    with given({"train": rows}) as names:
+        ((_, found),) = read_rows([names["train"]])
+        assert found["extra_info"] == {"m": 1}
+
+
+def test_other_line_ends_than_a_line_feed_are_part_of_a_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    text = "a\u2028b\u2029c\u0085d\x0b"
+    rows = [{"a": text}, {"a": 1}]
+    path.write_bytes("\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows).encode())
+    assert [row for _, row in read_rows([str(path)])] == rows
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import json
 
 import pyarrow
 import pytest
+from chat_dialogues import DROPPING
 from pyarrow import parquet
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.datasets import load_dataset, preference_pairs, worked_examples
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.lengths import cut, shortened, shortened_pair
+from jaxrl_llm.data.streams import Stream
 from jaxrl_llm.data.tokenizer import character_tokenizer
 from jaxrl_llm.types import Example, Pair
 
@@ -184,3 +186,80 @@ def test_long_prompts_of_rl_are_cut(tokenizer, config, how, text):
     )
     (prompt,) = load_dataset(written, tokenizer, "train", 0).prompts
     assert prompt.text == text and tokenizer.decode(prompt.tokens) == text
+
+
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "x|b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "y|d"},
+]
+
+
+def test_a_row_gives_a_sequence_for_each_rewritten_turn(config, caplog):
+    caplog.set_level("INFO")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = DROPPING
+    rows = [{"messages": TURNS}, {"messages": TURNS[:2]}]
+    found = worked_examples(config(rows), tokenizer, "train", 0)
+    assert [shown(tokenizer, each) for each in found] == [
+        ("<user>a<eos><assistant>x|b<eos>", "x|b<eos>"),
+        ("<user>a<eos><assistant>b<eos><user>c<eos><assistant>y|d<eos>", "y|d<eos>"),
+        ("<user>a<eos><assistant>x|b<eos>", "x|b<eos>"),
+    ]
+    assert "train split: 2 rows gave 3 sequences" in caplog.text
+    # A sequence that is too long is dropped alone.
+    assert len(worked_examples(config(rows), tokenizer, "train", 0, 10)) == 2
+    assert "dropped 1 of 3 sequences longer" in caplog.text
+    found = worked_examples(config(rows, rewritten_turns="whole"), tokenizer, "train", 0)
+    assert [shown(tokenizer, each)[1] for each in found] == ["b<eos>y|d<eos>", "x|b<eos>"]
+    assert "train split: 2 rows have 1 turns that are trained as the chat template" in caplog.text
+
+
+def test_an_answer_of_a_pair_is_one_sequence(config, caplog):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = DROPPING
+    other = [*TURNS[:3], {"role": "assistant", "content": "z|e"}]
+    late = {"prompt": TURNS[:3], "chosen": TURNS[3:], "rejected": other[3:]}
+    for row in (late, {"chosen": TURNS, "rejected": other}):
+        (pair,) = preference_pairs(config([row]), tokenizer, "train", 0)
+        assert [shown(tokenizer, each)[1] for each in pair] == ["y|d<eos>", "z|e<eos>"]
+    early = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": other[1:]}
+    with pytest.raises(DataError, match=r"rows.jsonl, row 2: chosen has 1 turns that the chat te"):
+        preference_pairs(config([late, early]), tokenizer, "train", 0)
+    (pair,) = preference_pairs(config([early], rewritten_turns="whole"), tokenizer, "train", 0)
+    assert [shown(tokenizer, each)[1] for each in pair] == ["b<eos>y|d<eos>", "b<eos>z|e<eos>"]
+    assert "1 rows have 2 turns that are trained as" in caplog.text
+
+
+EQUAL = [
+    {"prompt": ASK, "chosen": GOOD, "rejected": GOOD},
+    {"prompt": ASK, "chosen": GOOD, "rejected": f"{GOOD}<eos>"},
+    {"prompt": QUESTION, "chosen": RIGHT, "rejected": RIGHT},
+    {"chosen": QUESTION + RIGHT, "rejected": QUESTION + RIGHT},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("row", EQUAL, ids=range(len(EQUAL)))
+def test_pairs_of_equal_answers_are_left_out_and_counted(tokenizer, config, caplog, row, stream):
+    rows = config([row, PAIRS[0], row, row], stream=stream)
+    found = preference_pairs(rows, tokenizer, "train", 0)
+    taken = Stream(found, 0).take(2) if stream else [*found, *found]
+    assert [shown(tokenizer, pair.rejected)[1] for pair in taken] == ["3<eos>"] * 2
+    assert "pairs whose chosen answer equals the rejected" in caplog.text
+    assert stream or "dropped 3 of 4 pairs" in caplog.text
+    with pytest.raises(DataError, match="all 2 rows have a chosen answer that equals the rejec"):
+        preference_pairs(config([row, row]), tokenizer, "train", 0)
+
+
+def test_answers_that_a_cut_makes_equal_are_left_out(tokenizer, config, caplog):
+    rows = [{"prompt": ASK, "chosen": "22222223", "rejected": "22222224"}, PAIRS[0]]
+    found = preference_pairs(config(rows, long_rows="right"), tokenizer, "train", 0, max_tokens=22)
+    assert len(found) == 1 and "dropped 1 of 2 pairs whose chosen" in caplog.text
+
+
+def test_an_answer_under_a_template_has_one_end(tokenizer, config):
+    rows = [{"prompt": ASK, "completion": f"{GOOD}<eos>"}, {"messages": [*QUESTION, *RIGHT]}]
+    first, second = worked_examples(config(rows), tokenizer, "train", 0)
+    assert first == second and shown(tokenizer, first)[1] == "2<eos>"

@@ -1,86 +1,17 @@
 """The assistant's tokens of a dialogue: as transformers finds them by marks, or by beginnings."""
 
-import json
-import pathlib
-import random
-
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chat_dialogues import TEMPLATES, TEXT_CALLS, answers, dialogue, tokenizer_of
 
 from jaxrl_llm.data.errors import DataError
 from jaxrl_llm.data.masks import Dialogue, example
 from jaxrl_llm.data.tokenizer import character_tokenizer
 
-# Templates of models that are often trained; only tests read them.
-FOLDER = pathlib.Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
-TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 SEEDS = (range(20), pytest.param(range(20, 200), marks=pytest.mark.nightly))
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
-NO_TOOLS = ("gemma3", "gemma3_training")  # they refuse them
-TEXT_CALLS = ("deepseekv3",)  # writes arguments that are a text
 # What the marked twin of a template counts as the answer's, and its prompt for an answer has
 # already; and the ends of turns that only that twin writes.
 HEADERS = ("<｜tool▁outputs▁end｜>", "<｜Assistant｜>", "<|start|>assistant", "\n")
-OTHER_TEXT = ("glm4moe",)  # its twin ends turns with the next header
-
-
-def tokenizer_of(name: str):
-    """Every byte is a token, as in models of bytes; the template is that of a model."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text()
-    return tokenizer
-
-
-def dialogue(seed: int, template: str, thinking: bool = True) -> Dialogue:
-    """With and without system, tools, thinking; one to three turns; answers in part alike."""
-    draw = random.Random(seed)
-    messages = []
-    tools = template not in NO_TOOLS and draw.random() < 0.5
-    if draw.random() < 0.5:
-        messages.append({"role": "system", "content": draw.choice(["Be brief.", " Be kind.\n"])})
-    for _ in range(draw.randint(1, 3)):
-        question = draw.choice(["Hi", "1+1?", "Größe 0", "Two"]) + str(draw.randint(0, 9))
-        messages.append({"role": "user", "content": question})
-        if tools and draw.random() < 0.6:
-            arguments = {"a": draw.randint(0, 9)}
-            call = {"name": "add", "arguments": arguments}
-            if template in TEXT_CALLS:
-                call["arguments"] = json.dumps(arguments)
-            calls = [{"type": "function", "function": call}]
-            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
-            messages.append({"role": "tool", "name": "add", "content": f"sum {seed}"})
-        thought = f"<think>\nhm {draw.randint(0, 9)}\n</think>\n\n"
-        answer = draw.choice(["Two", "It is 0", "x", "日本"]) + str(draw.randint(0, 20))
-        is_thinking = thinking and draw.random() < 0.4
-        messages.append({"role": "assistant", "content": thought * is_thinking + answer})
-    return Dialogue(messages, 0, {"tools": [ADD]} if tools else {}, f"row {seed}")
-
-
-def answers(tokenizer, found):
-    """Returns the text of each run of tokens that bear loss."""
-    runs, before = [], False
-    for token, masked in zip(found.tokens, found.mask, strict=True):
-        if masked and not before:
-            runs.append([])
-        if masked:
-            runs[-1].append(token)
-        before = masked
-    return [tokenizer.decode(run) for run in runs]
+NO_END = ("glm4moe",)  # its twin ends the last turn as if a user followed, we with the end token
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="needs the folder of chat templates")
@@ -116,14 +47,16 @@ def test_without_marks_the_answers_are_found(name, seeds):
             assert not any(m["content"] in run for m in given.messages if m["role"] == "tool")
         if marked is None or (name in TEXT_CALLS and given.options):
             continue
-        for run, other in zip(runs, answers(marked, example(marked, given, True)), strict=True):
+        others = answers(marked, example(marked, given, True))
+        if name in NO_END:
+            assert runs[-1].endswith("<eos>") and others[-1].endswith("<|user|>")
+            runs[-1], others[-1] = runs[-1][: -len("<eos>")], others[-1][: -len("<|user|>")]
+        for run, other in zip(runs, others, strict=True):
             if name == "qwen3":  # of earlier turns its twin writes the empty thinking, too
                 other = other.removeprefix("<think>\n\n</think>\n\n")
                 run = run.removeprefix("<think>\n\n</think>\n\n")
             for header in HEADERS:
                 other = other if run.startswith(header) else other.removeprefix(header)
-            if name in OTHER_TEXT:
-                other = other.removesuffix("<|user|>").removesuffix("<|observation|>")
             assert run == other
 
 
@@ -151,6 +84,20 @@ def test_answers_in_the_prompt_bear_no_loss(tokenizer, template, first, wanted):
     tokenizer.chat_template = template or tokenizer.chat_template
     found = example(tokenizer, Dialogue(TALK, first, {}, "row 1"), True)
     assert answers(tokenizer, found) == wanted
+
+
+@pytest.mark.parametrize("template", [MARKED, None])
+@pytest.mark.parametrize(("untrained", "wanted"), [(1, ["4<eos>"]), (3, ["2<eos>"])])
+def test_answers_that_are_not_to_be_trained_bear_no_loss(tokenizer, template, untrained, wanted):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    talk = [dict(message) for message in TALK]
+    talk[untrained]["train"] = False
+    found = example(tokenizer, Dialogue(talk, 0, {}, "row 1"), True)
+    assert answers(tokenizer, found) == wanted
+    assert found.tokens == example(tokenizer, Dialogue(TALK, 0, {}, "row 1"), True).tokens
+    talk[1]["train"] = talk[3]["train"] = False
+    with pytest.raises(DataError, match="row 1: no token of the assistant, so nothing to learn"):
+        example(tokenizer, Dialogue(talk, 0, {}, "row 1"), True)
 
 
 def test_prompt_and_answer_of_plain_text_are_one_text(tokenizer):

@@ -114,6 +114,21 @@ WRONG = {
 }
 
 
+def test_bytes_of_an_image_in_json_are_base64(tmp_path):
+    contents = png(16, 24)
+    written = base64.b64encode(contents).decode()
+    part = {"type": "image", "bytes": written}
+    asked = [{"role": "user", "content": [part, {"type": "text", "text": "How many?"}]}]
+    rows = [row(images=[{"bytes": written, "path": None}]), row(prompt=asked, images=None)]
+    for prompt in load(rows, tmp_path):
+        assert [picture.contents for picture in prompt.images] == [contents]
+    long = "A" * 9999 + "?"
+    for image in ({"bytes": long}, {"path": long}, long, "data:image/png;base64," + long):
+        with pytest.raises(DataError, match=r"row 1, image 1: .*image") as error:
+            load([row(images=[image])], tmp_path)
+        assert len(str(error.value)) < 400 and "base64" in str(error.value)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_rows_that_are_refused(name, tmp_path):
     wrong, message = WRONG[name]
@@ -141,3 +156,24 @@ def test_answers_to_images_bear_the_loss_alone(tmp_path):
     assert len(found.tokens) == len(found.mask) and found.images[0].start == 3
     learned = [token for token, bears in zip(found.tokens, found.mask, strict=True) if bears]
     assert TOKENIZER.decode(learned) == "#3<eos>"
+
+
+def test_each_sequence_of_a_dialogue_has_the_images_of_its_messages(tmp_path):
+    """The template drops what stands before a bar: the first turn is a sequence with one image."""
+    dropping = tokenizer.character_tokenizer(images=True)
+    content = "message['content'].split('|')[-1] if message['content'] is string and not loop.last"
+    old = "{% if message['content'] is string %}{{ message['content'] }}"
+    assert old in dropping.chat_template
+    new = old.replace("{{ message['content'] }}", f"{{{{ {content} else message['content'] }}}}")
+    dropping.chat_template = dropping.chat_template.replace(old, new)
+    path = tmp_path / "rows.jsonl"
+    turns = [*row()["prompt"], {"role": "assistant", "content": "x|3"}]
+    dialogue = [*turns, *row()["prompt"], {"role": "assistant", "content": "y|4"}]
+    path.write_text(json.dumps({"messages": dialogue, "images": row()["images"] * 2}) + "\n")
+    config = DataConfig(task="files", train_files=(str(path),))
+    first, second = datasets.worked_examples(config, dropping, "train", 0, 128, PICTURES)
+    assert [len(example.images) for example in (first, second)] == [1, 2]
+    for example, text in ((first, "x|3<eos>"), (second, "y|4<eos>")):
+        assert len(example.tokens) == len(example.mask)
+        learned = [t for t, bears in zip(example.tokens, example.mask, strict=True) if bears]
+        assert dropping.decode(learned) == text

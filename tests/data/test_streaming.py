@@ -9,6 +9,7 @@ import sys
 
 import pyarrow
 import pytest
+from chat_dialogues import DROPPING
 from pyarrow import parquet
 
 import jaxrl_llm
@@ -270,3 +271,57 @@ def test_first_batch_memory_and_resume(name, num_rows, group, num_workers, tmp_p
         print(f"{what}: first batch {float(seconds):.2f} s, peak {float(peak_gib):.2f} GiB")
         assert float(seconds) < 10 and float(peak_gib) < 1
     assert begun[0] == resumed[0]
+
+
+@pytest.fixture
+def dialogues(tmp_path, monkeypatch):
+    """Rows whose template drops what stands before a bar once others follow: 1 to 3 sequences."""
+    monkeypatch.setattr(streaming, "_LINES_BYTES", 600)
+    monkeypatch.setattr(streaming, "_WINDOW_BYTES", 1500)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = DROPPING
+    rows = []
+    for i in range(20):
+        messages = []
+        for turn in range(1 + i % 3):
+            messages.append({"role": "user", "content": f"{i}?"})
+            messages.append({"role": "assistant", "content": f"t{turn}|a{i}"})
+        rows.append({"messages": messages})
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = functools.partial(DataConfig, task="files", train_files=(str(path),))
+    return config, tokenizer
+
+
+def test_streamed_rows_of_several_sequences_are_those_of_memory(dialogues, caplog):
+    config, tokenizer = dialogues
+    caplog.set_level("INFO")
+    whole = worked_examples(config(), tokenizer, "train", 0)
+    assert len(whole) == sum(1 + i % 3 for i in range(20)) == 39
+    assert "train split: 20 rows gave 39 sequences" in caplog.text
+    rows = worked_examples(config(stream=True), tokenizer, "train", 0)
+    assert Stream(rows, 0, shuffle=False).take(39) == tuple(whole)
+    # The order does not depend on how many are taken at a time.
+    by_one, by_seven = Stream(rows, 3), Stream(rows, 3)
+    assert [by_one.take(1)[0] for _ in range(42)] == [x for _ in range(6) for x in by_seven.take(7)]
+    assert "so far gave" in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_inside_a_row_is_exact(dialogues, num_workers):
+    config, tokenizer = dialogues
+    rows = worked_examples(config(stream=True), tokenizer, "train", 0)
+    whole = Stream(rows, 3).take(90)
+    inside = 0
+    for taken in (0, 1, 2, 5, 7, 11, 19, 24, 38, 39, 40):
+        first = Stream(rows, 3, True, num_workers)
+        assert first.take(taken) == whole[:taken]
+        state = json.loads(json.dumps(first.get_state()))
+        inside += "inside" in state
+        resumed = Stream(rows, 3, True, num_workers)
+        resumed.set_state(state)
+        assert json.loads(json.dumps(resumed.get_state())) == state
+        assert resumed.take(5) == whole[taken : taken + 5]
+        assert resumed.take(20) == whole[taken + 5 : taken + 25]
+        assert first.take(25) == whole[taken : taken + 25]
+    assert inside > 2

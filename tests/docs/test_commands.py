@@ -46,6 +46,7 @@ NOT_RUN = {
     r".* --help$": "shows the flags",
     r"jaxrl_llm view": "see tests/viewer/",
     r"jaxrl_llm control": "needs a run at work; see tests/e2e/test_layouts.py",
+    r"jaxrl_llm (?:configs|new)\b": "see tests/commands/test_starters.py",
     r".* --replay ": "see tests/learner/test_replay.py",
     r".* --dry_run$": "see tests/commands/test_line.py",
 }

@@ -75,6 +75,7 @@ OTHERS = {
     "row/*",
     "reward_models/*",
     "openai/gsm8k",
+    "n/a",
 }
 OTHERS |= {"runs/from_python", "checkpoints/*", "critic/cost", "critic/rewards", "critic/returns"}
 OTHERS |= {"critic/score", "critic/values", "critic/advantages"}  # followed by mean, max, min

@@ -57,7 +57,7 @@ def train(tmp_path, monkeypatch):
 
 
 def ahead(**trainer):
-    return {"trainer": {"sampling": "ahead", **trainer}}
+    return {"trainer": {"sampling": "async", **trainer}}
 
 
 def assert_same(found, wanted):
@@ -106,15 +106,15 @@ def test_a_recorded_run_of_two_pools_is_replayed(train):
 
 @pytest.mark.slow
 def test_how_samples_meet_new_weights(train):
-    """By default samples span versions and are corrected; "finish" is one step ahead."""
-    found, _ = train("read_again", ONE, ahead())
+    """By default samples span versions and are corrected; "drain" is one step ahead."""
+    found, _ = train("recompute", ONE, ahead())
     numbers = runs.metrics(found)
     assert numbers[2]["training/off_policy/partial_ratio"] > 0
     assert numbers[2]["training/off_policy/spans/max"] == 2
     assert "rollout_corr/rollout_is_mean" in numbers[2]
     rows = [json.loads(line) for line in (found / "rollouts/2.jsonl").read_text().splitlines()]
     assert {0, 1} == {version for row in rows for version in row["versions"]}
-    found, _ = train("finish", ONE, ahead(new_weights="finish"))
+    found, _ = train("drain", ONE, ahead(new_weights="drain"))
     numbers = runs.metrics(found)
     for step in range(2, STEPS + 1):
         assert numbers[step]["training/off_policy/partial_ratio"] == 0

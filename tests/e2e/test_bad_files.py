@@ -162,3 +162,12 @@ def test_a_data_source_without_a_reward(tmp_path):
     settings = from_rows(tmp_path, GOOD, GOOD) | {"rewards.functions": terms}
     said = refused(tmp_path, settings, RewardError)
     assert "no reward applies to data source 'sums'" in said
+
+
+@pytest.mark.parametrize("value", ["258", [[258]], 9999, True])
+def test_end_tokens_that_are_none(tmp_path, folder, value):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    said = refused(tmp_path, {"model.path": str(folder)}, CheckpointFormatError)
+    assert str(folder / "generation_config.json") in said and "eos_token_id" in said
+    assert ("9999 is not in the vocabulary, tokens 0 to 103" in said) == (value == 9999)
+    assert "token id" in said or value == 9999

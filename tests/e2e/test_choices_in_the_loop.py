@@ -259,3 +259,15 @@ def test_every_choice_takes_a_step(i, train):
     assert all(np.isfinite(value) for value in data.values() if value is not None)
     assert data["actor/grad_norm"] > 0.0
     assert data["actor/skipped_updates"] == 0.0
+
+
+@pytest.mark.slow
+def test_truncated_responses_are_masked_by_what_the_dump_says(babble):
+    _, workdir = babble("grpo", two_steps(mask_truncated=True))
+    found = recipe_settings.metrics(workdir)
+    for step in (1, 2):
+        stopped = np.array([row["stopped"] for row in recipe_settings.dump(workdir, step)])
+        assert 0 < stopped.mean() < 1
+        assert found[step]["training/masked_truncated_share"] == 1 - stopped.mean()
+        # The limit cut exactly the responses of full length that no end token ended.
+        assert found[step]["response_length/clip_ratio"] >= 1 - stopped.mean()

@@ -53,7 +53,7 @@ def test_nothing_is_compiled_after_the_first_step(
     }  # fmt: skip
     if recipe == "interrupted":  # responses that new weights read again are longer than prompts
         changes["rollout"] = {"max_response_tokens": 72, "chunk_steps": 4}
-        changes["trainer"] |= {"sampling": "ahead", "max_staleness": 2}
+        changes["trainer"] |= {"sampling": "async", "max_staleness": 2}
     config = recipe_settings.config(
         "ppo" if recipe == "ppo" else "grpo",
         recipe_settings.merged(recipe_settings.UNTAUGHT, changes),

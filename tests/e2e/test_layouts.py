@@ -59,7 +59,7 @@ def assert_same(found, wanted):
 CASES = {
     "grpo": {},
     "ppo": {"algorithm": {"recipe": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
-    "ahead": {"trainer": {"sampling": "ahead", "max_staleness": 2}},
+    "ahead": {"trainer": {"sampling": "async", "max_staleness": 2}},
     "lora": {"lora": {"rank": 2}, "algorithm": {"kl_in": "loss", "kl_coef": 0.1}},
     "images": {
         "model": {"family": "qwen2_5_vl", "vision": {"hidden_size": 32, "num_heads": 2}},
@@ -139,7 +139,7 @@ def test_devices_follow_idle_times(tmp_path, monkeypatch):
     monkeypatch.setattr(ahead, "_is_ready", lambda pending: True)  # else it depends on time
     learners = dict.fromkeys(("policy", "critic", "reference", "reward"), "learn")
     settings = {
-        "trainer": {"sampling": "ahead", "max_staleness": 2},
+        "trainer": {"sampling": "async", "max_staleness": 2},
         "mesh": {"fsdp": -1},
         "placement": {
             "choice": "by_hand",

@@ -277,7 +277,7 @@ def test_episodes_with_an_environment(tmp_path, cache):
 
 
 AHEAD = {
-    "trainer.sampling": "ahead",
+    "trainer.sampling": "async",
     "trainer.max_staleness": 2,
     "placement.choice": "by_hand",
     "placement.pools": {"learn": {"devices": 2}, "sample": {"devices": 2}},

@@ -43,6 +43,12 @@ def some(data_source, solution_str, ground_truth, extra_info):
     if ground_truth.endswith("2"):
         return float("nan")
     return 1.0
+
+def some_answers(data_source, solution_str, ground_truth, extra_info):
+    """Fails on rows of its own and on some answers to the others."""
+    if ground_truth[-1] in "12" or len(solution_str) % 4 == 1:
+        raise ValueError("no idea")
+    return float(len(solution_str) % 3)
 '''
 HANGS = "no answer within rewards.timeout_s=0.5"
 
@@ -60,12 +66,12 @@ def settings(tmp_path, function, **rewards) -> dict:
 @pytest.mark.parametrize(
     "function, message, sampling",
     [
-        ("later", "ValueError: no idea", "now"),
-        pytest.param("hangs_later", HANGS, "now", marks=pytest.mark.slow),
+        ("later", "ValueError: no idea", "sync"),
+        pytest.param("hangs_later", HANGS, "sync", marks=pytest.mark.slow),
         # While samples of later steps are in flight.
-        pytest.param("hangs_later", HANGS, "ahead", marks=pytest.mark.slow),
+        pytest.param("hangs_later", HANGS, "async", marks=pytest.mark.slow),
         pytest.param(
-            "nan_later", "returned nan; a reward function returns", "now", marks=pytest.mark.slow
+            "nan_later", "returned nan; a reward function returns", "sync", marks=pytest.mark.slow
         ),
     ],
 )
@@ -98,6 +104,37 @@ def test_a_function_that_always_fails_is_found_before_anything_is_sampled(
     with pytest.raises(RewardError, match=rf"rewards\.py:{function}\) failed in each of") as raised:
         rl.train(config, tmp_path / "run")
     assert message in str(raised.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_failures_are_left_out_and_marked(tmp_path, one_device):
+    """Groups of which every call fails teach nothing; the others as if these were not there."""
+    workdir = tmp_path / "run"
+    changes = settings(tmp_path, "some_answers", on_failure="leave_out")
+    changes |= {"trainer.num_steps": 2, "metrics.rollout_tokens": True}
+    rl.train(runs.config("grpo_tiny", changes), workdir)
+    found = runs.metrics(workdir)
+    for step in (1, 2):
+        dump = (workdir / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+        rows = [json.loads(row) for row in dump]
+        failed = [row["gts"][-1] in "12" or len(row["output"]) % 4 == 1 for row in rows]
+        assert [row.get("failure", "") != "" for row in rows] == failed
+        assert all("ValueError: no idea" in row["failure"] for row in rows if "failure" in row)
+        out = [row.get("left_out", False) for row in rows]
+        assert all(lost or not fail for lost, fail in zip(out, failed, strict=True))
+        assert found[step]["reward/left_out_share"] == pytest.approx(sum(out) / len(out))
+        kept = [row["score"] for row, lost in zip(rows, out, strict=True) if not lost]
+        assert found[step]["critic/score/mean"] == pytest.approx(sum(kept) / len(kept))
+        for row, lost in zip(rows, out, strict=True):
+            assert not lost or not any(row["advantages"])
+        for group in {row["group"] for row in rows}:
+            advantages = [
+                max(row["advantages"], key=abs, default=0.0)
+                for row in rows
+                if row["group"] == group and not row.get("left_out")
+            ]
+            assert len(advantages) != 1
+            assert sum(advantages) == pytest.approx(0.0, abs=1e-4)
 
 
 @pytest.mark.slow

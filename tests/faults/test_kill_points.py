@@ -204,7 +204,7 @@ def test_points_of_samples_ahead(points, tmp_path, cache):
     signals = itertools.cycle(("SIGKILL", "SIGTERM"))
     moments = [FEW[0], *zip(points, signals, strict=False)]
     last = steps_of(moments)
-    ahead = {"trainer.sampling": "ahead", "trainer.max_staleness": 2, "rollout.num_slots": 8}
+    ahead = {"trainer.sampling": "async", "trainer.max_staleness": 2, "rollout.num_slots": 8}
     recorded = {**SETTINGS, **ahead, "trainer.schedule": "record"}
     chain("grpo_tiny", tmp_path, cache, moments, last, "critic/score/mean", recorded)
     schedules = [

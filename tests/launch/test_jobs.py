@@ -1,6 +1,7 @@
 """The command trains whatever job a config names; a job that ended in its middle goes on."""
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import runs
+from chat_dialogues import DROPPING
 
 import jaxrl_llm
 from jaxrl_llm import program
@@ -107,6 +109,66 @@ def test_sft_by_the_command_resumes_and_is_the_same_as_by_a_call(start, tmp_path
     # The folder is that job's.
     code, said = start(tmp_path / "whole", small, "--config.job=dpo")
     assert code == 1 and "belongs to another run" in said and "config.job: 'dpo'" in said
+
+
+@pytest.fixture
+def dialogues(tmp_path):
+    """Flags of a job on ten dialogues of three turns, each rewritten; and their file."""
+    (tmp_path / "template.jinja").write_text(DROPPING)
+    turn = lambda i: [("user", f"{i}+1="), ("assistant", f"{i}|{i + 1}")]  # noqa: E731
+    path = tmp_path / "dialogues.jsonl"
+    with path.open("w") as file:
+        for i in range(10):
+            turns = [*turn(i), *turn(i + 1), *turn(i + 2)]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    flags = (
+        f"--config.model.chat_template={tmp_path / 'template.jinja'}",
+        "--config.data.task=files",
+        f"--config.data.train_files=('{path}',)",
+        "--config.evaluation.before=False",
+        "--config.evaluation.after=False",
+        "--config.trainer.batch_size=4",
+    )
+    return flags, path
+
+
+def test_the_command_says_how_many_sequences_rows_give_and_names_rows(start, tmp_path, dialogues):
+    flags, path = dialogues
+    code, said = start(tmp_path / "run", *flags, "--dry_run")
+    assert code == 0 and "train split: 10 rows gave 30 sequences" in said
+    code, said = start(tmp_path / "run", *flags, "--dry_run", "--config.data.rewritten_turns=whole")
+    assert code == 0 and "10 rows have 20 turns that are trained as the chat template" in said
+    empty = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ""}]
+    with path.open("a") as file:
+        file.write(json.dumps({"messages": empty}) + "\n")
+    code, said = start(tmp_path / "run", *flags, "--dry_run")
+    assert code == 1
+    assert f"{path}, row 11: message 2, of the assistant, is empty and would be trained" in said
+
+
+@pytest.mark.slow
+def test_sft_on_streamed_dialogues_resumes_inside_a_row(start, tmp_path, dialogues, monkeypatch):
+    flags = *dialogues[0], "--config.data.stream=True", "--config.trainer.num_steps=6"
+    code, said = start(tmp_path / "whole", *flags)
+    assert code == 0 and "2 rows so far gave 6 sequences" in said
+    whole = runs.metrics(tmp_path / "whole")
+    write = Writer.write
+
+    def ending(self, step, *numbers):
+        write(self, step, *numbers)
+        if step == 4:  # after 16 sequences: one of the sixth row
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "write", ending)
+        code, _ = start(tmp_path / "cut", *flags)
+    assert code == 75
+    code, said = start(tmp_path / "cut", *flags)
+    assert code == 0, said
+    cut = runs.metrics(tmp_path / "cut")
+    for step in whole:
+        assert runs.repeatable(cut[step]) == runs.repeatable(whole[step]), step
 
 
 def test_a_reward_model_is_a_job(tmp_path, one_device):

@@ -128,7 +128,7 @@ class Run:
             ),
             rollout=RolloutConfig(max_response_tokens=2048),
             trainer=RLTrainerConfig(
-                sampling="ahead",
+                sampling="async",
                 max_staleness=k,
                 prompts_per_step=size,
                 num_steps=num_steps,
@@ -171,7 +171,7 @@ class Run:
         assert version - self.k <= drawn.min() and drawn.max() <= version
         for versions, mask in zip(rollouts.versions, rollouts.response_mask, strict=True):
             assert (np.diff(versions[mask]) >= 0).all()
-            if self.config.trainer.new_weights == "finish":
+            if self.config.trainer.new_weights == "drain":
                 assert len(set(versions[mask])) == 1
         self.learned += [prompt.index for prompt in rollouts.prompts]
         pending = types.SimpleNamespace()
@@ -207,7 +207,7 @@ def runs(monkeypatch, tmp_path):
 def test_never_too_old_never_lost_never_twice(runs, seeds):
     """Also if the process is killed at any step; none of the waits goes on for ever."""
     ages = set()
-    kinds = itertools.cycle(itertools.product(("read_again", "keep", "finish"), (True, False)))
+    kinds = itertools.cycle(itertools.product(("recompute", "keep", "drain"), (True, False)))
     for seed, (new_weights, apart) in zip(seeds, kinds, strict=False):
         random = np.random.default_rng(seed)
         run = runs(
@@ -350,8 +350,8 @@ def test_a_full_buffer_waits_for_the_learner(runs):
 
 
 def test_samples_are_not_interrupted_without_need(runs):
-    """Only "read_again" has them read again, once for each new version of the weights."""
-    for how, wanted in (("read_again", STEPS - 1), ("keep", 0), ("finish", 0)):
+    """Only "recompute" has them read again, once for each new version of the weights."""
+    for how, wanted in (("recompute", STEPS - 1), ("keep", 0), ("drain", 0)):
         run = runs(k=2, new_weights=how)
         for step in range(1, STEPS + 1):
             run.step(step)

@@ -94,6 +94,18 @@ def test_what_was_written_is_read(dump, sampled):
     assert pieces == ["e"] * 4
 
 
+def test_a_dump_whose_texts_hold_line_ends_is_read(dump, sampled):
+    """JSON lines may hold U+2028 as it is, and the writer of dumps writes it so."""
+    rows = [json.loads(line) for line in dump.read_text("utf-8").split("\n") if line]
+    for row in rows:
+        row["extra_info"] = {"text": "a\u2028b\u2029c\u0085"}
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    dump.write_text("".join(lines), "utf-8")
+    config = recipe_settings.config("grpo", SMALL)
+    samples = replay.Replayed([dump], config, 10).take(Weights({}, 0), jax.random.key(0), Clock())
+    np.testing.assert_equal(samples.rollouts.lengths, sampled[0].lengths)
+
+
 def test_dumps_are_found_in_order(tmp_path):
     for step in (10, 9, 1):
         (tmp_path / f"{step}.jsonl").touch()

@@ -255,3 +255,37 @@ def test_long_answers_are_worth_less(monkeypatch):
     np.testing.assert_allclose(rewards.terms["overlong"], [0, -1 / 3] * 4, rtol=1e-6)
     np.testing.assert_array_equal(rewards.weights["overlong"], np.ones(8))
     np.testing.assert_array_equal(rewards.terms["a"], np.full(8, 2.0))
+
+
+def left_out(scores, rows):
+    found = np.zeros(len(scores), bool)
+    found[list(rows)] = True
+    failures = tuple("no idea" if failed else "" for failed in found)
+    return dataclasses.replace(rewards_of(scores), left_out=found, failures=failures)
+
+
+def test_a_row_that_lost_all_others_of_its_group_is_left_out_too():
+    """Its group advantage would be its score, without a baseline."""
+    rollouts = rollouts_of([prompt(i) for i in (7, 8, 9)], 2)
+    rewards = left_out([1, 2, 3, 4, 5, 6], [0, 4, 5])
+    grouped = RLConfig(algorithm=AlgorithmConfig(advantage="grpo"))
+    found = source.without_lone_rows(grouped, rollouts, rewards)
+    np.testing.assert_array_equal(found.left_out, [True, True, False, False, True, True])
+    alone = RLConfig(algorithm=AlgorithmConfig(advantage="gae"))
+    found = source.without_lone_rows(alone, rollouts, rewards)
+    np.testing.assert_array_equal(found.left_out, rewards.left_out)
+
+
+def test_without_the_greedy_score_a_group_has_no_baseline():
+    rollouts = rollouts_of([prompt(i) for i in (7, 8)], 3)
+    _, found = source.split_baseline(rollouts, left_out([1, 2, 3, 4, 5, 6], [0, 5]))
+    np.testing.assert_array_equal(found.left_out, [True, False, True, True])
+    assert found.failures == ("no idea", "", "", "")
+
+
+def test_selection_keeps_what_is_left_out():
+    rollouts = rollouts_of([prompt(i) for i in (7, 8)], 2)
+    some, rewards = source.take_rows(rollouts, left_out([1, 2, 3, 4], [3]), np.array([0, 3]))
+    samples = source.joined([Samples(some, rewards, Statistics())] * 2)
+    np.testing.assert_array_equal(samples.rewards.left_out, [False, True, False, True])
+    assert samples.rewards.failures == ("", "no idea", "", "no idea")

@@ -19,6 +19,7 @@ from jaxrl_llm.config import (
     RLTrainerConfig,
     RolloutConfig,
 )
+from jaxrl_llm.config.recipes import AGGREGATIONS
 from jaxrl_llm.config.records import AlertConfig
 from jaxrl_llm.data import packing
 from jaxrl_llm.learner import models as models_lib
@@ -457,6 +458,29 @@ def test_critic_step_is_the_plain_gradient(reference, monkeypatch):
     gradient = jax.jit(jax.grad(loss))(params)
     (_, ours), _ = reference(FULL, monkeypatch)
     assert_equal_gradients(ours, jax.tree.map(np.asarray, gradient))
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["token-mean", *(pytest.param(a, marks=pytest.mark.slow) for a in AGGREGATIONS[1:])],
+)
+def test_truncated_responses_teach_as_if_they_were_not_in_the_minibatch(aggregation, monkeypatch):
+    """The gradients of policy and critic, and the counts that losses are divided by."""
+    algorithm = dataclasses.replace(FULL, aggregation=aggregation, mask_truncated=True)
+    run = tiny_run(ONE, algorithm, monkeypatch)
+    batch, kept = batch_of(run.models.policy), np.isin(np.arange(B), CHOSEN[::2])
+    masked = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept[:, None])
+
+    def gradients(batch, chosen):
+        state = initial(run)
+        learn = updater_of(run, state)
+        packed = Packer(1024, 1).pack(lengths(), chosen, width=T)
+        after, _ = learn.update(state, learn.spread(batch), packed, jax.random.key(3))
+        return jax.tree.map(np.asarray, (after.policy.opt_state, after.critic.opt_state))
+
+    ours, theirs = gradients(masked, CHOSEN), gradients(batch, CHOSEN[::2])
+    for got, want in zip(ours, theirs, strict=True):
+        assert_equal_gradients(got, want)
 
 
 @pytest.mark.slow

@@ -69,6 +69,27 @@ def test_a_cut_last_line_of_a_kept_step_is_dropped_with_a_warning(tmp_path, capl
     assert "metrics.jsonl:2: not a metrics record" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"step": "1", "data": {}}',
+        b'{"step": NaN, "data": {}}',
+        b'{"step": 1, "data": {"\xff": 1}}',
+        b"7",
+        b"\0" * 20,
+        b"",
+    ],
+)
+def test_a_line_that_no_run_wrote_is_dropped_with_a_warning(tmp_path, caplog, line):
+    path = tmp_path / "metrics.jsonl"
+    first = b'{"step": 1, "data": {"a\\u2028": 1}}\n'
+    path.write_bytes(first + line + b"\n" + first)
+    Writer(tmp_path, QUIET, first_step=9).write(9, {})
+    assert path.read_bytes() == first * 2 + b'{"step": 9, "data": {}}\n'
+    assert "metrics.jsonl:2: not a metrics record" in caplog.text
+
+
 def test_due_on_multiples(tmp_path):
     writer = Writer(tmp_path, MetricsConfig(every=3, console=False, tensorboard=False))
     assert [step for step in range(1, 8) if writer.due(step)] == [3, 6]

@@ -115,6 +115,7 @@ def test_other_keys_of_the_source_are_kept_and_stale_ones_replaced():
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"quantization_config": ["fp8"]}, r"quantization_config is \['fp8'\]; only"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"layer_types": ["sliding_attention"]}, "layer_types is .* only full_attention"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide"),
@@ -150,6 +151,17 @@ def test_a_folder_of_something_else_is_told(tmp_path):
     (tmp_path / "config.json").write_text('{"trainer": {"num_steps": 1}}')
     with pytest.raises(CheckpointFormatError, match=r"the folder of a run, .* give it as"):
         families.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("bracket", ["[", '{"a":'])
+@pytest.mark.parametrize("end", ["", "}"])
+def test_brackets_without_end_are_no_config(tmp_path, bracket, end):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "x": ' + bracket * 100_000 + end)
+    with pytest.raises(CheckpointFormatError) as raised:
+        families.read_config(tmp_path)
+    said = f"{path}: cannot be read as JSON: brackets are nested too deep; copy the file again"
+    assert str(raised.value) == said
 
 
 def test_end_of_sequence_ids(tmp_path):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from jaxrl_llm.models import families, gguf_file, tensor_names
+from jaxrl_llm.models import families, gguf_file, huggingface, tensor_names
 from jaxrl_llm.models.families import CheckpointFormatError
+from jaxrl_llm.models.finite import NotFiniteError
 from jaxrl_llm.models.shape import RopeScaling
 from jaxrl_llm.models.transformer import Network
 
@@ -119,3 +120,19 @@ def test_damaged_files_are_named(tmp_path):
             read(gguf_file.open_file(path))
         except CheckpointFormatError as error:
             assert str(error).startswith(str(path))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_none_are_named(tmp_path, bad):
+    name = "blk.1.ffn_up.weight"
+    kind, array = gguf_files.network_tensors("llama")[name]
+    array = np.array(array)
+    array.flat[5] = bad
+    more = {name: (kind, array)}
+    file = gguf_file.open_file(gguf_files.make(tmp_path / "m.gguf", "llama", more_tensors=more))
+    network = Network(gguf_file.read_shape(file))
+    out = tmp_path / "out"
+    contents = gguf_file.contents(file, network, np.dtype(np.float32))
+    with pytest.raises(NotFiniteError, match=rf"m\.gguf: {name} has 1 NaN or infinite numbers"):
+        huggingface.write(out, network, contents, np.dtype(np.float32))
+    assert not out.exists()

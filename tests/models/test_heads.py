@@ -340,3 +340,32 @@ def test_values_and_scores_by_hand():
     np.testing.assert_array_equal(
         heads.sequence_scores(jnp.repeat(hidden, 2, 0), weight, jnp.array([3, 1])), [76.0, 32.0]
     )
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_suppressed_tokens_are_as_if_they_were_not_in_the_vocabulary(batch, cap):
+    """Values and gradients equal those of the other rows alone; the rows themselves get none."""
+    suppressed = ((7, 9), (40, V))
+    kept = np.array([token for token in range(V) if not (7 <= token < 9 or token >= 40)])
+    tokens = jnp.asarray(kept)[batch["tokens"] % len(kept)]
+    settings = {"temperature": 0.7, "cap": cap}
+    batch = {**batch, "tokens": tokens}
+    fewer = {**batch, "weight": batch["weight"][kept], "tokens": jnp.searchsorted(kept, tokens)}
+    want = run(everywhere, fewer, chunk=1000, **settings)
+    for chunk in (5, 1000):  # also pieces of suppressed tokens alone
+        got = run(everywhere, batch, chunk=chunk, suppressed=suppressed, **settings)
+        assert_close((*got[:4], got[4][kept]), want)
+        assert not np.delete(np.asarray(got[4]), kept, axis=0).any()
+
+
+def test_no_suppressed_tokens_change_no_bit(batch):
+    got, want = run(everywhere, batch, suppressed=()), run(everywhere, batch)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_suppressed_token_in_a_prompt_has_no_log_prob(batch):
+    """An image in a prompt: nothing is said of it, and nothing is not a number."""
+    token = int(batch["tokens"][0, 3])
+    found = run(everywhere, batch, suppressed=((token, token + 1),))
+    assert found[0][0, 3] == 0 and all(np.isfinite(x).all() for x in found)

@@ -278,9 +278,10 @@ def test_faults_of_an_index_are_named(tmp_path):
     index.write_text(json.dumps({"weight_map": {**weight_map, first: files[1]}}))
     with pytest.raises(CheckpointFormatError, match=f"{first} is not in {files[1]} as the index"):
         huggingface.load(tmp_path, network)
-    index.write_text("[]")
-    with pytest.raises(CheckpointFormatError, match="not a valid index"):
-        huggingface.load(tmp_path, network)
+    for broken in ("[]", '{"a":' * 100_000):
+        index.write_text(broken)
+        with pytest.raises(CheckpointFormatError, match="not a valid index"):
+            huggingface.load(tmp_path, network)
     index.write_text(json.dumps(contents))
     (tmp_path / files[0]).unlink()
     with pytest.raises(CheckpointFormatError, match=f"1 of {len(files)} files .*: {files[0]}"):

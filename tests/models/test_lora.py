@@ -166,6 +166,13 @@ def test_adapters_of_another_kind_are_refused(tmp_path):
     refused("peft_type is 'IA3', expected 'LORA'", peft_type="IA3")
     refused("use_dora is True; only plain adapters", use_dora=True)
     refused("modules_to_save is .'lm_head'.; only plain", modules_to_save=["lm_head"])
+    refused("alora_invocation_tokens is .5, 6.; only plain", alora_invocation_tokens=[5, 6])
+    refused("some_new_key is 0.3; only plain adapters", some_new_key=0.3)
+    refused("init_lora_weights is 'pissa'; only plain", init_lora_weights="pissa")
+    neutral = {"alora_invocation_tokens": None, "use_rslora": False, "rank_pattern": {}}
+    written = {"init_lora_weights": "gaussian", "megatron_core": "megatron.core", "revision": "x"}
+    file.write_text(json.dumps({**config, **neutral, **written, "qalora_group_size": 16}))
+    peft_folder.check(tmp_path, NETWORK)  # what peft writes of every plain adapter
     one = dataclasses.replace(LORA, targets=LORA.targets[:1])
     refused(r"lora_A.weight is F32.*, not of this network \(.* such tensors\)", one)
     path = tmp_path / "adapter_model.safetensors"
@@ -176,6 +183,18 @@ def test_adapters_of_another_kind_are_refused(tmp_path):
     file.unlink()
     with pytest.raises(CheckpointFormatError, match=r"adapter_config.json: cannot be read"):
         peft_folder.check(tmp_path, NETWORK)
+
+
+def test_a_rank_above_every_dim(tmp_path):
+    """As in peft: more than is needed, and no contradiction."""
+    lora = dataclasses.replace(LORA, rank=2 * NETWORK.shape.vocab_size)
+    network = dataclasses.replace(NETWORK, lora=lora)
+    learned = network.init_adapters(jax.random.key(0))
+    peft_folder.save(tmp_path, network, learned)
+    split = jax.tree.map(lambda a: a.sharding, learned)
+    again = peft_folder.load(tmp_path, network, split)
+    for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(learned), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_adapters_of_experts_are_not_written(tmp_path):

@@ -79,6 +79,8 @@ def test_broken_files_are_named(tmp_path, arrays):
     refused(b"", "not a complete safetensors file")
     refused(b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull")
     refused((8).to_bytes(8, "little") + b"not json", "header is not valid")
+    nested = b"[" * 100_000
+    refused(len(nested).to_bytes(8, "little") + nested, "header is not valid: RecursionError")
 
     def with_entry(**entry):
         header = json.dumps({"a": entry}).encode()

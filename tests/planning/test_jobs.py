@@ -47,7 +47,7 @@ def lowered(config, present):
     """Returns the update of a job, lowered, with rows that all are as long as may be."""
     meshes = models_lib.one_mesh(config, present)
     models = models_lib.build(config, meshes, character_tokenizer(), SHAPE, (0,))
-    objective = supervised._OBJECTIVES[type(config)](config, models)
+    objective = supervised._OBJECTIVES[config.job](config, models)
     mesh, replicated = objective.mesh, mesh_lib.replicated(objective.mesh)
     trained = weights.abstract_trained(objective.network, mesh)
     base = weights.abstract_params(objective.network, mesh) if config.lora.rank else {}

@@ -35,7 +35,7 @@ def test_what_rests_is_the_sum_over_roles():
 
 
 def test_old_weights_that_go_on_sampling_are_counted():
-    """By "finish", and where the copy of the new ones arrives in a pool of its own."""
+    """By "drain", and where the copy of the new ones arrives in a pool of its own."""
 
     def weights(choice, **trainer):
         apart = {
@@ -48,9 +48,9 @@ def test_old_weights_that_go_on_sampling_are_counted():
         return {n.partition(" ")[0]: p.weights for n, p in made.programs.items()}["decode"]
 
     copy = plan().setting.rollout_weights
-    ahead = {"sampling": "ahead"}
+    ahead = {"sampling": "async"}
     assert weights("colocate", **ahead) == weights("colocate")
-    assert weights("colocate", **ahead, new_weights="finish") == weights("colocate") + copy
+    assert weights("colocate", **ahead, new_weights="drain") == weights("colocate") + copy
     assert weights("apart", **ahead) == 2 * weights("apart")
     assert weights("apart", **ahead, max_staleness=0) == weights("apart")
 

@@ -5,7 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.samples import RewardFunctionConfig, RewardModelConfig, RewardsConfig
+from jaxrl_llm.config.samples import (
+    MathConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RewardsConfig,
+)
 from jaxrl_llm.rewards.base import Scorer
 from jaxrl_llm.rewards.pool import RewardError
 from jaxrl_llm.types import Prompt, Rollouts
@@ -99,6 +104,55 @@ def test_failures_are_counted(user_file):
     assert rewards.num_failures == 2
     np.testing.assert_array_equal(rewards.scores, np.float32([-6.0, 1.0, -6.0]))
     np.testing.assert_array_equal(rewards.costs, np.zeros(3, np.float32))
+
+
+def test_failures_may_be_left_out(user_file):
+    config = RewardsConfig(
+        functions={"inverse": RewardFunctionConfig(function=f"{user_file}:broken")},
+        cost_functions={"long": RewardFunctionConfig(function=f"{user_file}:length")},
+        num_workers=1,
+        on_failure="leave_out",
+    )
+    with Scorer(config, {}) as scorer:
+        rewards = scorer.score(rollouts(["a"] * 3, ["", "xx", ""]))
+    np.testing.assert_array_equal(rewards.left_out, [True, False, True])
+    np.testing.assert_array_equal(rewards.kept, [False, True, False])
+    assert rewards.num_failures == 2 and rewards.failures[1] == ""
+    assert rewards.failures[0].startswith("inverse: ZeroDivisionError: ")
+
+
+def test_the_options_of_math_reach_it_and_a_row_s_own_go_before():
+    config = RewardsConfig(
+        functions={"answer": RewardFunctionConfig(function="math")},
+        math=MathConfig(percent="number", units="compare"),
+        num_workers=1,
+    )
+    batch = rollouts(["a"] * 3, [r"\boxed{28\%}"] * 3)
+    prompts = tuple(
+        dataclasses.replace(each, ground_truth=truth, extra_info=info)
+        for each, truth, info in zip(
+            batch.prompts, [28, "0.28", "0.28"], [{}, {}, {"percent": "either"}], strict=True
+        )
+    )
+    with Scorer(config, {}) as scorer:
+        found = scorer.score(dataclasses.replace(batch, prompts=prompts))
+    np.testing.assert_array_equal(found.scores, [1.0, 0.0, 1.0])
+
+
+def test_a_failure_names_file_and_row(user_file):
+    config = RewardsConfig(
+        functions={"inverse": RewardFunctionConfig(function=f"{user_file}:broken")}, num_workers=1
+    )
+    batch = rollouts(["a"] * 2, ["x", ""])
+    prompts = tuple(
+        dataclasses.replace(p, where=f"rows.jsonl, row {7 + i}")
+        for i, p in enumerate(batch.prompts)
+    )
+    with (
+        Scorer(config, {}) as scorer,
+        pytest.raises(RewardError, match=r"broken', rows\.jsonl, row 8, data source 'a': Zero"),
+    ):
+        scorer.score(dataclasses.replace(batch, prompts=prompts))
 
 
 def test_a_row_without_a_reward_is_named():

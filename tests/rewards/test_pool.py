@@ -72,6 +72,9 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
         return eval(solution_str.removeprefix("return "))
     return float(len(solution_str))
 
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
 async def patient(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0.01)
     return {"score": 4, "truth": ground_truth, "source": data_source, **extra_info}
@@ -148,6 +151,7 @@ def test_async_function_and_details(forgiving, user_file):
         ("return {'acc': 1.0}", "returned a dict without 'score' (keys: ['acc'])"),
         ("return {'score': None}", "returned NoneType None"),
         ("return {'score': 1.0, 'x': object()}", "returned a dict with a object"),
+        ("return {'score': 1.0, 'x': nested(900)}", "brackets are nested deeper than 64"),
     ],
 )
 def test_a_failure_costs_its_own_call_only(forgiving, user_file, solution, cause):
@@ -164,6 +168,14 @@ def test_a_failure_costs_its_own_call_only(forgiving, user_file, solution, cause
 def test_numbers_of_every_kind_are_scores(forgiving, user_file, result, score):
     (outcome,) = forgiving.run(calls(f"{user_file}:misbehave", f"return {result}"))
     assert (outcome.score, outcome.failure) == (score, "")
+
+
+def test_halves_of_characters_are_replaced(forgiving, user_file):
+    details = r"{'score': 1.0, 'a\ud83d': ['\udc00', np.array(['b\ud83d'])]}"
+    broken = r"return {}['\ud83d']"
+    outcomes = forgiving.run(calls(f"{user_file}:misbehave", f"return {details}", broken))
+    assert outcomes[0].details == {"a\ufffd": ["\ufffd", ["b\ufffd"]]}
+    assert "KeyError" in outcomes[1].failure and outcomes[1].failure.encode()
 
 
 def test_the_traceback_of_the_worker_is_told(forgiving, user_file):

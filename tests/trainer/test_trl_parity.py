@@ -122,7 +122,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
     given = rows(kind, AutoTokenizer.from_pretrained(FOLDER / "policy"))
     job = config(kind, RUNS[name], theirs)
     seen = {}
-    make, initial = supervised._OBJECTIVES[type(job)], weights_lib.initial
+    make, initial = supervised._OBJECTIVES[job.job], weights_lib.initial
 
     def objective(config, models):
         seen["objective"] = make(config, models)
@@ -133,7 +133,7 @@ def test_ten_steps_are_those_of_trl(name, tmp_path, monkeypatch):
         seen["before"] = jax.tree.map(np.asarray, params)
         return params
 
-    monkeypatch.setitem(supervised._OBJECTIVES, type(job), objective)
+    monkeypatch.setitem(supervised._OBJECTIVES, job.job, objective)
     monkeypatch.setattr(weights_lib, "initial", begin)
     one = mesh_lib.make_mesh
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda mesh: one(mesh, jax.devices()[:1]))

@@ -1,50 +1,28 @@
 """Chats with tools: what is read while a reply grows, what the model is shown, real clients."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import re
+import time
 
-import httpx2
+import hypothesis
+import hypothesis.strategies as st
 import openai
 import pytest
-import serving_model
-from serving_engine import SayingEngine
-from written_calls import ONE, SCHEMAS, TOOLS, TWO, WRITTEN
+from serving_chat import ASK, CALL, SERVED, TOKENIZER, talking, text_of
+from written_calls import ADVERSARIAL, ONE, PIECES, SCHEMAS, TOOLS, TWO, WRITTEN
 
-from jaxrl_llm.agents import calls
+from jaxrl_llm.agents.tool_call_formats import FORMATS
 from jaxrl_llm.agents.tools import special_tokens
-from jaxrl_llm.serving.app import make_app
-from jaxrl_llm.serving.calls import Expected, Reader
-from jaxrl_llm.serving.driver import Driver
-from jaxrl_llm.serving.metrics import Metrics
-from jaxrl_llm.serving.protocol import Served
+from jaxrl_llm.serving.tool_call_stream import ExpectedCalls, ToolCallStream
 
-TEMPLATE = """{% for tool in tools or [] %}tool: {{ tool | tojson }}
-{% endfor %}{% for m in messages %}{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: \
-{{ m.content }}{% for c in m.tool_calls %}<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}<eos>
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-TOKENIZER = serving_model.byte_tokenizer(TEMPLATE)
-EOS = TOKENIZER.eos_token_id
-SERVED = Served("m", TOKENIZER, (EOS,), len(TOKENIZER), max_tokens=2000, call_format="hermes")
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "é"}}\n</tool_call>'
-ASK = {"role": "user", "content": "What is 1 + 1?"}
+SPECIAL = special_tokens(TOKENIZER)
 
 
-def tokens(text):
-    return [*TOKENIZER(text)["input_ids"], EOS]
-
-
-def text_of(request):
-    return TOKENIZER.decode(request.tokens)
-
-
-def read(name, pieces, **fields):
+def read(name, pieces, special=SPECIAL, **fields):
     """Returns (text, [(number, name, arguments)]) of a reply that comes in pieces."""
-    reader = Reader(Expected(name, SCHEMAS, **fields), special_tokens(TOKENIZER))
+    reader = ToolCallStream(ExpectedCalls(name, SCHEMAS, **fields), special)
     told, made = "", []
     for i, piece in enumerate(pieces):
         text, new = reader.extend(piece, i == len(pieces) - 1)
@@ -53,11 +31,11 @@ def read(name, pieces, **fields):
     return told, made
 
 
-@pytest.mark.parametrize("name", calls.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_reply_is_the_same_in_any_pieces(name):
     want = [[(0, *ONE[:2])], [(0, *ONE[:2]), (1, *TWO[:2])]]
     for written, made in zip(WRITTEN[name], want, strict=True):
-        said = calls.FORMATS[name](written, SCHEMAS).text
+        said = FORMATS[name].parse(written, SCHEMAS).text
         for size in (1, 2, 3, 7, len(written)):
             # Special tokens come whole.
             pieces = re.findall(
@@ -68,42 +46,73 @@ def test_a_reply_is_the_same_in_any_pieces(name):
         assert read(name, [written], only_one=True) == (said, made[:1])
 
 
-def test_text_is_told_at_once_and_calls_when_the_next_begins():
-    reader = Reader(Expected("hermes", SCHEMAS), None)
-    assert reader.extend("I add <t", False) == ("I add", ())
-    assert reader.extend("wo numbers ", False) == (" <two numbers", ())
-    assert reader.extend(CALL, False) == ("", ())
-    (text, (made,)) = reader.extend(CALL[:12], False)
-    assert text == "" and (made.name, made.number) == ("add", 0)
-    assert json.loads(made.arguments) == {"a": 1, "note": "é"}
+def test_text_and_calls_are_told_as_soon_as_they_are_certain():
+    stream = ToolCallStream(ExpectedCalls("hermes", SCHEMAS), None)
+    assert stream.extend("I add <t", False) == ("I add", ())
+    assert stream.extend("wo numbers ", False) == (" <two numbers", ())
+    assert stream.extend(CALL[:-1], False) == ("", ())
+    (text, (call,)) = stream.extend(CALL[-1], False)
+    assert text == "" and (call.name, call.number) == ("add", 0)
+    assert json.loads(call.arguments) == {"a": 1, "note": "é"}
     # What is no call is told as it was written; the one before it was told.
     broken = "<tool_call>{}</tool_call>"
     assert read("hermes", [f"Well. {broken} So."]) == (f"Well. {broken} So.", [])
-    assert read("hermes", [CALL, broken])[1] == [(0, "add", {"a": 1, "note": "é"})]
+    for pieces in ([CALL, broken], [CALL + broken], list(CALL + broken)):
+        assert read("hermes", pieces) == (broken, [(0, "add", {"a": 1, "note": "é"})])
     # A limit may cut a call.
     cut = WRITTEN["qwen3_coder"][0].removesuffix("</tool_call>")
-    reader = Reader(Expected("qwen3_coder", SCHEMAS), None)
-    assert reader.extend(cut, True, stopped=False) == (cut.strip(), ())
+    stream = ToolCallStream(ExpectedCalls("qwen3_coder", SCHEMAS), None)
+    assert stream.extend(cut, True, stopped=False) == (cut.strip(), ())
 
 
-@contextlib.asynccontextmanager
-async def talking(*says, served=SERVED):
-    """Gives an `openai` client of a server whose model says these things, and the engine."""
-    engine = SayingEngine(*map(tokens, says))
-    driver = Driver(engine, 0.0, max_waiting=8)
-    app = make_app(served, driver, Metrics(driver))
-    driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
-    transport = httpx2.ASGITransport(app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
-        try:
-            yield (
-                openai.AsyncOpenAI(
-                    base_url="http://test/v1", api_key="none", http_client=http, max_retries=0
-                ),
-                engine,
-            )
-        finally:
-            driver.close()
+def test_a_reply_that_begins_within_thinking_makes_calls_behind_it():
+    thought = f"I may {CALL} or not.</think>\n"
+    for size in (1, 5, 1000):
+        text = thought + CALL
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        told, made = read("hermes", pieces, open_thinking="<think>")
+        assert told == thought.strip() and len(made) == 1
+        assert len(read("hermes", pieces)[1]) == 2  # outside thinking both are calls
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    st.sampled_from(sorted(FORMATS)),
+    st.lists(st.sampled_from(PIECES), max_size=14),
+    st.integers(1, 9),
+    st.sampled_from(["", "<think>"]),
+)
+def test_any_text_is_the_same_in_any_pieces(name, parts, size, open_thinking):
+    """What is told of a stream does not depend on its pieces, and is what a whole turn says."""
+    text = "".join(parts)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    told, made = read(name, pieces, special=None, open_thinking=open_thinking)
+    whole = read(name, [text], special=None, open_thinking=open_thinking)
+    assert (told, [call[1:] for call in made]) == (whole[0], [call[1:] for call in whole[1]])
+    parsed = FORMATS[name].parse(text, SCHEMAS, open_thinking)
+    if not any(call.problem for call in parsed.calls):
+        assert (told, [call[1:] for call in made]) == (
+            parsed.text,
+            [(call.name, call.arguments) for call in parsed.calls],
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_streaming_takes_linear_time(name):
+    """Four times the text, in pieces of a token each, takes about four times the time."""
+    for unit in ADVERSARIAL:
+        seconds = []
+        for size in (2_000, 8_000):
+            text = (unit * (size // len(unit) + 1))[:size]
+            best = float("inf")
+            for _ in range(2):
+                stream = ToolCallStream(ExpectedCalls(name, SCHEMAS), None)
+                begun = time.process_time()
+                for i in range(0, size, 4):
+                    stream.extend(text[i : i + 4], i + 4 >= size)
+                best = min(best, time.process_time() - begun)
+            seconds.append(best)
+        assert seconds[1] < 12 * seconds[0] + 0.02, (unit, seconds)
 
 
 def test_the_openai_client_calls_tools():

@@ -1,0 +1,221 @@
+"""The ground truths of all rows, read by their reward functions before a model is loaded.
+
+A row whose truth no answer can equal teaches nothing, and the run that has it ends with success.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm import console
+from jaxrl_llm.config.algorithm import is_import_path
+from jaxrl_llm.config.samples import RewardFunctionConfig, RewardsConfig
+from jaxrl_llm.data.datasets import Dataset
+from jaxrl_llm.data.streaming import StreamedRows
+from jaxrl_llm.data.streams import MixedRows, Rows, streamed_parts
+from jaxrl_llm.rewards import functions as functions_lib
+from jaxrl_llm.rewards.on_ray import pool_of
+from jaxrl_llm.rewards.pool import Call, RewardError, RewardPool
+from jaxrl_llm.types import Prompt
+
+_NUM_LISTED = 10  # rows in a report
+_NUM_IN_CALL = 200  # truths that a user's function checks in one call
+
+logger = logging.getLogger(__name__)
+
+Terms = Mapping[str, RewardFunctionConfig]
+
+
+class _Fault(NamedTuple):
+    """A row that cannot be learned from."""
+
+    prompt: Prompt
+    term: str
+    function: str
+    problem: str
+
+    def __str__(self) -> str:
+        where = self.prompt.where or f"row {self.prompt.index}"
+        return f"{where}: {self.function!r} ({self.term}): {self.problem}"
+
+
+def readable(
+    splits: Mapping[str, tuple[Dataset, RewardsConfig]],
+) -> dict[str, Dataset]:
+    """The data sets of each split without rows whose ground truth their functions cannot read.
+
+    Every row is checked by every function with a `check_truth` that scores its data source: those
+    of a user in a process of their own, with its limits. Streamed rows are checked when they are
+    drawn, but for the first ones. With `rewards.unreadable_truths="refuse"` one such row is a
+    RewardError that lists all of them, of all splits; with "leave_out" they are counted.
+    """
+    with _UserChecks() as users:
+        faults = {
+            name: _faults(config, split.prompts, users) for name, (split, config) in splits.items()
+        }
+    refused = [
+        fault
+        for name, (_, config) in splits.items()
+        if config.unreadable_truths == "refuse"
+        for fault in faults[name]
+    ]
+    if refused:
+        raise RewardError(_report(refused, sum(len(split.prompts) for split, _ in splits.values())))
+    return {
+        name: _without(name, split, config, faults[name])
+        for name, (split, config) in splits.items()
+    }
+
+
+def _report(faults: Sequence[_Fault], num_rows: int) -> str:
+    rows = len({(fault.prompt.where, fault.prompt.index) for fault in faults})
+    listed = "\n".join(f"  {fault}" for fault in faults[:_NUM_LISTED])
+    more = len(faults) - _NUM_LISTED
+    return (
+        f"{rows} of {num_rows} rows have a ground truth that no answer can equal:\n{listed}\n"
+        + (f"  ... and {more} more\n" if more > 0 else "")
+        + "Correct these rows, or set rewards.unreadable_truths='leave_out' to go on without them"
+    )
+
+
+class _UserChecks(contextlib.ExitStack):
+    """The checks of users' functions, each file in one process whatever the split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pools: dict[tuple[str, ...], RewardPool] = {}
+
+    def pool(self, functions: Sequence[str], config: RewardsConfig) -> RewardPool:
+        """The process that has loaded these functions, with the limits of the first config."""
+        names = tuple(sorted(set(functions)))
+        if names not in self._pools:
+            one = dataclasses.replace(config, num_workers=1, ray_workers=min(1, config.ray_workers))
+            self._pools[names] = self.enter_context(pool_of(names, one))
+        return self._pools[names]
+
+
+def _faults(config: RewardsConfig, prompts: Sequence[Prompt], users: _UserChecks) -> list[_Fault]:
+    """The rows that a function cannot read, in their order, each once."""
+    found: dict[int, _Fault] = {}
+    terms: Terms = {**config.functions, **config.cost_functions}
+    own = [term.function for term in terms.values() if is_import_path(term.function)]
+    for name, term in terms.items() if prompts else ():
+        if term.function in own:
+            pool = users.pool(own, config)
+            _collect(found, name, term, prompts, functools.partial(_problems_in_pool, pool))
+        elif (
+            term.function in functions_lib.REWARD_FUNCTIONS
+        ):  # else `rewards.base.check` refuses it
+            _collect(found, name, term, prompts, _problems_here)
+    return [found[place] for place in sorted(found)]
+
+
+Problems = Callable[[str, Sequence[Prompt]], Iterable[tuple[int, str]]]
+
+
+def _collect(
+    found: dict[int, _Fault],
+    name: str,
+    term: RewardFunctionConfig,
+    prompts: Sequence[Prompt],
+    problems_of: Problems,
+) -> None:
+    places = [i for i, p in enumerate(prompts) if term.data_source in ("*", p.data_source)]
+    for i, problem in problems_of(term.function, [prompts[place] for place in places]):
+        fault = _Fault(prompts[places[i]], name, term.function, problem)
+        found.setdefault(places[i], fault)
+
+
+def _problems_here(function: str, prompts: Sequence[Prompt]) -> Iterable[tuple[int, str]]:
+    built_in = functions_lib.resolve(function)
+    if functions_lib.truth_check(built_in) is None:
+        return ()
+    with console.work(f"reading the ground truths for {function!r}"):
+        return functions_lib.truth_problems(built_in, [p.ground_truth for p in prompts]).items()
+
+
+def _problems_in_pool(
+    pool: RewardPool, function: str, prompts: Sequence[Prompt]
+) -> Iterator[tuple[int, str]]:
+    def check(first: int, count: int) -> Mapping[str, Any]:
+        part = prompts[first : first + count]
+        truths = [prompt.ground_truth for prompt in part]
+        call = Call(function, first, "", "", truths, {}, is_check=True)
+        (outcome,) = pool.attempt([call])
+        if outcome.failure and count == 1:
+            return {"problems": {"0": f"its check_truth failed: {outcome.failure}"}}
+        if outcome.failure:  # which of them it was
+            each = [check(first + i, 1)["problems"] for i in range(len(part))]
+            return {"problems": {str(i): found["0"] for i, found in enumerate(each) if found}}
+        return outcome.details
+
+    if not prompts or not check(0, 0).get("has_check"):
+        return
+    for first in range(0, len(prompts), _NUM_IN_CALL):
+        for place, problem in check(first, _NUM_IN_CALL)["problems"].items():
+            yield first + int(place), problem
+
+
+def _without(name: str, split: Dataset, config: RewardsConfig, faults: Sequence[_Fault]) -> Dataset:
+    total, unreadable = len(split.prompts), {id(fault.prompt) for fault in faults}
+    kept = tuple(prompt for prompt in split.prompts if id(prompt) not in unreadable)
+    if faults and not kept and not streamed_parts(split.rows):
+        raise RewardError(
+            f"config.rewards.unreadable_truths: 'leave_out' leaves none of the {total} rows of"
+            f" the {name} split; the first: {faults[0]}; correct the rows or the function"
+        )
+    if faults:
+        said = "%s split: left out %d of %d rows whose ground truth no answer can equal; first: %s"
+        logger.warning(said, name, total - len(kept), total, faults[0])
+    rows = _readable_rows(split.rows, config, unreadable)
+    return dataclasses.replace(split, prompts=kept or split.prompts, rows=rows)
+
+
+def _readable_rows(
+    rows: Rows[Prompt], config: RewardsConfig, unreadable: Collection[int]
+) -> Rows[Prompt]:
+    """Rows without those that are known to be unreadable; streamed ones are read when drawn."""
+    if isinstance(rows, MixedRows):
+        parts: Any = tuple(_readable_rows(part, config, unreadable) for part in rows.parts)
+        if not all(len(part) for part in parts):
+            raise RewardError(
+                "config.rewards.unreadable_truths: 'leave_out' leaves nothing of one of"
+                " data.train_files; leave it and its weight out"
+            )
+        return MixedRows(parts, rows.shares)
+    if not isinstance(rows, StreamedRows):
+        return [prompt for prompt in rows if id(prompt) not in unreadable]
+    checks = _built_in_checks(config)
+
+    def readable_prompt(prompt: Prompt) -> Prompt | None:
+        for name, term, check in checks:
+            if term.data_source not in ("*", prompt.data_source):
+                continue
+            try:
+                check(prompt.ground_truth)
+            except ValueError as error:
+                fault = _Fault(prompt, name, term.function, str(error))
+                if config.unreadable_truths == "refuse":
+                    raise RewardError(_report([fault], 1)) from error
+                logger.warning("left out: %s", fault)
+                return None
+        return prompt
+
+    streamed: Any = rows.map(readable_prompt)
+    streamed.rule = f"{rows.rule}, or have a ground truth that no answer can equal"
+    return streamed
+
+
+def _built_in_checks(
+    config: RewardsConfig,
+) -> list[tuple[str, RewardFunctionConfig, functions_lib.TruthCheck]]:
+    terms: Terms = {**config.functions, **config.cost_functions}
+    return [
+        (name, term, check)
+        for name, term in terms.items()
+        if term.function in functions_lib.REWARD_FUNCTIONS
+        and (check := functions_lib.truth_check(functions_lib.resolve(term.function)))
+    ]

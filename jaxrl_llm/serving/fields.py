@@ -1,0 +1,264 @@
+"""Every field that clients of OpenAI's API and of vLLM send, and what this server does with it.
+
+`docs/serving.md` shows this table; a test walks the types of the `openai` package and asks that no
+field is missing. Where a field is used, the models of `protocol` and `chat` hold its type.
+"""
+
+import dataclasses
+import reprlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+UNSUPPORTED = "unsupported_parameter"  # the code of the error, as OpenAI's
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What becomes of a field.
+
+    "used"; "ignored": any value is accepted, because it cannot change the answer; "refused": null
+    and the values in `neutral`, which ask for nothing, are accepted, and others are status 400.
+    """
+
+    kind: Literal["used", "ignored", "refused"]
+    neutral: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value asks for nothing; 0 is 0.0 and 1 is 1.0, but neither is a boolean."""
+        return self.kind == "ignored" or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self.neutral
+        )
+
+
+USED, IGNORED, REFUSED = Rule("used"), Rule("ignored"), Rule("refused")
+
+
+def only(*neutral: Any) -> Rule:
+    """A field of which only these values, and null, are accepted."""
+    return Rule("refused", neutral)
+
+
+_BOTH: Mapping[str, Rule] = {
+    # OpenAI's.
+    "model": USED,
+    "n": USED,
+    "temperature": USED,
+    "top_p": USED,
+    "stop": USED,
+    "seed": USED,
+    "stream": USED,
+    "stream_options": USED,
+    "max_tokens": USED,
+    "logprobs": USED,
+    "user": IGNORED,
+    "metadata": IGNORED,
+    "store": IGNORED,
+    "service_tier": IGNORED,
+    "safety_identifier": IGNORED,
+    "prompt_cache_key": IGNORED,
+    "prompt_cache_options": IGNORED,
+    "prompt_cache_retention": IGNORED,
+    "frequency_penalty": only(0),
+    "presence_penalty": only(0),
+    "logit_bias": only({}),
+    "response_format": only({"type": "text"}),
+    # vLLM's.
+    "top_k": USED,
+    "min_p": USED,
+    "stop_token_ids": USED,
+    "ignore_eos": USED,
+    "request_id": IGNORED,
+    "priority": IGNORED,
+    "cache_salt": IGNORED,
+    "spaces_between_special_tokens": IGNORED,  # special tokens are left out
+    "guided_decoding_backend": IGNORED,
+    "repetition_penalty": only(1),
+    "length_penalty": only(1),
+    "use_beam_search": only(False),
+    "early_stopping": only(False),
+    "min_tokens": only(0),
+    "skip_special_tokens": only(True),
+    "include_stop_str_in_output": only(False),
+    "detokenize": only(True),
+    "echo": only(False),
+    "bad_words": only([]),
+    "logits_processors": only([]),
+    "allowed_token_ids": REFUSED,
+    "truncate_prompt_tokens": REFUSED,
+    "prompt_logprobs": REFUSED,
+    "return_token_ids": only(False),
+    "return_tokens_as_token_ids": only(False),
+    "kv_transfer_params": only({}),
+    "vllm_xargs": only({}),
+    "structured_outputs": REFUSED,
+    "structural_tag": REFUSED,
+    "guided_json": REFUSED,
+    "guided_regex": REFUSED,
+    "guided_choice": REFUSED,
+    "guided_grammar": REFUSED,
+    "guided_whitespace_pattern": REFUSED,
+    "thinking_token_budget": REFUSED,
+    "repetition_detection": REFUSED,
+}
+
+CHAT: Mapping[str, Rule] = {
+    **_BOTH,
+    "messages": USED,
+    "max_completion_tokens": USED,
+    "top_logprobs": USED,
+    "tools": USED,
+    "tool_choice": USED,
+    "parallel_tool_calls": USED,
+    "reasoning_effort": USED,
+    "verbosity": USED,
+    "prediction": IGNORED,  # it makes a reply faster, not another
+    "modalities": only(["text"]),
+    "functions": only([]),
+    "function_call": only("none", "auto"),
+    "audio": REFUSED,
+    "moderation": REFUSED,
+    "web_search_options": REFUSED,
+    # vLLM's.
+    "chat_template_kwargs": USED,
+    "chat_template": REFUSED,
+    "add_generation_prompt": only(True),
+    "continue_final_message": only(False),
+    "add_special_tokens": only(False),
+    "include_reasoning": only(True),
+    "documents": only([]),
+    "mm_processor_kwargs": only({}),
+}
+
+COMPLETION: Mapping[str, Rule] = {
+    **_BOTH,
+    "prompt": USED,
+    "best_of": USED,
+    "suffix": only(""),
+    "prompt_embeds": REFUSED,
+    "add_special_tokens": only(True),
+    # Chats'; what asks for nothing there asks for nothing here.
+    "tools": only([]),
+    "tool_choice": only("none", "auto"),
+    "parallel_tool_calls": IGNORED,
+    "functions": only([]),
+    "function_call": only("none", "auto"),
+    "modalities": only(["text"]),
+}
+
+STREAM_OPTIONS: Mapping[str, Rule] = {
+    "include_usage": USED,
+    "continuous_usage_stats": USED,  # vLLM's
+    "include_obfuscation": IGNORED,  # nothing is added to a chunk either way
+}
+
+# Notes of clients about what is cached, and what other servers wrote into a message.
+_CACHED: Mapping[str, Rule] = {"cache_control": IGNORED, "prompt_cache_breakpoint": IGNORED}
+
+# Of every role.
+MESSAGE: Mapping[str, Rule] = {
+    **_CACHED,
+    "role": USED,
+    "content": USED,
+    "name": USED,
+    "tool_calls": USED,
+    "tool_call_id": USED,
+    "reasoning_content": USED,
+    "reasoning": USED,
+    "annotations": IGNORED,
+    "provider_specific_fields": IGNORED,
+    "refusal": only(""),
+    "audio": REFUSED,
+    "function_call": REFUSED,
+}
+TOOL_CALL: Mapping[str, Rule] = {
+    **_CACHED,
+    "id": USED,
+    "type": USED,
+    "function": USED,
+    "index": IGNORED,
+    "provider_specific_fields": IGNORED,
+    "custom": REFUSED,
+}
+CALLED_FUNCTION: Mapping[str, Rule] = {"name": USED, "arguments": USED}
+
+# A part of a message's content.
+PART: Mapping[str, Rule] = {
+    **_CACHED,
+    "type": USED,
+    "text": USED,
+    "image_url": USED,
+    "uuid": IGNORED,
+    "annotations": IGNORED,
+    "refusal": REFUSED,
+    "input_audio": REFUSED,
+    "file": REFUSED,
+}
+IMAGE_URL: Mapping[str, Rule] = {"url": USED, "detail": IGNORED}
+
+TOOL: Mapping[str, Rule] = {**_CACHED, "type": USED, "function": USED, "custom": REFUSED}
+FUNCTION: Mapping[str, Rule] = {
+    **_CACHED,
+    "name": USED,
+    "description": USED,
+    "parameters": USED,
+    "strict": IGNORED,  # arguments follow the schema if the model does
+}
+TOOL_CHOICE: Mapping[str, Rule] = {
+    "type": USED,
+    "function": USED,
+    "custom": REFUSED,
+    "allowed_tools": REFUSED,
+}
+CHOSEN_FUNCTION: Mapping[str, Rule] = {"name": USED}
+
+# The tables by the place of their fields in a body.
+PLACES: Mapping[str, Mapping[str, Rule]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "stream_options": STREAM_OPTIONS,
+    "messages": MESSAGE,
+    "messages.tool_calls": TOOL_CALL,
+    "messages.tool_calls.function": CALLED_FUNCTION,
+    "messages.content": PART,
+    "messages.content.image_url": IMAGE_URL,
+    "tools": TOOL,
+    "tools.function": FUNCTION,
+    "tool_choice": TOOL_CHOICE,
+    "tool_choice.function": CHOSEN_FUNCTION,
+}
+
+
+class Strict(pydantic.BaseModel):
+    """Fields of exactly their types; of others, only values that ask for nothing.
+
+    A null asks for nothing in every field, also in one that nobody knows: clients write all fields
+    of their own types.
+    """
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    rules: ClassVar[Mapping[str, Rule]] = {}
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        """Drops fields that ask for nothing; refuses those that ask for what is not supported."""
+        if not isinstance(values, dict):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if field := cls.model_fields.get(name):
+                if value is not None or field.is_required():
+                    kept[name] = value
+            elif value is None:
+                continue
+            elif (rule := cls.rules.get(name)) is None:
+                kept[name] = value  # refused as unknown, with its place
+            elif not rule.accepts(value):
+                message = "{name}={value} is not supported by this server; leave it out"
+                shown = {"name": name, "value": reprlib.repr(value)}
+                raise PydanticCustomError(UNSUPPORTED, message, shown)
+        return kept

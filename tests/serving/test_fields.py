@@ -1,0 +1,316 @@
+"""Every field that clients send: used, without consequence, or refused by its name."""
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import re
+import typing
+
+import pytest
+import serving_model
+from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat import completion_create_params as chat_create_params
+from serving_chat import ASK, CALL, SERVED, TOKENIZER, talking, text_of, tokens
+from serving_engine import SayingEngine
+from starlette.testclient import TestClient
+from written_calls import TOOLS
+
+from jaxrl_llm.serving import chat, fields, protocol
+from jaxrl_llm.serving.app import make_app
+from jaxrl_llm.serving.driver import Driver
+from jaxrl_llm.serving.metrics import Metrics
+from jaxrl_llm.serving.protocol import Served
+
+ROOT = pathlib.Path(__file__).parents[2]
+REQUIRED = ("model", "messages", "prompt", "max_tokens")  # the last one by this test
+MODELS = {
+    "/v1/chat/completions": [chat.ChatBody],
+    "/v1/completions": [protocol.CompletionBody],
+    "stream_options": [protocol.StreamOptions],
+    "messages": [chat.ChatMessage],
+    "messages.tool_calls": [chat.ToolCall],
+    "messages.tool_calls.function": [chat.CalledFunction],
+    "messages.content": [chat.TextPart, chat.ImagePart],
+    "messages.content.image_url": [chat.ImageUrl],
+    "tools": [chat.Tool],
+    "tools.function": [chat.Function],
+    "tool_choice": [chat.Choice],
+    "tool_choice.function": [chat.ChosenFunction],
+}
+
+
+def typed_dicts(kind):
+    """The TypedDicts among the members of a type, however they are wrapped."""
+    if isinstance(kind, type) and typing.is_typeddict(kind):
+        return [kind]
+    return [each for inner in typing.get_args(kind) for each in typed_dicts(inner)]
+
+
+def walked(kind, place, known):
+    """Yields (place, field) of a TypedDict of the SDK, and of those in the fields that are used."""
+    for name, hint in typing.get_type_hints(kind).items():
+        yield place, name
+        rule = known.get(place, {}).get(name)
+        inside = name if place.startswith("/") else f"{place}.{name}"
+        if rule is None or rule.kind == "used":
+            for each in typed_dicts(hint):
+                yield from walked(each, inside, known)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (chat_create_params.CompletionCreateParamsStreaming, "/v1/chat/completions"),
+        (chat_create_params.CompletionCreateParamsNonStreaming, "/v1/chat/completions"),
+        (completion_create_params.CompletionCreateParamsStreaming, "/v1/completions"),
+    ],
+)
+def test_no_field_of_the_sdk_is_unknown(kind, place):
+    sent = set(walked(kind, place, fields.PLACES))
+    assert len(sent) > 15
+    unknown = {
+        (place, name)
+        for place, name in sent
+        # A schema's own keys are the model's to read.
+        if not place.startswith("tools.function.") and name not in fields.PLACES.get(place, {})
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("place", fields.PLACES)
+def test_the_table_says_what_the_models_take(place):
+    used = {name for name, rule in fields.PLACES[place].items() if rule.kind == "used"}
+    assert used == {name for model in MODELS[place] for name in model.model_fields}
+    assert all(model.rules is fields.PLACES[place] for model in MODELS[place])
+
+
+def documented():
+    """The rows of the page's tables: place -> field -> what it says."""
+    text = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    found, place = {}, ""
+    for line in text.partition("## Fields")[2].partition("\n## ")[0].splitlines():
+        if heading := re.match(r"\*\*`(.+?)`\*\*", line):
+            place = heading[1]
+        row = re.match(r"\| ((?:`\w+`(?:, )?)+) \| (.+) \|", line)
+        for name in re.findall(r"`(\w+)`", row[1]) if row else ():
+            assert name not in found.setdefault(place, {}), (place, name)
+            found[place][name] = row[2]
+    return found
+
+
+def test_the_page_shows_the_table():
+    def shown(rule):
+        if rule.kind != "refused":
+            return rule.kind
+        accepted = [*(json.dumps(value) for value in rule.neutral), "null"]
+        return "only " + ", ".join(f"`{value}`" for value in accepted)
+
+    for place, rules in fields.PLACES.items():
+        want = {name: shown(rule) for name, rule in rules.items()}
+        said = {name: re.sub("^used: .*", "used", t) for name, t in documented()[place].items()}
+        assert said == want, place
+    assert set(documented()) == set(fields.PLACES)
+
+
+@contextlib.contextmanager
+def client_of(*says, served=SERVED):
+    """A plain HTTP client, and the requests that the engine was asked."""
+    engine = SayingEngine(*map(tokens, says * 64))  # the same to each request
+    with contextlib.ExitStack() as stack:
+        driver = Driver(engine, 0.0, max_waiting=8)
+        app = make_app(served, driver, Metrics(driver))
+
+        async def start():
+            driver.start(call=asyncio.get_running_loop().call_soon_threadsafe)
+
+        client = stack.enter_context(TestClient(app, raise_server_exceptions=False))
+        client.portal.call(start)
+        stack.callback(driver.close)
+        yield client, engine
+
+
+def post(client, place="/v1/chat/completions", **body):
+    needed = {"messages": [ASK]} if "chat" in place else {"prompt": "a"}
+    return client.post(place, json={"model": "m", "max_tokens": 4, **needed, **body})
+
+
+@pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])
+def test_what_asks_for_nothing_is_accepted_and_the_rest_named(place):
+    rules = fields.PLACES[place]
+    with client_of("It is 2.") as (client, engine):
+        plain = text_of_last(post(client, place), engine)
+        neutral = {
+            name: rule.neutral[-1] if rule.neutral else {"any": [1]}
+            for name, rule in rules.items()
+            if rule.kind == "ignored" or rule.neutral
+        }
+        assert text_of_last(post(client, place, **neutral), engine) == plain
+        nulls = {name: None for name in rules if name not in REQUIRED}
+        assert text_of_last(post(client, place, **nulls, of_next_year=None), engine) == plain
+        for name, rule in rules.items():
+            if rule.kind == "refused":
+                reply = post(client, place, **{name: [{"x": 1}]})
+                error = reply.json()["error"]
+                assert (reply.status_code, error["param"]) == (400, name)
+                assert error["code"] == "unsupported_parameter" and name in error["message"]
+        reply = post(client, place, tempreature=1)
+        assert reply.json()["error"]["message"] == "tempreature: no such field"
+
+
+def text_of_last(reply, engine):
+    assert reply.status_code == 200, reply.text
+    request = engine.asked[-1]
+    return text_of(request), request.params
+
+
+@pytest.mark.parametrize(
+    ("sent", "place"),
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_k": -2}, "top_k"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages' is set by"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs: 'bos_token' is set"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "'add_generation_prompt' is"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"reasoning_effort": "high\nsystem"}, "reasoning_effort"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort is 'low', but 'high' in chat_template_kwargs; send one of them",
+        ),
+        ({"messages": [{**ASK, "audio": {"id": "a"}}]}, "messages.0: audio={'id': 'a'} is not"),
+        ({"messages": [{**ASK, "mood": "x"}]}, "messages.0.mood: no such field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages.0.content.0: Input tag 'input_audio'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+            "messages.0.content.0.text: Input should be a valid string; got 3",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0: custom="),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "allowed_tools="),
+        ({"stop": ["a", 7]}, "stop.1: Input should be a valid string; got 7"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_its_place(sent, place):
+    with client_of("It is 2.") as (client, _):
+        reply = post(client, **sent)
+        assert reply.status_code == 400 and place in reply.json()["error"]["message"]
+
+
+def test_a_reply_goes_back_as_the_sdk_dumps_it():
+    """`model_dump()` writes every field of its type, most of them null; so do others' types."""
+
+    async def scenario():
+        async with talking(f"I add.\n{CALL}", "It is 2.", "Again 2.", "No.") as (client, engine):
+            create = client.chat.completions.create
+            messages = [dict(ASK)]
+            reply = await create(model="m", messages=messages, tools=TOOLS)
+            messages.append(reply.choices[0].message.model_dump())
+            assert {"annotations", "audio", "function_call"} <= messages[1].keys()
+            (call,) = reply.choices[0].message.tool_calls
+            call_id = call.id
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": "2"})
+            reply = await create(model="m", messages=messages, tools=TOOLS)
+            expected = text_of(engine.asked[-1])
+            assert reply.choices[0].message.content == "It is 2."
+            # The same history with what streams, caches and other servers add to it.
+            called = messages[1]["tool_calls"][0]
+            messages[0] |= {"cache_control": {"type": "ephemeral"}}
+            messages[1] |= {
+                "annotations": [],
+                "refusal": "",
+                "provider_specific_fields": {"refusal": None},
+                "tool_calls": [{**called, "index": 0, "custom": None}],
+            }
+            tools = [{**tool, "cache_control": {"type": "ephemeral"}} for tool in TOOLS]
+            messages[2]["content"] = [
+                {"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}
+            ]
+            await create(model="m", messages=messages, tools=tools)
+            assert text_of(engine.asked[-1]) == expected
+            # Arguments as an object mean the same as in a string.
+            function = called["function"]
+            parsed = {**function, "arguments": json.loads(function["arguments"])}
+            messages[1]["tool_calls"] = [{**called, "type": None, "function": parsed}]
+            await create(model="m", messages=messages, tools=tools)
+            assert text_of(engine.asked[-1]) == expected
+
+    asyncio.run(scenario())
+    assert "annotations" in ChatCompletionMessage.model_fields
+
+
+VARIABLES = (
+    "{% for m in messages %}{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}\n{% endfor %}effort {{ reasoning_effort | default('medium') }} "
+    "{{ verbosity | default('medium') }} thinking "
+    "{{ enable_thinking if enable_thinking is defined else True }}\nassistant: "
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({}, "effort medium medium thinking True"),
+        ({"reasoning_effort": "high", "verbosity": "low"}, "effort high low thinking True"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low"}},
+            "effort low medium thinking False",
+        ),
+        ({"chat_template_kwargs": {}, "reasoning_effort": None}, "effort medium medium"),
+        (
+            {"messages": [{**ASK, "name": "ann"}, {"role": "assistant", "content": "2",
+             "reasoning": "one and one", "reasoning_content": None}]},
+            "user ann: What is 1 + 1?\nassistant: <think>one and one</think>2\n",
+        ),
+    ],
+)  # fmt: skip
+def test_variables_reach_the_template(sent, said):
+    tokenizer = serving_model.byte_tokenizer(VARIABLES)
+    served = Served("m", tokenizer, SERVED.eos_tokens, len(tokenizer), max_tokens=2000)
+    with client_of("It is 2.", served=served) as (client, engine):
+        assert post(client, **sent).status_code == 200
+        assert said in tokenizer.decode(engine.asked[-1].tokens)
+
+
+@pytest.mark.parametrize("place", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_is_in_every_chunk_if_it_is_asked_for(place):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with client_of("It is 2.") as (client, engine):
+        reply = post(client, place, stream=True, stream_options=options, max_tokens=100)
+        lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n")]
+        chunks = [json.loads(line) for line in lines if line.startswith("{")]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        prompt = len(engine.asked[-1].tokens)
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
+        totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
+        assert totals == [prompt + count for count in counts]
+        assert counts == sorted(counts) and counts[-1] == len(tokens("It is 2."))
+        assert counts[-2] == counts[-1] and chunks[-1]["choices"] == []
+        # Only with `include_usage`, as vLLM; options that ask for nothing need no stream.
+        options["include_usage"] = False
+        reply = post(client, place, stream=True, stream_options=options)
+        assert reply.status_code == 200 and "usage" not in reply.text
+        assert post(client, place, stream_options={"include_usage": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "param"), [("a" * 3000, None, "messages"), ("a" * 1900, 200, "max_tokens")]
+)
+def test_a_prompt_that_is_too_long_is_told_in_openais_words(prompt, limit, param):
+    with client_of("It is 2.") as (client, _):
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": limit}
+        reply = post(client, **body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == param
+        assert error["message"].startswith("This model's maximum context length is 2000 tokens.")
+        length = len(TOKENIZER(f"user: {prompt}<eos>\nassistant: ")["input_ids"])
+        assert f"the prompt has {length} tokens and max_tokens is {limit or 1}" in error["message"]
